@@ -141,8 +141,10 @@ class DraftingKnowledge:
         """
         method, settings, sampling = request.method, request.settings, request.sampling
         given = [settings.values[name] for name in _COST_SETTINGS]
+        slowdown = 0.0
         if parallel_costs is not None:
             single = parallel_costs.single_pass
+            slowdown = parallel_costs.added_by_token / single
             costs = DraftingCosts.linear(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
         elif method.is_parallel or AUTO not in given:
             costs = DraftingCosts.linear(0.0, 0.0)  # the settings replace them
@@ -157,7 +159,7 @@ class DraftingKnowledge:
         if sampling.greedy or sampling.seed is None:
             key = _learned_key(request)
             initial = self._learned.setdefault(key, initial)
-        return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key)
+        return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key, slowdown=slowdown)
 
     def _tuned_costs(self, request: RunRequest) -> RoundCosts | None:
         """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""

@@ -314,6 +314,11 @@ class Pair:
                 self._thread_worker = StreamWorker(draft, streams_for(draft.device, target))
         return self._process_worker or self._thread_worker
 
+    @property
+    def drafts_in_callers_thread(self) -> bool:
+        """Whether one thread runs both models in PEARL, so that it is measured whether their passes overlap."""
+        return isinstance(self._worker, StreamWorker)
+
     def has_flexible_window(self, sampling: SamplingParams) -> bool:
         """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
         return sampling.greedy and self._process_worker is not None

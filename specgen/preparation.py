@@ -126,8 +126,9 @@ def _valid_costs(found: Any) -> ParallelCosts | None:
     try:
         costs = ParallelCosts(**found)
         numbers = *costs.seconds, costs.width, costs.context_length
-        finite = costs.overlap is None or math.isfinite(costs.overlap)
-        return costs if min(numbers) > 0 and max(numbers) < math.inf and finite else None
+        alone = costs.overlap, costs.draft_alone, costs.target_alone
+        is_complete = alone == (None, None, None) or all(number is not None and math.isfinite(number) for number in alone)
+        return costs if min(numbers) > 0 and max(numbers) < math.inf and is_complete else None
     except TypeError:
         return None
 

@@ -134,7 +134,7 @@ class Paths:
                 return
             self._choices[-1].pop()
 
-    def _draw(self, probs: torch.Tensor, _: object) -> torch.Tensor:
+    def _draw(self, probs: torch.Tensor, _: object, ids: torch.Tensor | None = None) -> torch.Tensor:
         rows = (probs / probs.sum(-1, keepdim=True)).reshape(-1, probs.shape[-1]).tolist()
 
         def outcomes() -> Iterator[tuple[Any, float]]:
@@ -144,7 +144,8 @@ class Paths:
                     weight *= row[token]
                 yield tokens, weight
 
-        return torch.tensor(self.choose(outcomes)).reshape(probs.shape[:-1])
+        columns = torch.tensor(self.choose(outcomes)).reshape(probs.shape[:-1])
+        return columns if ids is None else ids.gather(-1, columns[..., None])[..., 0]
 
 
 class Uniforms:
@@ -207,6 +208,9 @@ class InlineDrafter:
         self._model = ModelDrafter(factory.draft_setup(components))
 
     def prefill(self, context: Context) -> None:
+        pass
+
+    def complete_prefill(self) -> None:
         pass
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:

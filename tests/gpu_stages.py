@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from threading import Event, Thread
@@ -43,13 +44,18 @@ def versions(bench: Bench) -> None:
     found = bench.figures
     found |= {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     if bench.device.type == "cuda":
-        import triton
-
         properties = torch.cuda.get_device_properties(bench.device)
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "triton": _triton()}
         found |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, "gpus": torch.cuda.device_count()}
         found |= {"capability": f"{properties.major}.{properties.minor}", "memory_gb": round(properties.total_memory / 1e9, 1)}
         found["tf32"] = torch.backends.cuda.matmul.allow_tf32  # with it, float32 is not lossless
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none, so no fused kernels"
 
 
 def bandwidth(bench: Bench) -> None:

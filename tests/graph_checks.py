@@ -16,7 +16,7 @@ from static_checks import RecordedGraphs, random_model, random_tokens
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import DraftRunner, ModelRunner
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.types import Context, Draft, SamplingParams
@@ -92,7 +92,7 @@ POLICIES: dict[str, Callable[[], LengthPolicy]] = {
 }
 
 
-def draft_setup(runner: ModelRunner, sampling: SamplingParams, vocab_size: int = 96, eos: Sequence[int] = ()) -> DraftSetup:
+def draft_setup(runner: DraftRunner, sampling: SamplingParams, vocab_size: int = 96, eos: Sequence[int] = ()) -> DraftSetup:
     return DraftSetup(runner, sampling, frozenset(eos), vocab_size, seed=4)
 
 
@@ -108,8 +108,8 @@ def _assert_same_draft(found: Draft, expected: Draft, tolerance: float) -> None:
 
 
 def compare_drafters(
-    eager: ModelRunner,
-    captured: ModelRunner,
+    eager: DraftRunner,
+    captured: DraftRunner,
     sampling: SamplingParams,
     policy: Callable[[], LengthPolicy],
     *,
@@ -118,6 +118,7 @@ def compare_drafters(
     vocab_size: int = 96,
     eos: Sequence[int] = (),
     kind: Callable[[DraftSetup], Any] = ModelDrafter,
+    tolerance: float = 1e-5,
 ) -> list[Draft]:
     """Drafts with both runners through a run, whose random prefixes of the drafts are accepted. Returns the drafts."""
     drafters = [kind(draft_setup(runner, sampling, vocab_size, eos)) for runner in (eager, captured)]
@@ -130,8 +131,8 @@ def compare_drafters(
             Margins.seen.clear()
             results.append(drafter.propose(context, policy_, 30))
             seen.append(list(Margins.seen))
-        _assert_same_draft(results[1], results[0], 1e-5)
-        assert seen[-1] == pytest.approx(seen[-2], abs=1e-5)
+        _assert_same_draft(results[1], results[0], tolerance)
+        assert seen[-1] == pytest.approx(seen[-2], abs=tolerance)
         accepted = rng.choice([0, len(results[0].tokens), rng.randint(0, len(results[0].tokens))])
         new = [*results[0].tokens[:accepted], *random_tokens(rng, 1)]
         for context in contexts:

@@ -1,7 +1,8 @@
 """Runs `specgen` in other processes without importing torch and transformers in each, which would take most of the time.
 
 `one_by_one` runs several commands in one process and captures their streams. `Forked` runs one command in a process with its own
-signals, environment and exit code, which is forked from a server that has imported the libraries.
+signals, environment and exit code, which is forked from a server that has imported the libraries. `ForkedWorker` does the same
+for a draft worker.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ for arguments, given in json.loads(sys.argv[1]):
 """
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
-    ["specgen.cli.generate", "specgen.cli.compare", "specgen.loading", "transformers.models.llama.modeling_llama"]
+    [
+        "specgen.cli.generate",
+        "specgen.cli.compare",
+        "specgen.loading",
+        "specgen.engine.native.loading",
+        "specgen.workers.worker_loop",
+    ]
 )
 
 
@@ -122,6 +129,49 @@ class Forked:
         """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only once."""
         self.wait(timeout)
         return b"" if self.stdout is None else self.stdout.read(), self.stderr.read()
+
+
+def _work(
+    connection: Connection, memory: Connection, log: Connection, environment: Mapping[str, str], start_new_session: bool
+) -> None:
+    from specgen.workers.__main__ import main
+
+    if start_new_session:
+        os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["specgen.workers", *map(str, (connection.fileno(), os.getppid(), memory.fileno()))]
+    main()
+
+
+class ForkedWorker:
+    """A draft worker, with the methods of `subprocess.Popen` that `specgen.workers.process` calls. It dies with the server."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], start_new_session: bool, **_: object
+    ) -> None:
+        assert command[1:4] == ["-P", "-m", "specgen.workers"]
+        connection, _parent, memory = map(int, command[4:])
+        passed = [Connection(os.dup(descriptor), readable=False) for descriptor in (connection, memory, stdout.fileno())]
+        self._process = _FORKSERVER.Process(target=_work, args=(*passed, dict(env), start_new_session), daemon=True)
+        self._process.start()
+        for each in passed:
+            each.close()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("specgen.workers", timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def _pipe() -> tuple[IO[bytes], Connection]:

@@ -43,6 +43,15 @@ def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
+def few(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters that begin with a family and a backend, for what depends little on the family; most of them are slow.
+
+    By default Llama runs on both backends, a family with a sliding window and one with soft caps natively, and GPT-2.
+    """
+    often = {("llama", "native"), ("llama", "transformers"), ("phi3", "native"), ("gemma2", "native"), ("gpt2", "transformers")}
+    return [pytest.param(*case, marks=() if case[:2] in often else pytest.mark.slow) for case in cases]
+
+
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
     """Parameters of which the first of each `step` is run by default; the others are slow."""
     return [pytest.param(case, marks=pytest.mark.slow if number % step else ()) for number, case in enumerate(cases)]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from browser import browser  # noqa: F401  a fixture
 from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
+from processes import ForkedWorker
 
 import specgen
 from specgen.demo.recipe.tokenizer import train_tokenizer
@@ -19,6 +23,16 @@ from specgen.drafting_knowledge import DraftingKnowledge
 from specgen.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Fork draft workers that tests start in this process, which saves each the imports; commands start them as users do."""
+    forkserver.ensure_running()  # it imports the libraries while the first tests run
+    with pytest.MonkeyPatch.context() as patch:
+        names = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
+        patch.setattr("specgen.workers.process.subprocess", names)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +98,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     tokenizer.chat_template = CHAT_TEMPLATE
     model = make_model("llama")
     return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
+
+
+@pytest.fixture
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits EESD's predictor in few and small steps, for tests of what is around it."""
+    monkeypatch.setattr("specgen.training.predictor_training.STEPS", 30)
+    monkeypatch.setattr("specgen.training.predictor_training.BATCH", 512)
 
 
 @pytest.fixture(scope="session")

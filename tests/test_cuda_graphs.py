@@ -297,6 +297,22 @@ def test_a_failed_capture_reports_the_first_error(monkeypatch: pytest.MonkeyPatc
     caplog.clear()
 
 
+def test_a_replay_without_memory_leaves_the_pass_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        def capture(self, work: Callable[[], None], state: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+            def replay() -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory\nof many lines")
+
+            return replay
+
+    def work() -> None:
+        return None
+
+    assert Capturing(Full).capture(Full(), "passes", work, (), torch.zeros(1, 4)) is work
+    assert caplog.messages[0].endswith("passes could not be captured: CUDA out of memory")
+    caplog.clear()
+
+
 def test_the_same_passes_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
     begin = StaticPass.__init__

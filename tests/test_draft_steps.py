@@ -50,7 +50,7 @@ def test_draft_steps_give_the_drafters_tokens_and_signals(sampling: SamplingPara
     """Over rejections, ends of sequence, a bucket's end (512 entries), rows that are used again and a cache that grows."""
     eager, captured = runners_of("gemma3_text", "cpu", torch.float32)
     assert captured.chooses_on_device()
-    captured.reserve(600)
+    captured.reserve(560)
     reasons, buckets, buffers = set(), set(), set()
     for index, (name, policy) in enumerate(POLICIES.items()):
         eos = () if name == "long" else range(4 + index, 96, 9)

@@ -149,17 +149,13 @@ def test_what_is_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     checked = Checked(random_head(**HEADS[name]))
     assert isinstance(checked.runner, EagleRunner)
-    decode, passes = checked.runner._decoder, []
+    run, passes = checked.runner._forward, []
 
-    class Counting:
-        def __call__(self, forward_pass: Any, *tensors: torch.Tensor) -> torch.Tensor:
-            passes.append((forward_pass.first, forward_pass.last))
-            return decode(forward_pass, *tensors)
+    def counting(forward_pass: Any, logits_to_keep: int) -> Any:
+        passes.append((forward_pass.first, forward_pass.last))
+        return run(forward_pass, logits_to_keep)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(decode, name)
-
-    monkeypatch.setattr(checked.runner, "_decoder", Counting())
+    monkeypatch.setattr(checked.runner, "_forward", counting)
     context = Context([1, *range(3, 15)])  # 13 tokens, 12 pairs: a long prompt is run in chunks
     checked.check(context, [])
     assert passes == [(0, 5), (5, 10), (10, 12)]

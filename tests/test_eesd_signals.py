@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from families import exit_layers_of, exit_of, make_model, model_of, random_predictor, save
-from runner_checks import CountedLayers, uncached
+from runner_checks import CountedLayers, every, uncached
 from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 
@@ -147,10 +147,10 @@ def test_signals_of_a_tree_are_those_of_each_levels_likeliest_node() -> None:
     assert other_branch, "some level's likeliest node is no child of the level before's"
 
 
-@pytest.mark.parametrize(("after", "backend"), [(1, "native"), (2, "native"), (2, "transformers")])
-@pytest.mark.parametrize(("name", "settings"), METHODS)
-def test_whole_runs_run_each_token_once(tmp_path: Path, after: int, backend: str, name: str, settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("case", every(2, product(METHODS, [(1, "native"), (2, "native"), (2, "transformers")])), ids=str)
+def test_whole_runs_run_each_token_once(tmp_path: Path, case: tuple[tuple[str, dict[str, object]], tuple[int, str]]) -> None:
     """The target's layers run the prompt, each correction or bonus token but the last, and each drafted token, each once."""
+    (name, settings), (after, backend) = case
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
     target = specgen.load(folder, device="cpu", dtype="float32", backend=backend).target
     exit_layer = exit_of(target, after)

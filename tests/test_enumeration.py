@@ -13,6 +13,8 @@ from runner_checks import every
 from scripted_models import scripted_run
 
 from specgen.cost_model.pearl_window import Window
+from specgen.decoding import logits_ops
+from specgen.decoding.distributions import Distributions
 from specgen.types import SamplingParams
 
 
@@ -45,14 +47,16 @@ class Case:
         return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(self.seed + 100, self.sizes[1])
 
 
-def distance(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Total variation between the target's outputs and the method's."""
+def distance(case: Case, monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool = False) -> float:
+    """Total variation between the target's outputs and the method's. `on_gpu`: the method takes tensors for those of a GPU."""
     target, draft = case.models
 
     def begin() -> Any:
         return states(case.method, case.settings, target, draft, case.sampling, case.eos, case.window)
 
     with monkeypatch.context() as patch:
+        if on_gpu:
+            patch.setattr(torch.Tensor, "is_cpu", False)
         found = Paths(patch).of_rounds(begin)
     return total_variation(found, exact(target, case.sampling, case.limit, case.eos))
 
@@ -160,6 +164,18 @@ LONGER = [  # than the same cases above
 @pytest.mark.parametrize("case", CHAINS, ids=str)
 def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
+
+
+@pytest.mark.parametrize("method", ["sd", "pearl"])
+@pytest.mark.parametrize("cuts", [{"top_k": 2}, {"top_k": 2, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
+def test_on_a_gpu_the_few_tokens_of_top_k_are_enough(method: str, cuts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokens with equal logits are kept besides the top k, so that few are fewer than all."""
+    monkeypatch.setattr(logits_ops, "TIES", 0)
+    widths, computed = set(), Distributions.at
+    monkeypatch.setattr(Distributions, "at", lambda self, tokens: widths.add(self.probs.shape[1]) or computed(self, tokens))
+    settings = {"k": 2} if method == "sd" else {"window": 2}
+    assert distance(Case(method, settings, 4, (4, 4), cuts, eos=(2,)), monkeypatch, on_gpu=True) < ROUNDING
+    assert widths == {2 if "top_k" in cuts else 4}
 
 
 @pytest.mark.parametrize("case", POLICIES, ids=str)

@@ -48,7 +48,7 @@ def imported(folder: Path, *arguments: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("generate", "def f(", "-n", "2", "-m", "svip"),
+        pytest.param(("generate", "def f(", "-n", "2", "-m", "svip"), marks=pytest.mark.slow),  # `compare` runs it, too
         ("generate", "def f(", "-n", "2", "-m", "eesd"),
         ("compare", "--methods", "ar,svip", "--limit", "1", "--repeats", "1", "-n", "2"),
         ("inspect", "--target", "{target}", "--draft", "{draft}"),

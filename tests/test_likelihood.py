@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BACKENDS, make_model, model_of, near_copy, save
-from runner_checks import RUN_BY, CountedLayers, quick
+from runner_checks import RUN_BY, CountedLayers, few
 from training_helpers import trained
 
 import specgen
@@ -36,7 +36,7 @@ def check(pair: Pair, result: Result) -> None:
     assert result.summary["perplexity"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "backend"), quick(RUN_BY))
+@pytest.mark.parametrize(("family", "backend"), few(RUN_BY))
 def test_perplexity_is_that_without_a_cache(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
     pair = pair_of(family, "near", backend)
     for method in ("ar", "mtad"):  # the second run finds the caches of the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from families import make_model, save
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted_models import TableRunner, scripted_run
 from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS
@@ -20,9 +23,10 @@ from tuning_helpers import GREEDY, PROMPTS
 import specgen
 from specgen import measurement_cache, preparation
 from specgen.cost_model.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
-from specgen.cost_model.pearl_window import ParallelCosts, Window, costs_of_rounds
+from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
 from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.cost_model.speedup import SpeedupModel
+from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.length_policy import Always
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_timing import time_parallel_passes
@@ -58,13 +62,14 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
         return time_parallel_passes(target, SlowDrafter(DRAFT), Context([1] * 8))  # type: ignore[arg-type]
 
 
-def simulated_window(pair: Pair, *, flexible: bool) -> Window:
+def simulated_window(pair: Pair, *, flexible: bool, overlap: ParallelCosts | None = None) -> Window:
     """The window of a simulated run in tuning, with `window=auto`, the default."""
     target, draft = pair.runners
     assert draft is not None
     reference = record_reference(pair, PROMPTS[0], GREEDY)
     drafts = {"model": [Recorder(target, draft, GREEDY).record(reference)]}
-    measurements = PairMeasurements([reference], drafts, {"parallel": ROUNDS}, flexible_window=flexible)
+    flags: dict[str, Any] = {"flexible_window": flexible, "parallel_costs": overlap}
+    measurements = PairMeasurements([reference], drafts, {"parallel": ROUNDS}, **flags)
     run = simulation._run(measurements, METHODS["pearl"], resolve(METHODS["pearl"], {}), 0, 0)
     assert isinstance(run.schedule, Parallel)
     return run.schedule.window
@@ -92,6 +97,63 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert plan.run.schedule.window == simulated_window(near, flexible=flexible)
     assert plan.run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
     assert costs_of_rounds(ROUNDS, 8).window == costs.window
+
+
+# ------------------------------------------------------------------ passes that slow each other
+
+
+@given(st.floats(0.01, 0.99), st.floats(1e-4, 1.0), st.floats(1e-4, 1.0), st.integers(1, LONGEST_WINDOW), st.floats(-0.5, 0.0))
+def test_pearl_is_no_faster_than_sd_where_the_models_take_turns(
+    acceptance: float, draft: float, target: float, size: int, overlap: float
+) -> None:
+    costs = ParallelCosts(draft, target, target, 8, 64).with_overlap(overlap, draft, target)
+    assert costs.speed(size, acceptance) <= costs.sequential_speed(size, acceptance) * (1 + 1e-9)
+    assert costs.gain is not None
+    assert costs.gain <= 1 + 1e-9
+
+
+def simulated_speed(size: int, acceptance: float, seconds: float) -> float:
+    """The tokens per second of PEARL's steps, each of so many seconds: a rejection is drawn for each token."""
+    rng, tokens, steps, pending = random.Random(size), 0, 0, 1
+    while steps < 8_000:
+        steps += 1
+        accepted = next((number for number in range(pending) if rng.random() >= acceptance), pending)
+        tokens += accepted + (accepted < pending)
+        pending = size if accepted == pending else 1
+    return tokens / (steps * seconds)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_the_expected_speed_is_that_of_simulated_steps(size: int) -> None:
+    for overlap, seconds in ((0.0, 8 + 2 * size), (1.0, max(8, 2 * size)), (0.5, 8 + 2 * size - 0.5 * min(8, 2 * size))):
+        costs = ParallelCosts(3.0, 9.0, 9.0, 8, 64).with_overlap(overlap, 2.0, 8.0)
+        assert costs.step_seconds(size) == seconds
+        assert costs.speed(size, 0.6) == pytest.approx(simulated_speed(size, 0.6, seconds), rel=0.05)
+
+
+@pytest.mark.parametrize(("overlap", "size"), [(None, 8), (1.2, 8), (1.0, 8), (0.9, 7), (0.0, 3), (-0.3, 3)])
+def test_a_window_is_shorter_where_the_models_slow_each_other(overlap: float | None, size: int, near: Pair) -> None:
+    """The best windows by hand: with one after the other, (8 + g) (1 + 0.7 / (1 - 0.7^g)) is least for g = 3."""
+    measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
+    costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
+    assert costs.window.size == size
+    assert bool(costs.remark) == (overlap is not None and overlap <= 0)
+    scaled = costs.with_overlap(*(measured if overlap is None else (overlap, DRAFT, BASE + 8 * TOKEN)))
+    assert simulated_window(near, flexible=False, overlap=scaled).size == scaled_size(scaled)
+
+
+def scaled_size(costs: ParallelCosts) -> int:
+    return costs_of_rounds(ROUNDS, 8).with_overlap(costs.overlap, costs.draft_alone, costs.target_alone).window.size
+
+
+@pytest.mark.parametrize(("overlap", "cost"), [(None, 0.0), (1.0, 0.0), (0.25, 0.75 / 8), (-0.5, 1.5 / 8)])
+def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float | None, cost: float, near: Pair) -> None:
+    measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
+    costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
+    request = near._request(PROMPTS[0], "pearl", GREEDY, {"policy": "adaptive"})
+    inputs = near.knowledge.inputs(request, costs)
+    assert inputs.slowdown == pytest.approx(cost)
+    assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
 
 
 def test_tuning_tries_the_default_window_first() -> None:

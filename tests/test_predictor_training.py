@@ -88,7 +88,7 @@ def made_texts(count: int, accepts: Any, part_of: Any = lambda index: Part.HELD_
     return texts, lambda ids: made[tuple(ids.tolist())]
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("scale", every(2, [0.1, 1.0, 30.0]))
 def test_the_predictor_learns_from_the_exits_state(scale: float) -> None:
     """Whatever the size of the hidden states."""
     texts, outputs = made_texts(80, lambda target, exit_, _: exit_[:, 0] > -0.5)
@@ -154,6 +154,7 @@ def trained_exit(folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     return out
 
 
+@pytest.mark.usefixtures("short_fit")
 def test_a_new_predictor_leaves_the_exit_as_it_is(
     folder: Path, corpus: Path, trained_exit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
     assert load_exit(path, target).predictor is not None
 
 
+@pytest.mark.usefixtures("short_fit")
 def test_generation_for_a_predictor_makes_no_text_of_other_parts(
     folder: Path, corpus: Path, trained_exit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ def test_generation_for_a_predictor_makes_no_text_of_other_parts(
     assert {text.greedy for text in seen} == {True, False}
 
 
+@pytest.mark.usefixtures("short_fit")
 def test_the_command_trains_a_new_predictor(folder: Path, corpus: Path, trained_exit: Path, tmp_path: Path) -> None:
     for name in (WEIGHTS, DESCRIPTION):
         (tmp_path / name).write_bytes((trained_exit / name).read_bytes())
@@ -211,6 +214,7 @@ def test_the_command_trains_a_new_predictor(folder: Path, corpus: Path, trained_
     assert "there is no exit layer" in refused([*options[:4], "--exit-layer", str(tmp_path / "none"), "--corpus", str(corpus)])
 
 
+@pytest.mark.usefixtures("short_fit")
 @pytest.mark.parametrize("interrupted", every(2, [True, False]))
 def test_the_figures_are_those_of_the_saved_weights(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool

@@ -219,7 +219,8 @@ def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkey
     assert "✓ cost" in out
 
 
-def test_measured_figures_follow_from_the_pass_times(inspect: Inspect) -> None:
+def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.engine.timing._MAX_SAMPLES", 3)
     line = json_report(inspect, "--measure", "--dtype", "float32")
     found = line["measured"]
     seconds = {int(width): taken for width, taken in found["target_seconds"].items()}

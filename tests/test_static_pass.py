@@ -263,7 +263,7 @@ def test_a_reserved_cache_never_grows_and_one_that_grows_gives_the_same_logits()
             found.add(runner.cache.data.data_ptr())  # type: ignore[attr-defined]
         _assert_close(*outputs)
     assert len(buffers[0]) == 1
-    assert reserved.cache.data.shape[3] == 768  # type: ignore[attr-defined]  # 700 and the widest pass, rounded up
+    assert reserved.cache.data.shape[3] == 768  # type: ignore[attr-defined]  # 700 and a draft, rounded up
     assert len(buffers[1]) > 1
 
 

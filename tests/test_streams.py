@@ -313,14 +313,20 @@ def test_the_overlap_of_both_models_is_measured(turns: bool, monkeypatch: pytest
     costs = time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16, True)
     assert costs.overlap == pytest.approx(0.0 if turns else 1.0)
     assert costs.take_turns == turns
+    assert (costs.draft_alone, costs.target_alone) == pytest.approx((STEP, PASS))
+    assert costs.added_by_token == pytest.approx(STEP if turns else 0.0)
+    assert costs.gain is not None
+    assert (costs.gain < 1) == turns
     assert costs.target_pass == pytest.approx(PASS)
     assert time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16).overlap is None
     plan: Any = SimpleNamespace(
         info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=SimpleNamespace(window=costs.window))
     )
-    assert ("the models take turns on this GPU, so PEARL gains little" in _window(plan)) == turns
+    assert ("the models take turns on this machine, so PEARL is expected to have 0." in _window(plan)) == turns
     assert preparation._valid_costs({**vars_of(costs)}) == costs
-    assert preparation._valid_costs({**vars_of(costs), "overlap": float("nan")}) is None
+    for name in ("overlap", "draft_alone", "target_alone"):
+        for value in (None, float("nan")):
+            assert preparation._valid_costs({**vars_of(costs), name: value}) is None
 
 
 def vars_of(costs: ParallelCosts) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from specgen.training.packing import IGNORED, pack
 from specgen.training.training_loop import TrainingBatches, greedy_agreement
 from specgen.training.training_task import TrainingStopped, TrainingTask, check_same_run
 
+pytestmark = pytest.mark.usefixtures("short_fit")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -53,28 +53,28 @@ def measurements(near: Pair) -> PairMeasurements:
     return measured(near)
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("ar", {}),
-        ("sd", {"k": 1}),
-        ("sd", {"k": 4}),
-        ("sd", {"k": 16}),
-        ("heuristic", {"k": 3, "max_draft": 6}),
-        ("confidence", {"threshold": 0.3, "max_draft": 8}),
-        ("confidence", {"threshold": 0.9, "max_draft": 20}),
-        ("svip", {"threshold": 0.4, "max_draft": 12}),
-        ("svip", {"threshold": 0.7, "max_draft": 40}),
-        ("lookup", {"k": 4, "ngram": 2}),
-        ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.3}),
-        ("pearl", {"window": 1}),
-        ("pearl", {"window": 3}),
-        ("pearl", {"window": 8}),
-        ("pearl", {"window": 4, "post_verify": False}),
-        ("pearl", {"window": 4, "pre_verify": False}),
-    ],
-)
-@pytest.mark.parametrize("draft", ["near", "unrelated"])
+_RUNS = [
+    ("ar", {}),
+    ("sd", {"k": 1}),
+    ("sd", {"k": 4}),
+    ("sd", {"k": 16}),
+    ("heuristic", {"k": 3, "max_draft": 6}),
+    ("confidence", {"threshold": 0.3, "max_draft": 8}),
+    ("confidence", {"threshold": 0.9, "max_draft": 20}),
+    ("svip", {"threshold": 0.4, "max_draft": 12}),
+    ("svip", {"threshold": 0.7, "max_draft": 40}),
+    ("lookup", {"k": 4, "ngram": 2}),
+    ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.3}),
+    ("pearl", {"window": 1}),
+    ("pearl", {"window": 3}),
+    ("pearl", {"window": 8}),
+    ("pearl", {"window": 4, "post_verify": False}),
+    ("pearl", {"window": 4, "pre_verify": False}),
+]
+
+
+@pytest.mark.parametrize("draft", ["near", pytest.param("unrelated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "given"), _RUNS)
 def test_simulated_runs_count_what_real_runs_count(pair_of: PairOf, draft: str, name: str, given: dict[str, object]) -> None:
     """From one recording, whatever the policy: the same rounds, drafts, accepted tokens and output."""
     pair = pair_of("llama", draft)

@@ -265,7 +265,7 @@ def test_the_workers_idle_threads_leave_their_cores_to_others(
         variables.update(env)
         raise OSError("no more processes")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("specgen.workers.process.subprocess.Popen", refuse)
     with pytest.raises(RunError, match="the draft worker cannot be started: no more processes"):
         DraftProcess()
     assert variables["OMP_WAIT_POLICY"] == expected
@@ -400,7 +400,7 @@ def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("specgen.workers.process.subprocess.Popen", refuse)
     with pytest.raises(RunError, match=r"cannot be started: Resource temporarily unavailable.*-m svip"):
         DraftProcess()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
-from runner_checks import RUN_BY, quick
+from runner_checks import RUN_BY, few
 from safetensors.torch import load_file, save_file
 from training_helpers import TINY, Recorder, corpus_of, opened
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("writing") / "target", make_tokenizer(LETTERS)))
 
 
-@pytest.mark.parametrize(("family", "backend"), quick(RUN_BY))
+@pytest.mark.parametrize(("family", "backend"), few(RUN_BY))
 def test_batched_greedy_texts_equal_those_generated_alone(family: str, backend: str, models_folder: Path) -> None:
     module = make_model(family)
     target = opened(save(module, models_folder / "side" / family), backend)

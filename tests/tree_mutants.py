@@ -82,7 +82,7 @@ TREES = [
         TREE_LEVELS,
         (
             "top-k tree: a level's nodes chosen without their path's probability",
-            "joint = values.clamp_max_(0.0) + upload(torch.tensor(log_likelihoods), logits.device)[:, None]",
+            "joint = values.clamp_max_(0.0) + upload(torch.tensor(grown.log_likelihoods), logits.device)[:, None]",
             "joint = values.clamp_max_(0.0)",
         ),
     ),

@@ -142,8 +142,8 @@ class OutputWriter:
             notes.append(rounded)
         if plan.info.costs is not None:
             notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
-            if plan.info.costs.take_turns:
-                notes.append("the models take turns on this GPU")
+            if remark := plan.info.costs.remark:
+                notes.append(remark)
         elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {plan.settings.values['window']}")
         if (plan.method.name in ("lookup", "suffix") or plan.method.drafts_without_model) and self._pair.draft is None:
@@ -171,7 +171,7 @@ def _window(plan: Plan) -> str:
     return (
         f"window {costs.window.size}: a target pass over {costs.width} tokens takes {_milliseconds(costs.target_pass)} ms, "
         f"a draft pass {_milliseconds(costs.draft_pass)} ms, c {costs.ratio:.1f}{first}"
-        + ("; the models take turns on this GPU, so PEARL gains little" if costs.take_turns else "")
+        + (f"; {costs.remark}" if costs.remark else "")
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from specgen.cost_model.round_costs import RoundCosts
 
@@ -49,7 +49,9 @@ class ParallelCosts:
 
     `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
     `overlap` is how much of the shorter one's time both models save together, against one after the other: 1 if they do not slow
-    each other, 0 if they take turns, negative if they are slower together. None where it was not measured: only on a shared GPU.
+    each other, 0 if they take turns, negative if they are slower together. `draft_alone` is one draft pass while the target is
+    idle, `target_alone` a target pass over `width` tokens while the draft model is idle. All three are None where they were not
+    measured: unless one thread runs both models.
     """
 
     draft_pass: float
@@ -58,6 +60,8 @@ class ParallelCosts:
     width: int
     context_length: int
     overlap: float | None = None
+    draft_alone: float | None = None
+    target_alone: float | None = None
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -69,10 +73,58 @@ class ParallelCosts:
         """Whether the models were measured not to run at the same time, so that PEARL gains little over drafting first."""
         return self.overlap is not None and self.overlap < LEAST_OVERLAP
 
+    def with_overlap(self, overlap: float | None, draft_alone: float | None, target_alone: float | None) -> ParallelCosts:
+        """Returns these costs with a measured overlap, or with none."""
+        return replace(self, overlap=overlap, draft_alone=draft_alone, target_alone=target_alone)
+
+    @property
+    def added_by_token(self) -> float:
+        """Seconds that a drafted token adds to a target pass: 0 if the models were not measured to slow each other."""
+        if self.overlap is None or self.draft_alone is None:
+            return 0.0
+        return (1 - min(1.0, self.overlap)) * self.draft_alone
+
+    def step_seconds(self, size: int) -> float:
+        """Seconds of a step of PEARL: a target pass, and a draft of `size` tokens at the same time."""
+        if self.overlap is None or self.draft_alone is None or self.target_alone is None:
+            return max(self.target_pass, size * self.draft_pass)
+        drafting = size * self.draft_alone
+        return self.target_alone + drafting - min(1.0, self.overlap) * min(self.target_alone, drafting)
+
+    def speed(self, size: int, acceptance: float = _ACCEPTANCE) -> float:
+        """Returns PEARL's expected tokens per second with this window, if tokens are accepted with this probability.
+
+        From one rejection to the next, 1 / (1 - acceptance) tokens are generated: by a step that verifies one token, and further
+        ones, as long as all tokens are accepted, that verify `size` tokens each.
+        """
+        steps = 1 + acceptance / (1 - acceptance**size)
+        return 1 / (1 - acceptance) / (steps * self.step_seconds(size))
+
+    def sequential_speed(self, size: int, acceptance: float = _ACCEPTANCE) -> float:
+        """Returns the expected tokens per second of drafting `size` tokens before each target pass (the method `sd`)."""
+        draft = self.draft_pass if self.draft_alone is None else self.draft_alone
+        target = self.target_pass if self.target_alone is None else self.target_alone
+        return sum(acceptance**position for position in range(size + 1)) / (target + size * draft)
+
+    @property
+    def gain(self) -> float | None:
+        """PEARL's expected speed / that of `sd`, each with its best number of tokens. None if `overlap` was not measured."""
+        if self.overlap is None:
+            return None
+        sizes = range(1, LONGEST_WINDOW + 1)
+        return max(map(self.speed, sizes)) / max(map(self.sequential_speed, sizes))
+
     @property
     def ratio(self) -> float:
         """c = time of a target pass over `width` tokens / time of a draft pass."""
         return self.target_pass / self.draft_pass
+
+    @property
+    def remark(self) -> str:
+        """What limits PEARL here, in words; empty if nothing was measured to."""
+        if not self.take_turns:
+            return ""
+        return f"the models take turns on this machine, so PEARL is expected to have {self.gain:.2f} times the speed of sd"
 
     def pass_seconds(self, width: int) -> float:
         """Seconds of a target pass over `width` tokens, on the line through the two measured ones."""
@@ -84,8 +136,13 @@ class ParallelCosts:
 
     @property
     def window(self) -> Window:
-        """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
+        """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1).
+
+        Where the models slow each other, a shorter window can be faster; then it is the fastest one.
+        """
         size = _rounded(self.ratio)
+        if self.added_by_token > 0:
+            size = max(range(1, size + 1), key=self.speed)
         return Window(size, min(size, _rounded(self.single_pass / self.draft_pass)))
 
     @property

@@ -30,7 +30,8 @@ AUTO = "auto"
 class AdaptiveInputs:
     """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
 
-    `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
+    `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost only what
+    `slowdown` says: by how many target passes a drafted token makes the target's pass longer.
     Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
     nothing.
     """
@@ -39,6 +40,7 @@ class AdaptiveInputs:
     learned: Learned
     in_parallel: bool = False
     key: Hashable = None
+    slowdown: float = 0.0
 
 
 # A drafted token (a level of a tree) that is not judged yet: its two scores and the probability that it is accepted.
@@ -66,7 +68,7 @@ class Adaptive(LengthPolicy):
     def __init__(self, draft_cost: Value, verify_cost: Value, exploration: float, max_draft: int, inputs: AdaptiveInputs) -> None:
         drafting, verification = (None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost))
         self._in_parallel, self.learned = inputs.in_parallel, inputs.learned
-        self._costs = inputs.costs.with_values(0.0 if inputs.in_parallel else drafting, verification)
+        self._costs = inputs.costs.with_values(inputs.slowdown if inputs.in_parallel else drafting, verification)
         self._exploration, self.max_draft = exploration, max_draft
         priors = self.learned.token.prior, self.learned.following.prior
         self._weights = [(prior.bias, *prior.weights) for prior in priors]

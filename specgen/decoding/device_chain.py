@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from specgen.decoding import logits_ops, signals
+from specgen.decoding.distributions import Distributions
 from specgen.decoding.length_policy import DraftedToken, Signals
 from specgen.engine.model_runner import ChoosingRunner
 from specgen.errors import nan_logits
@@ -47,8 +48,8 @@ class ChoiceOnDevice:
 class DeviceChooser:
     """Chooses tokens on the device, and keeps them with their signals for the host. Implements `forward_pass.TokenChooser`.
 
-    `table` [rows, columns] has the token and its signals, in the order of `columns`, and then the likeliest tokens; `probs`
-    [rows, vocabulary] the distributions (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random
+    `table` [rows, columns] has the token and its signals, in the order of `columns`, and then the likeliest tokens;
+    `drawn_from` are the distributions (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random
     number in [0, 1) by which a token is drawn: the caller writes a new one before each token, since random numbers cannot be
     drawn by a CUDA graph's replay alone.
     """
@@ -62,7 +63,11 @@ class DeviceChooser:
         self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
         columns = len(self.columns) + self._likeliest
         self.table = torch.zeros(_ROWS, columns, dtype=torch.float64, device=device)  # exact for tokens, unlike float32
-        self.probs = torch.zeros(_ROWS, vocab_size, device=device) if choice.keeps_probs else None
+        width = logits_ops.few_tokens(self._sampling, vocab_size) if device.type != "cpu" else 0
+        self.drawn_from: Distributions | None = None
+        if choice.keeps_probs:
+            ids = torch.zeros(_ROWS, width, dtype=torch.int64, device=device) if width else None
+            self.drawn_from = Distributions(torch.zeros(_ROWS, width or vocab_size, device=device), ids)
         self.width = 1
         self.parents: torch.Tensor | None = None
         self.state: Sequence[torch.Tensor] = [self.row]
@@ -70,13 +75,15 @@ class DeviceChooser:
     def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
         logits, probs = logits[:, : self._vocab_size], None
         if self._sampling.greedy:
-            token = logits.argmax(dim=-1)
+            token = index = logits.argmax(dim=-1)
         else:
-            probs = logits_ops.warp(logits, self._sampling)
-            token = logits_ops.draw_at(probs, self.point)
-            if self.probs is not None:
-                self.probs.index_copy_(0, self.row, probs)
-        numbers = signals.compute(self._signals, logits, token, probs, unpenalised=unrestricted)
+            found = Distributions.of(logits, self._sampling)
+            probs = found.probs
+            index = logits_ops.draw_at(probs, self.point)
+            token = found.ids(index)
+            if self.drawn_from is not None:
+                self.drawn_from.write(self.row, found)
+        numbers = signals.compute(self._signals, logits, index, probs, unpenalised=unrestricted)
         columns = [token, *(numbers[name] for name in self.columns[1:])]
         row = torch.stack([column.double() for column in columns], dim=1)
         if self._likeliest:
@@ -117,7 +124,7 @@ class DeviceChain:
         self._context, self._unverified = context, list(unverified)
         self._chosen: list[int] = []  # all tokens that the host has read
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
-        self._probs: list[torch.Tensor] = []  # of the rows that were used again
+        self._kept: list[Distributions] = []  # of the rows that were used again
         self._count = 0  # tokens chosen
         self._first = 0  # the number of the token in row 0
         self._random_state = None if choice.temperature == 0 or not is_deferred else generator.get_state()
@@ -156,11 +163,7 @@ class DeviceChain:
         if not self.tokens:
             return Draft(stop_reason=reason)
         entropies, top_probs = zip(*self._statistics, strict=True)
-        probs = None
-        if self._chooser.probs is not None:
-            probs = torch.cat((*self._probs, self._chooser.probs[: self._count - self._first]))[: len(self.tokens)]
-            probs = logits_ops.pad_probs(probs, self._choice.vocab_size)
-        return Draft.chain(self.tokens, probs=probs, entropies=entropies, top_probs=top_probs, stop_reason=reason)
+        return Draft.chain(self.tokens, probs=self._probs(), entropies=entropies, top_probs=top_probs, stop_reason=reason)
 
     def _read(self) -> None:
         """Reads the tokens that the host has not read yet, in one transfer. Raises RunError if their logits hold a NaN."""
@@ -178,10 +181,18 @@ class DeviceChain:
             self._chosen.append(int(token))
             self._statistics.append((self.values["entropy"], self.values["top_prob"]))
 
+    def _probs(self) -> torch.Tensor | None:
+        """Returns the distributions that the tokens were drawn from [tokens, vocabulary]; None if they are not kept."""
+        table, width = self._chooser.drawn_from, self._choice.vocab_size
+        if table is None:
+            return None
+        drawn_from = Distributions.joined([*self._kept, table.first(self._count - self._first)]).first(len(self.tokens))
+        return logits_ops.pad_probs(drawn_from.dense(width), width)
+
     def _use_rows_again(self) -> None:
         self._read()
-        if self._chooser.probs is not None:
-            self._probs.append(self._chooser.probs.clone())
+        if (table := self._chooser.drawn_from) is not None:
+            self._kept.append(Distributions.joined([table]))
         self._first = self._count
         self._chooser.row.zero_()
 

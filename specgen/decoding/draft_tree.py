@@ -24,6 +24,7 @@ class DraftTree:
         self.unpenalised: torch.Tensor | None = None  # [nodes, ...] of the last logits: see `ModelOutput.unpenalised_part`
         self._runner, self._setup, self._context = setup.runner, setup, context
         self._logits: list[torch.Tensor] = []  # without penalties
+        self._statistics: list[tuple[float, float]] = []  # see `add_statistics`; `_logits` are of later nodes
         self._last_run = -1  # the last node that the model was run on
 
     def add(self, parent: int, token: int) -> int:
@@ -34,6 +35,11 @@ class DraftTree:
         self.tokens.append(logits_ops.valid_token(token, "draft"))
         self.parents.append(parent)
         return len(self.tokens) - 1
+
+    def add_statistics(self, statistics: Sequence[tuple[float, float]]) -> None:
+        """Adds entropy and top probability of logits that a device kept: first those after the context, then after each node."""
+        self._statistics += statistics
+        self._last_run = len(self._statistics) - 2
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor:
         """Runs the draft model on all nodes added since the last call. Returns the logits [nodes, vocabulary] after `nodes`.
@@ -84,15 +90,16 @@ class DraftTree:
         """
         if not nodes:
             return {}
-        logits = torch.cat(self._logits)
-        parents = [self.parents[node] for node in nodes]
-        origins = sorted(set(parents))
-        entropies, top_probs = draft_statistics(logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)])
-        at = {origin: position for position, origin in enumerate(origins)}
-        return {
-            "entropies": [entropies[at[parent]] for parent in parents],
-            "top_probs": [top_probs[at[parent]] for parent in parents],
-            "logits": logits[upload(torch.tensor([parent + 1 for parent in parents]), logits.device), : self._setup.vocab_size]
-            if self._setup.keep_logits
-            else None,
-        }
+        parents, known = [self.parents[node] for node in nodes], self._statistics
+        of_origin = {row - 1: numbers for row, numbers in enumerate(known)}
+        kept = None
+        if self._logits:
+            logits, first = torch.cat(self._logits), len(known) - 1
+            origins = sorted({*parents} - of_origin.keys())
+            rows = logits[upload(torch.tensor([origin - first for origin in origins], dtype=torch.int64), logits.device)]
+            of_origin |= zip(origins, zip(*draft_statistics(rows), strict=True), strict=True)
+            if self._setup.keep_logits:
+                at = upload(torch.tensor([parent - first for parent in parents]), logits.device)
+                kept = logits[at, : self._setup.vocab_size]
+        entropies, top_probs = zip(*(of_origin[parent] for parent in parents), strict=True)
+        return {"entropies": entropies, "top_probs": top_probs, "logits": kept}

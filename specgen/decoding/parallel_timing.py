@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,8 @@ def time_parallel_passes(
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
     A few rough steps estimate the window (tokens drafted during one target pass) first; see `settled`. `timer` times the
-    target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. `shared`: both models are
-    on this device, so also measures whether they overlap there. Closes the drafter.
+    target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. `shared`: one thread runs
+    both models, so also measures whether they overlap. Closes the drafter.
     """
     passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
     drafter.prefill(context)
@@ -46,7 +46,7 @@ def time_parallel_passes(
         target.logits(context)
         rough = passes.steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
         costs = settled(rough, lambda width: passes.steps(width, _WARM_UP + _STEPS), widest)
-        return replace(costs, overlap=passes.overlap(costs.width)) if shared and max(costs.seconds) < math.inf else costs
+        return passes.with_overlap(costs) if shared and max(costs.seconds) < math.inf else costs
     finally:
         drafter.close()
 
@@ -81,8 +81,9 @@ class _TimedPasses:
         draft_pass, target_pass, single_pass = (_warm_median(seconds) for seconds in (drafts, passes, single_passes))
         return ParallelCosts(draft_pass, target_pass, single_pass, width, len(self.context))
 
-    def overlap(self, width: int) -> float:
-        """Returns which share of a target pass or a draft over `width` tokens, the shorter of both, runs beside the other."""
+    def with_overlap(self, costs: ParallelCosts) -> ParallelCosts:
+        """Returns the costs with the share of the shorter one of target pass and draft that runs beside the other."""
+        width, drafted = costs.width, 0
         alone: dict[str, list[float]] = {"target": [], "draft": [], "both": []}
         for _ in range(_OVERLAP_STEPS):
             for kind, seconds in alone.items():
@@ -91,11 +92,12 @@ class _TimedPasses:
                     self.drafter.start(self.context, (), width)
                 ended = self._started(width) if kind != "draft" else None
                 if kind != "target":
-                    self.drafter.finish()
+                    drafted = len(self.drafter.finish().tokens)
                     end = time.perf_counter()
                 seconds.append((end if ended is None else max(end, ended())) - start)
         target_time, draft_time, both = (_warm_median(seconds) for seconds in alone.values())
-        return (target_time + draft_time - both) / min(target_time, draft_time)
+        overlap = (target_time + draft_time - both) / min(target_time, draft_time)
+        return costs.with_overlap(overlap, draft_time / max(drafted, 1), target_time)
 
     def _started(self, tokens: int) -> Callable[[], float]:
         """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""

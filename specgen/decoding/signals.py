@@ -34,7 +34,7 @@ def compute(
         found["entropy"], found["top_prob"] = logits_ops.entropy_and_top_prob(own)
     if "prob" in names:
         if probs is not None:  # gather: indexing with a tensor would synchronise with the host
-            found["prob"] = probs.gather(-1, tokens[..., None])[..., 0]
+            found["prob"] = probs.gather(-1, tokens[..., None].clamp_min(0))[..., 0]
         else:
             found["prob"] = found["top_prob"] if unpenalised is None else logits_ops.entropy_and_top_prob(logits)[1]
         if unpenalised is not None and (width := logits.shape[-1]) < unpenalised.shape[-1]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from specgen.decoding import signals
+from specgen.decoding.device_tree import DeviceTree, Level, LevelsOnDevice
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import AcceptanceScores, DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ChoosingRunner
 from specgen.types import Context, Draft
-
-Frontier = list[tuple[int, float]]  # nodes that the next level continues (-1: the context), log-likelihoods of their paths (nats)
 
 
 class _Candidate(NamedTuple):
@@ -51,69 +52,57 @@ class TopKTreeDrafter(ModelDrafterBase):
         if limit < 1:
             return Draft()
         scores = AcceptanceScores.wanted(self._setup, policy, context)
-        tree = DraftTree(self._setup, context)
-        frontier: Frontier = [(-1, 0.0)]
-        candidates: list[_Candidate] = []
+        device = None if scores is not None else self._device_tree(context, policy, limit)
+        grown = _GrowingTree(DraftTree(self._setup, context), self._width, self._nodes, self._eos_ids)
 
         def extend(position: int) -> DraftedToken | str:
-            token = self._add_level(tree, frontier, candidates, policy.signals, scores, position)
-            return token if frontier else "eos"
+            token = DraftedToken(position)
+            if device is not None and position <= device.levels:
+                device.add_level()
+                if not device.is_deferred:
+                    token = _read(device, grown)
+                return token if grown.alive else "eos"
+            if device is not None:
+                _read(device, grown)
+            if grown.alive:
+                token = grown.add(self._level(grown, policy.signals, scores), grown.alive)
+            return token if grown.alive else "eos"
 
-        reason = self._reason(extend_draft(policy, limit, extend), limit)
-        if self._nodes is None:
-            return tree.draft(reason)
-        by_likelihood = sorted(range(len(candidates)), key=lambda number: -candidates[number].log_likelihood)  # stable
-        return tree.part([_node(tree, candidates[number]) for number in sorted(by_likelihood[: self._nodes])], reason)
+        reason = extend_draft(policy, limit, extend)
+        if device is not None:
+            _read(device, grown)
+        reason = self._reason(reason, limit) if grown.alive else "eos"
+        return grown.draft(reason)
 
-    def _add_level(
-        self,
-        tree: DraftTree,
-        frontier: Frontier,
-        candidates: list[_Candidate],
-        read: Signals,
-        scores: AcceptanceScores | None,
-        position: int,
-    ) -> DraftedToken:
-        """Adds a level of nodes after those of `frontier`, with one forward pass and one transfer to the host.
+    def _device_tree(self, context: Context, policy: LengthPolicy, limit: int) -> DeviceTree | None:
+        """Begins a tree whose levels are chosen on the device. Returns None if they are not, or if their logits are kept."""
+        runner = self._runner
+        if self._setup.keep_logits or not isinstance(runner, ChoosingRunner) or not runner.chooses_on_device():
+            return None
+        rule = LevelsOnDevice(self._width, self._nodes is not None, self._vocab_size, self._eos_ids, policy.signals)
+        return DeviceTree(runner, rule, context, limit, is_deferred=not (policy.signals or policy.random))
 
-        Replaces the content of `frontier` with the new nodes, except those with an end-of-sequence token. Adds the tokens that
-        may be in the draft to `candidates`, likeliest first. Returns the level's likeliest node with its signals named in `read`;
-        `scores` are the acceptance predictor's, None if the policy reads none. `position` is the level's number, from 1.
+    def _level(self, grown: _GrowingTree, read: Signals, scores: AcceptanceScores | None) -> Level:
+        """Finds the candidates for the next level, with one forward pass and one transfer to the host.
+
+        `read` names the signals to compute; `scores` are the acceptance predictor's, None if the policy reads none.
         """
-        nodes, log_likelihoods = zip(*frontier, strict=True)
-        logits = tree.next_logits(nodes)
+        tree = grown.tree
+        logits = tree.next_logits(grown.alive)
         log_probs = logits.float().log_softmax(dim=-1)
         values, tokens = log_probs.topk(min(self._width, logits.shape[-1]), dim=-1)
-        joint = values.clamp_max_(0.0) + upload(torch.tensor(log_likelihoods), logits.device)[:, None]  # never above the parent's
+        joint = values.clamp_max_(0.0) + upload(torch.tensor(grown.log_likelihoods), logits.device)[:, None]  # <= the parent's
         best, positions = joint.flatten().sort(descending=True, stable=True)
         if self._nodes is None:
             best, positions = best[: self._width], positions[: self._width]
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]
-        computed = self._signals(tree, logits, chosen, origins, read, scores, position)
+        computed = self._signals(tree, logits, chosen, origins, read, scores, grown.levels + 1)
         size = positions.shape[0]
         on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
-        frontier.clear()
-        before = len(candidates)
-        for token, origin, value in zip(map(int, on_host[:size]), on_host[size:], on_host[2 * size :], strict=False):
-            if value == -math.inf:
-                break
-            parent, node = nodes[int(origin)], None
-            if len(candidates) < before + self._width:
-                node = tree.add(parent, token)
-                if token not in self._eos_ids:
-                    frontier.append((node, value))
-            candidates.append(_Candidate(parent, token, value, node))
         found = dict(zip(computed, on_host[3 * size :], strict=True))
-        return DraftedToken(
-            position,
-            {name: found[name] for name in read if name in found},
-            self._in_draft(len(candidates)) - self._in_draft(before),
-        )
-
-    def _in_draft(self, candidates: int) -> int:
-        """Returns how many tokens the draft has if its levels have this number of candidates."""
-        return candidates if self._nodes is None else min(candidates, self._nodes)
+        ids, rows = (list(map(int, on_host[start : start + size])) for start in (0, size))
+        return Level(ids, rows, on_host[2 * size : 3 * size], {name: found[name] for name in read if name in found})
 
     def _signals(
         self,
@@ -140,6 +129,64 @@ class TopKTreeDrafter(ModelDrafterBase):
         return signals.compute(read, row, chosen[:1], predicted_acceptance=score, unpenalised=unpenalised)
 
 
-def _node(tree: DraftTree, candidate: _Candidate) -> int:
-    """Returns the candidate's node of the tree; adds one if it has none."""
-    return tree.add(candidate.parent, candidate.token) if candidate.node is None else candidate.node
+class _GrowingTree:
+    """The tokens that may be in a draft, and the tree of those that the draft model runs.
+
+    `alive` are the nodes that the next level continues (-1: the context), `log_likelihoods` (nats) those of their paths, and
+    `last` are all nodes of the last level, also those that end the output. The other arguments are those of `TopKTreeDrafter`.
+    """
+
+    def __init__(self, tree: DraftTree, width: int, nodes: int | None, eos_ids: frozenset[int]) -> None:
+        self.tree, self.levels = tree, 0
+        self.alive, self.last, self.log_likelihoods = [-1], [-1], [0.0]
+        self._width, self._nodes, self._eos_ids = width, nodes, eos_ids
+        self._candidates: list[_Candidate] = []
+
+    def add(self, level: Level, nodes: Sequence[int]) -> DraftedToken:
+        """Adds a level, and returns its likeliest node.
+
+        `nodes` are those after which the rows of logits come that the candidates were chosen from.
+        """
+        before = len(self._candidates)
+        self.levels += 1
+        alive, self.last = list[tuple[int, float]](), []
+        for token, origin, value in zip(level.tokens, level.origins, level.log_likelihoods, strict=True):
+            if value == -math.inf:
+                break
+            parent, node = nodes[origin], None
+            if len(self.last) < self._width:
+                node = self.tree.add(parent, token)
+                self.last.append(node)
+                if token not in self._eos_ids:
+                    alive.append((node, value))
+            self._candidates.append(_Candidate(parent, token, value, node))
+        self.alive, self.log_likelihoods = [node for node, _ in alive], [value for _, value in alive]
+        added = self._in_draft(len(self._candidates)) - self._in_draft(before)
+        return DraftedToken(self.levels, level.signals, added)
+
+    def draft(self, reason: str) -> Draft:
+        """Returns the draft, which ended for this reason."""
+        candidates = self._candidates
+        if self._nodes is None:
+            return self.tree.draft(reason)
+        by_likelihood = sorted(range(len(candidates)), key=lambda number: -candidates[number].log_likelihood)  # stable
+        return self.tree.part([self._node(candidates[number]) for number in sorted(by_likelihood[: self._nodes])], reason)
+
+    def _in_draft(self, candidates: int) -> int:
+        """Returns how many tokens the draft has if its levels have this number of candidates."""
+        return candidates if self._nodes is None else min(candidates, self._nodes)
+
+    def _node(self, candidate: _Candidate) -> int:
+        """Returns the candidate's node of the tree; adds one if it has none."""
+        return self.tree.add(candidate.parent, candidate.token) if candidate.node is None else candidate.node
+
+
+def _read(device: DeviceTree, grown: _GrowingTree) -> DraftedToken:
+    """Adds the levels that the host has not read yet, and returns the likeliest node of the last one."""
+    token = DraftedToken(grown.levels)
+    for level in device.read():
+        if grown.alive:
+            grown.tree.add_statistics(level.statistics[: len(grown.last)])
+            token = grown.add(level, grown.last)
+    device.count_nodes()
+    return token

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.decoding import logits_ops
+from specgen.decoding.distributions import Distributions
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
@@ -62,31 +63,36 @@ class RejectionSampling:
         if not drawn:
             return match_path(draft, own_tokens(logits, self._sampling, self._generator), rows)
         found = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
-        if _draws_one_by_one(logits) or drawn + 1 >= rows:
+        if drawn + 1 >= rows:  # no other node
+            accepted, token = found.tolist()
+            return match_path(draft, lambda _: token, rows, drawn, accepted)
+        after: Callable[[int], int]
+        if not _draws_one_by_one(logits):  # all at once, for a single transfer
+            others = Distributions.of(logits[drawn + 1 :], self._sampling).draw(self._generator)
+            accepted, token, *tokens = torch.cat((found, others)).tolist()
+            after = ([-1] * (drawn + 1) + tokens).__getitem__
+        else:
             accepted, token = found.tolist()
             after = own_tokens(logits, self._sampling, self._generator)
-        else:  # all at once, for a single transfer
-            probs = logits_ops.warp(logits[drawn + 1 :], self._sampling)
-            accepted, token, *tokens = torch.cat((found, logits_ops.draw(probs, self._generator))).tolist()
-            after = ([-1] * (drawn + 1) + tokens).__getitem__
         return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
 
     def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
-        target_probs, device, length = logits_ops.warp(logits, self._sampling), logits.device, len(drafted)
+        target, device, length = Distributions.of(logits, self._sampling), logits.device, len(drafted)
         tokens = upload(torch.tensor(drafted), device)
         draft_probs = move(probs, device)
-        p = target_probs[:length].gather(1, tokens[:, None])[:, 0]
+        p = target.at(tokens)
         q = draft_probs.gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
-        after = target_probs.index_select(0, accepted.clamp_max(target_probs.shape[0] - 1)[None])[0]
+        after = target.row(accepted.clamp_max(len(logits) - 1)[None])
         # after the last token no draft was rejected, so that the residual there is p
-        drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])[0]
-        residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
+        drawn_from = after.take(draft_probs, accepted.clamp_max(length - 1)[None])
+        residual = (after.probs - drawn_from * (accepted < length)).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, after.probs)  # all zero through rounding: p equals q
         # a NaN rejects its token, so it is noticed here
-        return torch.stack((accepted, logits_ops.draw(residual, self._generator)))
+        token = after._replace(probs=residual).draw(self._generator)
+        return torch.cat((accepted[None], token))
 
 
 class RecordingVerifier:
@@ -119,7 +125,7 @@ def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.
     """
     if _draws_one_by_one(logits):
         return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
-    tokens: list[int] = logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist()
+    tokens: list[int] = Distributions.of(logits, sampling).draw(generator).tolist()
     return tokens.__getitem__
 
 

@@ -187,6 +187,8 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float 
         "draft_seconds": model.draft_seconds or None,
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
+        "pearl_overlap": None if parallel is None else parallel.overlap,
+        "pearl_gain_over_sd": None if parallel is None else parallel.gain,
         "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [_expected(model, acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else _expected(model, kappa),

@@ -14,7 +14,7 @@ import torch
 
 from specgen import factory, methods
 from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.pearl_window import Window, costs_of_rounds
+from specgen.cost_model.pearl_window import ParallelCosts, Window, costs_of_rounds
 from specgen.cost_model.round_costs import RoundCosts
 from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
 from specgen.decoding.drafter_kinds import DraftSource
@@ -212,7 +212,8 @@ class PairMeasurements:
     at each position of these outputs. `costs` has the costs of a round by kind: `echo` (the target alone), `model` (the draft
     model), `exit` (the exit layer), `parallel` (PEARL). In PEARL the pass over the prompt takes `slowdown` times as long, because
     the draft model processes the prompt at the same time; `flexible_window` says whether its drafts end with the target's pass
-    where the window is `auto`. `learned` is what the length policy `adaptive` has learned in its last simulation, by drafter.
+    where the window is `auto`. `parallel_costs` has how far both models' passes overlap, None if one thread does not run both.
+    `learned` is what the length policy `adaptive` has learned in its last simulation, by drafter.
     """
 
     references: Sequence[ReferenceOutput]
@@ -222,6 +223,7 @@ class PairMeasurements:
     has_predictor: bool = False  # whether the exit layer has a predictor of acceptance
     flexible_window: bool = False
     temperature: float = 0.0  # with which the references were decoded
+    parallel_costs: ParallelCosts | None = None
     learned: dict[str, Learned] = field(default_factory=dict)
 
 
@@ -275,7 +277,9 @@ def _adaptive_inputs(measurements: PairMeasurements, method: Method, reference: 
     costs = DraftingCosts.of_rounds(measurements.costs[method.cost_kind], length)
     prior = Learned.prior(costs, measurements.temperature, has_model=method.drafter.source is not DraftSource.NOTHING)
     learned = measurements.learned.setdefault(method.drafter.name, prior)
-    return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel)
+    passes = measurements.parallel_costs if method.is_parallel else None
+    slowdown = 0.0 if passes is None else passes.added_by_token / passes.single_pass
+    return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, slowdown=slowdown)
 
 
 def _window(measurements: PairMeasurements, settings: Settings, reference: ReferenceOutput) -> Window:
@@ -284,7 +288,10 @@ def _window(measurements: PairMeasurements, settings: Settings, reference: Refer
     if given != "auto":
         return Window(int(given), int(given))
     length = typical_length(len(reference.prompt_ids), reference.limit)
-    return costs_of_rounds(measurements.costs["parallel"], length).run_window(is_flexible=measurements.flexible_window)
+    costs = costs_of_rounds(measurements.costs["parallel"], length)
+    if (passes := measurements.parallel_costs) is not None:
+        costs = costs.with_overlap(passes.overlap, passes.draft_alone, passes.target_alone)
+    return costs.run_window(is_flexible=measurements.flexible_window)
 
 
 def make_run(

@@ -15,6 +15,7 @@ from specgen.cost_model.speedup import SpeedupModel
 from specgen.decoding.drafter_kinds import EXIT, MODEL
 from specgen.errors import SpecgenError
 from specgen.missing_parts import head_training_command
+from specgen.plan import typical_length
 from specgen.tuning import draft_dtypes
 from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
 from specgen.tuning.confirmation import FEWEST_PROMPTS, confirm
@@ -158,8 +159,11 @@ def measure_pair(
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
     flags = pair.exits.has_predictor(), pair.has_flexible_window(sampling)
+    overlap = None
+    if "parallel" in measured.costs and pair.drafts_in_callers_thread:
+        overlap = pair.parallel_costs(typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
     measurements = PairMeasurements(
-        references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature
+        references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature, parallel_costs=overlap
     )
     pair.knowledge.tuned_costs = measured.costs
     return selection.without(measured.failures), measurements

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import sysconfig
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,15 +41,22 @@ def _files(held_out: bool) -> tuple[tuple[Path, ...], tuple[int, ...]]:
     """Returns the library files that are held out (if `held_out` is False: all others) and their cumulative sizes in bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files, cumulative_sizes, total = [], [], 0
-    for path in sorted(root.rglob("*.py")):
-        name, size = path.relative_to(root), path.stat().st_size
-        if _SKIPPED_FOLDERS.isdisjoint(name.parts) and 0 < size < _MAX_BYTES and is_held_out(name.as_posix()) == held_out:
+    for path in sorted(_python_files(root)):
+        size = path.stat().st_size
+        if 0 < size < _MAX_BYTES and is_held_out(path.relative_to(root).as_posix()) == held_out:
             total += size
             files.append(path)
             cumulative_sizes.append(total)
     if not files:
         raise RunError(f"no Python source under {root}", "Use a Python that was installed with its standard library")
     return tuple(files), tuple(cumulative_sizes)
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """Yields the Python files under `root` without looking into the skipped folders: site-packages may hold 100,000 files."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 @cache

@@ -12,6 +12,7 @@ from specgen.engine.native.architecture import of_architecture
 from specgen.engine.native.eagle_layers import EagleLayers, check_tensor, head_weight, read_design
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import PassInputs
 from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.products import Product, ProductFactory
 from specgen.engine.native.tensor_names import EMBEDDING, HEAD
@@ -22,7 +23,8 @@ class EagleDecoder:
 
     `feature_size` is the width of the target's features that the head reads: of version 3, of all of them side by side.
     `embedding` is the head's own table of embeddings, None if it uses the target's. `head_vocab_size` is the number of logits
-    that the head's own LM head computes, 0 if it uses the target's. Raises SpecgenError for missing tensors and wrong shapes.
+    that the head's own LM head computes, 0 if it uses the target's. `inputs` makes the inputs of its layers.
+    Raises SpecgenError for missing tensors and wrong shapes.
     """
 
     def __init__(self, weights: EagleWeights, feature_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,13 +48,13 @@ class EagleDecoder:
                 self._head = factory(head_weight(design, take, self.head_vocab_size, gain).to(dtype))
             own = tensors.get(EMBEDDING)
             self.embedding = None if own is None else take(EMBEDDING, (own.shape[0], self.width))
-        self._inputs = InputMaker(architecture, dtype, device, min_rows=factory.min_rows)
-        self._dtype, self._device = dtype, device
+        self.inputs = InputMaker(architecture, dtype, device, min_rows=factory.min_rows)
+        self.dtype, self.device = dtype, device
         self._sizes = len(architecture.layers), architecture.num_kv_heads, architecture.head_size
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache, with one entry for each pair."""
-        return KVBuffer(*self._sizes, self._dtype, self._device)
+        return KVBuffer(*self._sizes, self.dtype, self.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns what version 3 keeps of the target's features [n, feature size]: their product with `fc`, [n, width]."""
@@ -64,11 +66,15 @@ class EagleDecoder:
         `embeddings` and `features` are theirs, [n, width].
         """
         count = features.shape[0]
-        inputs = self._inputs(forward_pass)
+        inputs = self.inputs(forward_pass)
         if inputs.rows != count:
             embeddings, features = (functional.pad(x, (0, 0, 0, inputs.rows - count)) for x in (embeddings, features))
-        values = self._layers(embeddings, features, inputs).values
+        values = self.run(embeddings, features, inputs)
         return values if inputs.rows == count else values[:count]
+
+    def run(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
+        """Returns the predicted features [n, width] for n pairs, padding included."""
+        return self._layers(embeddings, features, inputs).values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [n, head vocabulary] of the head's own LM head for predicted features [n, width]."""

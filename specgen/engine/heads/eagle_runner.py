@@ -9,8 +9,19 @@ from torch import Tensor
 
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.forward_pass import (
+    NO_NODES,
+    ChoiceRule,
+    ForwardFunction,
+    ForwardPass,
+    ModelOutput,
+    SelfFeeding,
+    TokenChooser,
+    TreeNodes,
+    draft_nodes,
+)
 from specgen.engine.heads.eagle_decoder import EagleDecoder
+from specgen.engine.heads.eagle_forward import EagleForward
 from specgen.engine.heads.feature_runner import FeatureRunner
 from specgen.engine.heads.head_runners import HeadRunners
 from specgen.engine.heads.weights import EagleWeights
@@ -18,6 +29,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.native_model import NativeModel
 from specgen.errors import SpecgenError
 from specgen.types import Context
 
@@ -45,11 +57,14 @@ class EagleRunner:
         vocabulary: Tensor | None,
         penalties: PenaltyProcessor | None,
     ) -> None:
+        eager = EagleForward(decoder, model, vocabulary, self._features)
+        self._forward: ForwardFunction = model.wrapped(eager) if isinstance(model, NativeModel) else eager
+        function = self._forward
+        self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
         self.context_limit, self.vocab_size, self.device = target.context_limit, model.vocab_size, model.device
         table = decoder.embedding
         self.num_embeddings = model.num_embeddings if table is None else min(model.num_embeddings, table.shape[0])
-        self._decoder, self._model, self._target, self._penalties = decoder, model, target, penalties
-        self._vocabulary = vocabulary
+        self._target, self._penalties = target, penalties
         self.cache = decoder.new_cache()
         self._cached = CachedPrefix(self.cache, decoder.rope_boundary)
         self._context: Context | None = None  # the last call's
@@ -58,7 +73,7 @@ class EagleRunner:
         # The predicted features [draft tokens + 1, width] of the cached draft, after those of the context's last pair.
         self._rows = torch.empty(0, decoder.width, dtype=model.dtype, device=model.device)
         self._root = -1  # the number of pairs in the context whose last one `_rows[0]` belongs to
-        self._wide = torch.empty(0, model.vocab_size, dtype=model.dtype, device=model.device)  # -inf outside `vocabulary`
+        self._logits: list[tuple[int, Tensor]] = []  # of the call's passes, each with the index of its first row
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
@@ -82,13 +97,39 @@ class EagleRunner:
         if cached.committed != len(pairs):
             cached.truncate(cached.committed)  # drops the draft, also the part that was accepted
         cached.truncate_for(pairs, nodes, start if self._root == len(pairs) else 0)
-        self._run_context(context, pairs)
+        self._logits.clear()
+        self._run_context(pairs)
         self._run_draft(pairs, nodes)
         hidden = self._rows[start : len(tokens) + 1]
-        logits = self._head_logits(hidden)
+        wanted = [rows[max(start - first, 0) :] for first, rows in self._logits if first + rows.shape[0] > start]
+        logits = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
         if self._penalties is None:
             return ModelOutput(logits, hidden)
         return ModelOutput(self._penalties(logits, context, tokens, nodes.parents, start), hidden, logits)
+
+    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
+        """Whether tokens after the chain `draft` can be chosen on the device; see `ChoosingRunner`."""
+        return self._self_feeding is not None
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule."""
+        assert self._self_feeding is not None
+        return self._self_feeding.chooser(rule)
+
+    @inference
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
+        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
+        forward, pairs = self._self_feeding, self._pairs
+        assert forward is not None
+        if level == 0:
+            output = self.logits(context, draft, start=len(draft))
+            forward.choose(rule, output.logits, output.hidden_states)
+        else:
+            root, is_long = len(pairs) + len(draft), self._cached.uses_long_rope(pairs)
+            forward.feed(rule, self.cache, root, level - 1, levels - 1, long_rope=is_long)
+
+    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Does nothing: their predicted features are not kept, and drafted pairs are dropped when the context grows."""
 
     def _follow(self, context: Context) -> Context:
         """Returns the tokens of the context's pairs, as an object that stays the same as long as the context does."""
@@ -105,19 +146,27 @@ class EagleRunner:
             self._pairs.extend(ids[len(self._pairs) + 1 :])
         return self._pairs
 
-    def _run_context(self, context: Context, pairs: Context) -> None:
+    def _features(self, forward_pass: ForwardPass) -> Tensor:
+        """Returns the features [n, width] of a pass's n pairs: the target's, or those predicted for drafted tokens."""
+        first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
+        if first >= length:
+            return self._parent_rows(forward_pass.draft.parents[first - length : last - length])
+        if self._first is None:
+            return self._rows.new_zeros(1, self._rows.shape[1])
+        assert self._context is not None
+        return self._target.features(self._context)[first:last]
+
+    def _run_context(self, pairs: Context) -> None:
         """Runs the pairs of the context that the KV cache lacks."""
         cached = self._cached
         if cached.committed == len(pairs):
             return
-        features = self._rows.new_zeros(1, self._rows.shape[1]) if self._first is None else self._target.features(context)
         self._root = -1
         for forward_pass in cached.missing_passes(pairs, NO_NODES, len(pairs)):
-            first, last = forward_pass.first, forward_pass.last
-            hidden = self._decoder(forward_pass, self._embeddings(pairs.ids[first:last]), features[first:last])
-            if last == len(pairs):
-                self._keep_rows(0, hidden[-1:])
-                self._root = last
+            output = self._forward(forward_pass, 1)
+            if forward_pass.last == len(pairs):
+                self._keep_rows(0, output)
+                self._root = forward_pass.last
 
     def _run_draft(self, pairs: Context, nodes: TreeNodes) -> None:
         """Runs the draft tokens that the KV cache lacks: one pass for each level."""
@@ -128,11 +177,12 @@ class EagleRunner:
             last = first + 1
             while last < len(tokens) and parents[last] < first:
                 last += 1
+            if self._logits:  # the next pass may overwrite them
+                self._logits[-1] = self._logits[-1][0], self._logits[-1][1].clone()
             run = nodes if last == len(tokens) else TreeNodes(tokens[:last], parents[:last])
             self.cache.length = count + first
             forward_pass = ForwardPass(pairs, run, count + first, count + last, self.cache, long_rope)
-            features = self._parent_rows(parents[first:last])
-            self._keep_rows(first + 1, self._decoder(forward_pass, self._embeddings(tokens[first:last]), features))
+            self._keep_rows(first + 1, self._forward(forward_pass, last - first))
             cached.draft = run
             first = last
 
@@ -143,31 +193,17 @@ class EagleRunner:
             return self._rows[lowest : lowest + 1]
         return self._rows.index_select(0, upload(torch.tensor(parents) + 1, self.device))
 
-    def _keep_rows(self, first: int, hidden: Tensor) -> None:
-        """Writes predicted features to the rows from `first` on."""
+    def _keep_rows(self, first: int, output: ModelOutput) -> None:
+        """Keeps the predicted features of a pass, as the rows from `first` on, and its logits until the call ends."""
+        hidden = output.hidden_states
+        assert hidden is not None
         end = first + hidden.shape[0]
         if end > self._rows.shape[0]:
             larger = self._rows.new_empty(max(end, 2 * self._rows.shape[0], 32), self._rows.shape[1])
             larger[:first] = self._rows[:first]
             self._rows = larger
         self._rows[first:end] = hidden
-
-    def _embeddings(self, ids: list[int]) -> Tensor:
-        """Returns the embeddings [n, width] of the tokens `ids`."""
-        on_device, table = upload(torch.tensor(ids), self.device), self._decoder.embedding
-        return self._model.embeddings(on_device) if table is None else table.index_select(0, on_device).to(self._rows.dtype)
-
-    def _head_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [n, vocabulary of the target] for predicted features [n, width]."""
-        if not self._decoder.head_vocab_size:
-            return self._model.head_logits(hidden)
-        logits = self._decoder.logits(hidden)
-        if self._vocabulary is None:
-            return logits
-        count = hidden.shape[0]
-        if count > self._wide.shape[0]:
-            self._wide = self._wide.new_full((count, self.vocab_size), -torch.inf)
-        return self._wide[:count].index_copy_(1, self._vocabulary, logits)
+        self._logits.append((first, output.logits))
 
 
 def make_runners(

@@ -188,7 +188,7 @@ class EagleLayers:
             return functional.rms_norm(pairs, pairs.shape[-1:], None, self._eps)
         count, width = features.shape  # as `ExtendedResidual` does it
         pairs = features.new_empty(count, 2, width + 1)
-        pairs[:, :, width] = sqrt(width * self._eps)
+        pairs.select(2, width).fill_(sqrt(width * self._eps))
         pairs[:, 0, :width], pairs[:, 1, :width] = embeddings, features
         normed: Tensor = pairs[:, :, :width] / torch.linalg.vector_norm(pairs, dim=2, keepdim=True)
         return normed

@@ -84,12 +84,12 @@ class Capturing:
         start = time.perf_counter()
         try:
             replay = graphs.capture(work, state)
-        except RuntimeError as error:
+            wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
+        except RuntimeError as error:  # the first replay takes memory, too
             self.is_off = True
             message = "no CUDA graphs from here on, so passes take longer: %s could not be captured: %s"
             _log.warning(message, name, _first_cause(error))
             return work
-        wrong = None if logits is None else logits_error(_result(replay, logits, state), _result(work, logits, state))
         if wrong is not None:
             self.is_off = True
             _log.warning("no CUDA graphs from here on, so passes take longer: replays of %s %s", name, wrong)
@@ -142,7 +142,7 @@ class StaticForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         first, cache = forward_pass.first, forward_pass.cache
         width = pick_width(forward_pass.last - first, self._widths)
-        self._make_room(cache, forward_pass.last)
+        self._make_room(cache, forward_pass.last + self._widths[-1])
         if width is None or first - base_of(forward_pass) + width > SPAN:
             return self._eager(forward_pass, logits_to_keep)
         source = self._eager.inputs
@@ -187,11 +187,10 @@ class StaticForward:
         self._run(key, f"{what} over {key[1]} cache entries", step.run, step.state, step.logits)
         step.has_run(position)
 
-    def _make_room(self, cache: KVBuffer, last: int) -> None:
-        """Enlarges the cache if it has no room for `last` tokens and the padding of a pass over them."""
-        room = last + self._widths[-1]
+    def _make_room(self, cache: KVBuffer, room: int) -> None:
+        """Enlarges the cache if it has no room for so many tokens, padding included."""
         if room > cache.data.shape[3]:
-            cache.enlarge(max(room, cache.capacity + self._widths[-1], FIRST_BUCKET))
+            cache.enlarge(max(room, cache.capacity + SPAN, FIRST_BUCKET))  # the last draft's nodes may come after its capacity
 
     def _bucket(self, cache: KVBuffer, entries: int) -> int:
         """Returns the bucket for this number of cache entries. Drops the passes of another buffer.

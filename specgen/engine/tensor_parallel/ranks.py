@@ -124,6 +124,7 @@ class ShardedLayer(NativeLayer):
         squares = torch.stack((query / whole.num_heads, key / (self._shard.copies * whole.num_kv_heads)))
         self._ranks.sum(squares)
         factors = torch.rsqrt(squares / whole.head_size + whole.norm_eps)
-        by_head = factors.t().repeat_interleave(torch.tensor([self._heads, self._kv_heads], device=factors.device), dim=1)
+        counts = self._heads, self._kv_heads  # not by `repeat_interleave` with a tensor, for which a GPU would be waited for
+        by_head = torch.cat([each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)], dim=1)
         torch.mul((part.float() * by_head[:, :, None]).to(part.dtype), weight, out=part)
         return heads

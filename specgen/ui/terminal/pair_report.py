@@ -215,7 +215,7 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None, width: int) -> I
     if parallel is not None:
         text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
         text += f"PEARL's window is {parallel.window.size}"
-        text += "; they take turns on this GPU, so PEARL gains little" if parallel.take_turns else ""
+        text += f"; {parallel.remark}" if parallel.remark else ""
         yield from _line("", text, width)
 
 
