@@ -182,7 +182,7 @@ def profile(bench: Bench) -> None:
             synchronize(bench.device)
         taken: Counter[str] = Counter()
         counts: Counter[str] = Counter()
-        for event in profiled.events():
+        for event in [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]:
             taken[event.name[:70]] += event.device_time_total
             counts[event.name[:70]] += 1
         bench.figures |= {f"{width}_all": f"{sum(taken.values()):.0f} us, {sum(counts.values())} kernels"}

@@ -30,6 +30,7 @@ from specgen.method import Method
 from specgen.setting_parsing import Setting
 from specgen.tuning import pair_inspection
 from specgen.types import Context
+from specgen.ui.terminal import pair_report
 
 Inspect = Callable[..., tuple[str, str]]
 CPU = torch.device("cpu")
@@ -302,3 +303,25 @@ def test_inspect_names_the_processes_that_share_the_target(inspect: Inspect, mon
     assert json.loads(inspect(*models, "--json")[0])["ranks"] is None
     monkeypatch.setattr(pair_inspection, "launch", lambda: Launch(0, 2, 0, 2))
     assert "torchrun's 2 processes each hold about 5.6 MiB of the target\n" in inspect(*models)[0]
+
+
+def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's device has room for its weights and a part of its cache, the draft model's for nothing."""
+    sources = [ModelSource(str(demo.folder(role)), role) for role in demo.ROLES]
+    free = {"cpu": 12 << 20, "mps": 900 << 10}
+    monkeypatch.setattr(pair_inspection, "free_memory", lambda device: free[device.type])
+
+    def shown(draft: str) -> list[str]:
+        devices = CPU, torch.device(draft)
+        report = pair_inspection.inspect_files(sources[0], sources[1], devices, ("float32", None), lambda _: None)
+        assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, None if draft == "cpu" else 900 << 10)
+        assert report.as_dict()["draft_free_bytes"] == report.draft_free_bytes
+        return [f"{label}: {text}" for label, text in pair_report._memory(report)]
+
+    (together,) = shown("cpu")
+    assert "cpu has 12.0 MiB free" in together
+    target, draft = shown("mps")
+    assert target.startswith("✓ memory: 11.2 MiB of weights")
+    assert "cpu has 12.0 MiB free: room for about" in target
+    assert draft.startswith("✗ memory: ")
+    assert draft.endswith("mps has 900 KiB free: the weights do not fit")

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import fake, fake_devices
+from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen import preparation
 from specgen.cli.output_writers import _window
+from specgen.compare import machine_description
 from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.decoding.components import Components
 from specgen.decoding.length_policy import Always
@@ -29,34 +31,6 @@ from specgen.workers.thread_worker import ThreadWorker
 
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
-
-
-class RecordedStreams:
-    """Streams that note what is called, in order, and which stream is the current one."""
-
-    crosses = False
-
-    def __init__(self, *, is_queued: bool = True) -> None:
-        self.events: list[str] = []
-        self.is_queued = is_queued
-        self.is_drafting = False
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        self.is_drafting = True
-        yield
-        self.is_drafting = False
-
-    def draft_waits(self) -> None:
-        self.events.append("draft waits")
-
-    def current_waits(self) -> None:
-        self.events.append("current waits")
-
-    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert not self.is_drafting, "the current stream is the target's"
-        self.events.append("hand over")
-        return tensor
 
 
 class NotedRunner(TableRunner):
@@ -167,7 +141,7 @@ class Crossing(HostDraft):
 @pytest.mark.parametrize(("top_k", "packed"), [(0, False), (2, True), (200, False)])
 def test_a_draft_on_another_device_gives_the_tokens_of_one_on_the_same(top_k: int, packed: bool) -> None:
     """No operator has tensors of both devices, but for copies. With top-k only what it left is copied."""
-    sampling = SamplingParams(max_new_tokens=24, temperature=0.7, top_k=top_k, seed=3)
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.7, top_k=top_k, seed=3)
     found = []
     with fake_devices() as copies:
         for place in (0, 1):
@@ -263,6 +237,20 @@ def test_a_draft_on_the_cpu_is_uploaded_through_pinned_memory(monkeypatch: pytes
     assert (streams.hand_over(torch.zeros(5)), pinned) == ((GPU, True), [5])
     with streams.drafting():
         pass
+
+
+def test_a_comparison_names_both_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device.index}")
+    model = SimpleNamespace(num_parameters=5, shape=SimpleNamespace(num_layers=1, model_type="llama"))
+    loaded = [SimpleNamespace(device=device, dtype_name="bfloat16", name="a", model=model) for device in (GPU, OTHER_GPU)]
+    for draft, gpus, device in (
+        (loaded[0], "GPU number 0", "cuda:0,"),
+        (loaded[1], "GPU number 0, GPU number 1", "cuda:0 (draft: cuda:1),"),
+    ):
+        pair: Any = SimpleNamespace(target=loaded[0], draft=draft, devices=lambda draft=draft: [GPU, draft.device])
+        described = dict(machine_description.describe(pair))
+        assert described["GPU"] == gpus
+        assert described["Device"].startswith(device)
 
 
 # ------------------------------------------------------------------ do the models overlap?

@@ -208,12 +208,26 @@ def test_a_tuned_window_is_shown_once(pair: tuple[str, ...], folder: Path) -> No
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
 
 
+def test_a_profile_is_parsed_once(pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is read before, while and after the models are loaded: for PEARL's process, the draft's dtype, the method."""
+    parsed: list[str] = []
+    load_yaml = profiles.load_yaml
+    monkeypatch.setattr(profiles, "load_yaml", lambda text: parsed.append(text) or load_yaml(text))
+    profiles._parsed.cache_clear()
+    assert "tuned: svip" in generated(pair, "--profile", str(folder))
+    assert parsed == [(folder / "profile.yaml").read_text()]
+
+
 def test_generate_finds_the_profile_by_itself(
     pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
     own = profiles.default_folder(found.fits, SamplingParams())
+    assert found.fits.draft is not None
+    apart = found.fits.draft.model_copy(update={"device": "cuda:1 GPU"})
+    elsewhere = profiles.default_folder(found.fits.model_copy(update={"draft": apart}), SamplingParams())
+    assert elsewhere != own, "one profile does not overwrite the other"
     assert own.is_relative_to(tmp_path / "data")
     assert "tuned" not in generated(pair)
     profiles.save(found, own)

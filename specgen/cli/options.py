@@ -111,7 +111,8 @@ Head = Annotated[
     Path | None,
     _model(
         metavar="FOLDER",
-        help="A trained head for eagle, medusa or glide; its files say which. Default: the one trained here for the target.",
+        help="A trained head for eagle, medusa or glide, a folder or a Hugging Face id. Default: the one trained here for the "
+        "target.",
     ),
 ]
 

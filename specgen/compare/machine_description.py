@@ -12,16 +12,18 @@ if TYPE_CHECKING:
 
 
 def describe(pair: Pair) -> list[tuple[str, str]]:
-    """Returns (heading, text) pairs that describe the machine, the GPU (if there is one), the device and its threads, the target
-    and the draft model (if there is one)."""
+    """Returns (heading, text) pairs that describe the machine, its GPUs that are used, the devices and the CPU's threads, the
+    target and the draft model (if there is one)."""
     import torch
 
     described = [("Machine", machine_in_words())]
     device = pair.target.device
-    if device.type == "cuda":
-        described.append(("GPU", torch.cuda.get_device_name(device)))
+    gpus = [each for each in dict.fromkeys(pair.devices()) if each.type == "cuda"]
+    if gpus:
+        described.append(("GPU", ", ".join(torch.cuda.get_device_name(gpu) for gpu in gpus)))
     threads = torch.get_num_threads()
-    described.append(("Device", f"{device}, {pair.target.dtype_name}, {threads} CPU thread{'' if threads == 1 else 's'}"))
+    apart = "" if pair.draft is None or pair.draft.device == device else f" (draft: {pair.draft.device})"
+    described.append(("Device", f"{device}{apart}, {pair.target.dtype_name}, {threads} CPU thread{'' if threads == 1 else 's'}"))
     described.append(("Target", _model(pair.target)))
     if pair.draft is not None:
         described.append(("Draft", _model(pair.draft)))

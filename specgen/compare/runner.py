@@ -122,7 +122,8 @@ class Runner:
 
     def steps(self) -> Iterator[BenchmarkStep]:
         """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
-        the caller asks for the next step. Runs already in `results` are not repeated."""
+        the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
+        runs, if no method but plain decoding can run."""
         todo = [
             (spec, prompt, repeat)
             for repeat in range(self.config.repeats)
@@ -134,6 +135,7 @@ class Runner:
         for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
+        self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
                 continue
@@ -143,6 +145,17 @@ class Runner:
                 with self._held():
                     self._record(spec, prompt, repeat, finished)
         yield self._step(todo, len(todo), None, None)
+
+    def _check_that_one_can_run(self) -> None:
+        """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
+        named = [spec.written for spec in self.config.specs if spec.written != REFERENCE]
+        failures = [failure for written in named if (failure := self.results.failures.get(written)) is not None]
+        if not named or len(failures) < len(named) or any(isinstance(failure, RunError) for failure in failures):
+            return
+        if len(failures) == 1:
+            raise failures[0]
+        reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
+        raise SpecgenError(f"none of these methods can run: {reasons}", failures[0].hint)
 
     def _step(
         self,

@@ -64,6 +64,7 @@ class DeviceChooser:
         columns = len(self.columns) + self._likeliest
         self.table = torch.zeros(_ROWS, columns, dtype=torch.float64, device=device)  # exact for tokens, unlike float32
         width = logits_ops.few_tokens(self._sampling, vocab_size) if device.type != "cpu" else 0
+        self._in_few = width > 0
         self.drawn_from: Distributions | None = None
         if choice.keeps_probs:
             ids = torch.zeros(_ROWS, width, dtype=torch.int64, device=device) if width else None
@@ -77,7 +78,7 @@ class DeviceChooser:
         if self._sampling.greedy:
             token = index = logits.argmax(dim=-1)
         else:
-            found = Distributions.of(logits, self._sampling)
+            found = Distributions.of(logits, self._sampling, in_few=self._in_few)
             probs = found.probs
             index = logits_ops.draw_at(probs, self.point)
             token = found.ids(index)

@@ -21,9 +21,12 @@ class Distributions(NamedTuple):
     tokens: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, logits: torch.Tensor, sampling: SamplingParams) -> Distributions:
-        """Computes the distributions to sample from, see `logits_ops.warp`, from logits [rows, vocabulary]."""
-        if logits_ops.keeps_few(logits, sampling):
+    def of(cls, logits: torch.Tensor, sampling: SamplingParams, *, in_few: bool | None = None) -> Distributions:
+        """Computes the distributions to sample from, see `logits_ops.warp`, from logits [rows, vocabulary].
+
+        `in_few`: of the few tokens that top-k leaves; None: if the logits are on a GPU and so few are left.
+        """
+        if logits_ops.keeps_few(logits, sampling) if in_few is None else in_few:
             return cls(*logits_ops.warp_top(logits, sampling))
         return cls(logits_ops.warp(logits, sampling))
 

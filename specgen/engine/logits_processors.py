@@ -88,6 +88,10 @@ class PenaltyProcessor:
         self._context: Context | None = None
         self._known = 0  # the context's tokens that are in `_factors`, `_banned` and `_ngrams`
 
+    def forbids_all(self, tokens: Iterable[int]) -> bool:
+        """Whether none of these tokens can ever follow."""
+        return set(self._forbidden).issuperset(tokens)
+
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:

@@ -110,7 +110,8 @@ class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
     `draft` and `tokenizers` (their comparison) are None without a draft model. `free_bytes` is the free memory on the target's
-    device, None if the system does not report it. `methods` says for each method whether it can run. `speedup_model` has the pass
+    device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same device.
+    `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
     as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
     `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
@@ -127,6 +128,7 @@ class PairReport:
     choices: EngineChoices | None = None
     placement: Placement | None = None
     ranks: int | None = None
+    draft_free_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -160,6 +162,7 @@ class PairReport:
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "free_bytes": self.free_bytes,
+            "draft_free_bytes": self.draft_free_bytes,
             "placement": None if self.placement is None else _placement(self.placement),
             "ranks": self.ranks,
             "methods": {
@@ -237,6 +240,7 @@ def inspect_files(
         ),
         placement=placement,
         ranks=None if launched is None else launched.ranks,
+        draft_free_bytes=free_memory(devices[1]) if len(facts) == 2 and placement is None and devices[1] != devices[0] else None,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -247,6 +248,8 @@ def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
     """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
     own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
     parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
+    if key.draft is not None and key.draft.device != key.target.device:
+        parts.append(f"draft-{key.draft.device}")
     parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
@@ -301,7 +304,7 @@ def load(folder: Path) -> Profile:
             raise SpecgenError(f"the profile {path} is not a file", "Make one: specgen tune --out DIR")
         if path.stat().st_size > MAX_BYTES:
             raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
-        return Profile.model_validate(load_yaml(path.read_text(encoding="utf-8")))
+        return _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
     except ValidationError as error:
@@ -311,6 +314,12 @@ def load(folder: Path) -> Profile:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Profile:
+    """Parses a profile's text once, because a command reads it several times: before, while and after the models are loaded."""
+    return Profile.model_validate(load_yaml(text))
 
 
 def _first_error(error: ValidationError) -> str:

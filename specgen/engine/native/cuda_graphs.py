@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -69,16 +68,34 @@ class CudaGraphs:
         return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Tells torch's memory allocator that a capture has ended that failed.
+        """Tells torch that a capture has ended that failed: its memory allocator, and its random generator.
 
-        `CUDAGraph.capture_end` raises for an invalid capture before it does so (torch 2.13). Until then, memory that was used on
-        two streams is not freed, and in some versions an allocation that finds no free memory ends in an internal error.
+        `CUDAGraph.capture_end` raises for an invalid capture before it does so (torch 2.13). Until then, freed memory can stay in
+        the pool of the capture or in use by two streams, and in some versions random numbers cannot be drawn any more.
         """
         _FAILED.append(graph)
+        if not self._end_allocation():
+            return
+        last, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:  # the generator counts a capture as ended when the next one succeeds
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(last, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                torch.zeros(1, device=self._device)
+        except RuntimeError:
+            _FAILED.append(last)
+            self._end_allocation()
+
+    def _end_allocation(self) -> bool:
+        """Ends for torch's allocator the capture that uses the pool. Returns False if it has ended, or never begun."""
         index = self._device.index or 0
-        with suppress(AttributeError, RuntimeError, TypeError):  # RuntimeError: the capture has ended for it, or never begun
+        try:
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+        return True
 
 
 def _restore(state: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:

@@ -40,7 +40,8 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     yield Text()
     if report.tokenizers is not None and report.draft is not None:
         yield from _tokenizers(report.tokenizers, report.target, report.draft, report.speedup_model, width)
-    yield from _line(*_memory(report), width)
+    for label, memory in _memory(report):
+        yield from _line(label, memory, width)
     yield from _placement(report, width)
     yield from _line("✓ context", _context(report), width)
     yield from _engine(report, width)
@@ -116,20 +117,49 @@ def _tokenizers(
         yield from _line("", text, width, style="quiet")
 
 
-def _memory(report: PairReport) -> tuple[str, str]:
-    text = f"{_size(report.weight_bytes)} of weights"
-    if report.cache_bytes is not None and report.context_limit is not None:
-        text += f" and {_size(report.cache_bytes)} of cache for {report.context_limit:,} tokens"
-    if report.placement is not None and len(report.placement.stages) > 1:
-        return "✓ memory", f"{text}; the plan for {report.placement.context:,} tokens on {len(report.placement.stages)} devices:"
-    if report.free_bytes is None:
+def _memory(report: PairReport) -> list[tuple[str, str]]:
+    """Returns a label and a text for the memory of both models, or for that of each if they are on different devices."""
+    draft, placement = report.draft, report.placement
+    if placement is not None and len(placement.stages) > 1:
+        text = _needed(report.weight_bytes, report.cache_bytes, report)
+        return [("✓ memory", f"{text}; the plan for {placement.context:,} tokens on {len(placement.stages)} devices:")]
+    if draft is None or draft.device == report.target.device or placement is not None:
+        token_bytes = report.target.cache_bytes + (draft.cache_bytes if draft else 0)
+        return [_fitting(report, report.weight_bytes, token_bytes, report.cache_bytes, report.target.device, report.free_bytes)]
+    longest = report.context_limit
+    frees = (report.target, report.free_bytes), (draft, report.draft_free_bytes)
+    return [
+        _fitting(
+            report,
+            model.weight_bytes,
+            model.cache_bytes,
+            None if longest is None else model.cache_bytes * min(model.context_limit or longest, longest),
+            model.device,
+            free,
+        )
+        for model, free in frees
+    ]
+
+
+def _needed(weights: int, cache: int | None, report: PairReport) -> str:
+    text = f"{_size(weights)} of weights"
+    if cache is not None and report.context_limit is not None:
+        text += f" and {_size(cache)} of cache for {report.context_limit:,} tokens"
+    return text
+
+
+def _fitting(
+    report: PairReport, weights: int, token_bytes: int, cache: int | None, device: str, free: int | None
+) -> tuple[str, str]:
+    """Returns a label and a text that say whether weights and cache fit into the free bytes of a device (None: unknown)."""
+    text = _needed(weights, cache, report)
+    if free is None:
         return "· memory", text
-    text += f"; {report.target.device} has {_size(report.free_bytes)} free"
-    room = report.free_bytes - report.weight_bytes
+    text += f"; {device} has {_size(free)} free"
+    room = free - weights
     if room < 0:
         return "✗ memory", f"{text}: the weights do not fit"
-    if room < (report.cache_bytes or 0):
-        token_bytes = report.target.cache_bytes + (report.draft.cache_bytes if report.draft else 0)
+    if room < (cache or 0):
         text += f": room for about {room // max(token_bytes, 1):,} tokens"
     return "✓ memory", text
 
