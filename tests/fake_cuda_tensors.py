@@ -126,7 +126,7 @@ def dispatch(gpus: Gpus, function: Any, args: Any, kwargs: dict[str, Any]) -> An
         if torch.Tag.inplace_view in function.tags:
             raise NotImplementedError(f"{function} on a pretended GPU")
         device = target or next(iter(devices))
-        _check_others(gpus, function, tensors, device)
+        _check_others(gpus, function, args, tensors, device)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if target is not None:
             kwargs["device"] = torch.device("cpu")
@@ -174,18 +174,18 @@ def run(
     return outputs
 
 
-def _check_others(gpus: Gpus, function: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+def _check_others(gpus: Gpus, function: Any, args: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     """Checks the CPU tensors of an operator on a GPU, and notes what makes the host wait."""
     others = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor) and tensor.device.type == "cpu"]
     if function in _INDEXING:
         if any(tensor.dim() for tensor in others):
             _count(gpus, "uploads, pageable, blocking")
             gpus.synchronize([gpus.current(device)], f"{function} with indices of the host")
-        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]):
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1])):
             gpus.synchronize([gpus.current(device)], f"{function} with a boolean mask")
     elif any(tensor.dim() for tensor in others):
         raise MixedDevicesError(f"{function} mixes {device} and cpu")
-    if _WAITING & set(function.tags) or function in _ALSO_WAITING:
+    elif _WAITING & set(function.tags) or function in _ALSO_WAITING:
         gpus.synchronize([gpus.current(device)], str(function))
 
 
@@ -364,6 +364,9 @@ class Functions(TorchFunctionMode):
         if function is _sdpa and isinstance(args[0], CudaTensor):
             with gpus.lock:
                 return run(gpus, "attention", operator.call, (_sdpa, *args), kwargs, args[0].device)
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], CudaTensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(torch.tensor(part) if isinstance(part, list) else part for part in index), *args[2:])
         if isinstance(generator := kwargs.get("generator"), Generator):
             _check_generator(gpus, generator, args, kwargs)
         return function(*args, **kwargs)

@@ -144,12 +144,13 @@ class Gpus:
     """The state of the pretended GPUs. `memory` is the number of bytes of each.
 
     `counts` has the numbers of copies by their kinds, of `synchronisations`, of `launches` (operators that are no views), of
-    `replays` and of the operators `replayed` in them.
+    `replays` and of the operators `replayed` in them. `waits` counts the synchronisations that took
+    time, by their places.
     """
 
     def __init__(self, count: int, memory: int) -> None:
         self.count, self.memory = count, memory
-        self.clocks, self.counts = Clocks(), Counter[str]()
+        self.clocks, self.counts, self.waits = Clocks(), Counter[str](), Counter[str]()
         self.lock = threading.RLock()
         self.local = threading.local()
         self.errors: list[str] = []
@@ -266,6 +267,8 @@ class Gpus:
         known = self.clocks.of(HOST)
         is_complete = all(time <= known.get(actor, -1) for actor, time in times.items())
         self.counts["synchronisations, nothing to wait for" if is_complete else "synchronisations"] += 1
+        if not is_complete:
+            self.waits[f"{what} at {place()}"] += 1
         self.clocks.join(HOST, times)
         complete = [copy for copy in self.pending if self.clocks.is_known(copy[0], [HOST])]
         self.pending = [copy for copy in self.pending if not self.clocks.is_known(copy[0], [HOST])]

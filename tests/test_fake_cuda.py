@@ -199,14 +199,22 @@ def test_counts_and_errors_of_a_gpu(gpus: Gpus) -> None:  # noqa: F811
     gpus.counts.clear()
     numbers = torch.ones(4, 4).to(GPU)
     (numbers @ numbers)[1:].relu_()
+    chosen = torch.arange(2).pin_memory().to(GPU, non_blocking=True)
+    numbers[chosen] = True
     torch.cuda.synchronize()
     torch.cuda.synchronize()
     assert gpus.counts == {
         "uploads, pageable, blocking": 1,
+        "uploads, pinned, non-blocking": 1,
         "synchronisations": 2,
         "synchronisations, nothing to wait for": 1,
-        "launches": 2,
+        "launches": 3,
     }
+    gpus.counts.clear()
+    for waits in (lambda: numbers[numbers > 0], lambda: numbers[[0, 1]], lambda: numbers.any().item(), lambda: numbers.tolist()):
+        numbers.add_(1)
+        waits()
+    assert gpus.counts["synchronisations"] == 4
     assert torch.empty(3, device=GPU).isnan().all(), "new memory is not zero"
     with pytest.raises(RuntimeError, match="type for generator"):
         torch.rand(2, device=GPU, generator=torch.Generator())
