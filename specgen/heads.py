@@ -115,8 +115,9 @@ class Heads:
     def _check_that_it_can_draft(self, head: Head) -> None:
         """Raises SpecgenError if the target's generation config suppresses every token of the head's reduced vocabulary."""
         vocabulary = getattr(head.weights, "vocabulary", None)
-        penalties = None if vocabulary is None else self._penalties()
-        if penalties is not None and penalties.forbids_all(vocabulary.tolist()):
+        if vocabulary is None or (penalties := self._penalties()) is None:
+            return
+        if penalties.forbids_all(vocabulary.tolist()):
             raise SpecgenError(
                 f"the target's generation config suppresses all {len(vocabulary):,} tokens that the head {head.path} can draft",
                 "Name another head, or use a method without one: -m lookup",
