@@ -17,6 +17,7 @@ from typing import Any
 import gpu_models
 import torch
 from gpu_bench import DRAFT_LENGTH, Bench
+from gpu_kernels import kernels
 from gpu_models import capture_memory, decode, static_pass
 from gpu_passes import attention, capture_equality, eager, products, profile, replay, steps, streams, sync
 from safetensors.torch import save_file
@@ -290,6 +291,7 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "profile": profile,
     "tests": tests,
     "products": products,
+    "kernels": kernels,
     "attention": attention,
     "steps": steps,
     "eager": eager,

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specgen.engine.native.kernels.triton_attention import attention_parts, attention_sum
+from specgen.engine.native.kernels.triton_attention import NUMBERS, attention_parts, attention_sum
 from specgen.engine.native.kernels.triton_kernels import block_sizes
 from specgen.engine.native.kernels.triton_layer import gated_activation, heads_to_cache
 
@@ -49,7 +49,7 @@ def compiled(kernel: Any, constants: dict[str, Any], dtype: str, capability: int
             continue
         pointers = dict.fromkeys(_INT64, "*i64") | dict.fromkeys(_FLOAT32, "*fp32") | dict.fromkeys(_TENSORS, f"*{dtype}")
         signature[name] = (pointers | _NUMBERS).get(name, "i32")
-        if signature[name].startswith("*") or name in _ALIGNED:
+        if (signature[name].startswith("*") and name not in NUMBERS) or name in _ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
     source, target = ASTSource(kernel, signature, values, attributes), GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 2})

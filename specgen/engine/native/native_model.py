@@ -294,6 +294,10 @@ class NativeForward:
             0 if self.inputs is None else size, size, 0 if head is None else head.head.out_features, len(self.taps) * size
         )
 
+    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
+        """Returns no buffers; see `static_pass.StaticWork`."""
+        return ()
+
     def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
         """Runs tokens whose ids are on the device, or the hidden states that enter instead; see `static_pass.StaticWork`."""
         model = self.model

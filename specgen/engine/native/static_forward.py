@@ -129,6 +129,7 @@ class StaticForward:
         self._eager, self._widths, self._capturing = forward, sorted(widths), capturing
         self.feeds = capturing is not None and forward.feeds
         self._choices: dict[ChoiceRule, TokenChoice] = {}
+        self._reads: Sequence[torch.Tensor] = ()  # buffers of other models that the passes read
         self._drop_passes()
 
     def _drop_passes(self, data: torch.Tensor | None = None) -> None:
@@ -143,8 +144,12 @@ class StaticForward:
         first, cache = forward_pass.first, forward_pass.cache
         width = pick_width(forward_pass.last - first, self._widths)
         self._make_room(cache, forward_pass.last + self._widths[-1])
+        reads = self._eager.prepare(forward_pass)
         if width is None or first - base_of(forward_pass) + width > SPAN:
             return self._eager(forward_pass, logits_to_keep)
+        if len(reads) != len(self._reads) or any(new is not old for new, old in zip(reads, self._reads, strict=True)):
+            self._drop_passes(cache.data)
+            self._reads = reads
         source = self._eager.inputs
         hidden = None if source is None else source(forward_pass)
         key = width, self._bucket(cache, first + width), forward_pass.long_rope

@@ -7,6 +7,7 @@ depends on the data, and the host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,6 +60,10 @@ class StaticWork(Protocol):
 
     @property
     def feeds(self) -> bool: ...
+
+    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
+        """Prepares what else `run` reads for this pass. Returns the buffers that it reads, which a graph must find unchanged."""
+        ...
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput: ...
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 SPLIT = tl.constexpr(128)  # keys; more programs for short contexts than the usual 256, less to add up than with 64
 CHUNK = tl.constexpr(16)  # splits that are added up at once
+NUMBERS = ["base_at", "first_at", "bits", "depths"]  # parts of one vector: compiled alike wherever in it they begin
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,7 +38,7 @@ def _key_range(base, first, width, WINDOW: tl.constexpr):
     return start, first + width
 
 
-@triton.jit(do_not_specialize=["width", "splits", "rows_apart"])
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart"], do_not_specialize_on_alignment=NUMBERS)
 def attention_parts(
     query,  # [width, heads, SIZE], scaled; rows and heads may be apart
     keys,  # [kv heads, capacity, SIZE]
@@ -130,7 +131,7 @@ def attention_parts(
         tl.store(sums_at, mixed, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit(do_not_specialize=["width", "splits", "rows_apart"])
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart"], do_not_specialize_on_alignment=NUMBERS)
 def attention_sum(
     sums,
     tops,

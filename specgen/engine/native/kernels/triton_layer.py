@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specgen.engine.native.kernels.triton_attention import tanh
+from specgen.engine.native.kernels.triton_attention import NUMBERS, tanh
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=NUMBERS)
 def heads_to_cache(
     heads,  # [width, query heads + 2 * KV_HEADS, SIZE], contiguous; query heads are changed in place
     keys,  # [KV_HEADS, capacity, SIZE]
