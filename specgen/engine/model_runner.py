@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
-from specgen.engine.devices import upload
+from specgen.engine.devices import release, upload
 from specgen.engine.forward_pass import (
     Cache,
     ChoiceRule,
@@ -236,6 +236,7 @@ class ModelRunner:
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())
+            release(hidden.states)  # the other context may have been run on another stream
         if self._earlier:
             self._earlier.pop(context, None)
         self._last = None
