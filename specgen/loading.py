@@ -48,13 +48,13 @@ def load(
 
     If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
     and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
-    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a
-    process started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder
-    of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a
-    trained head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs:
-    `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a
-    token's logits alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most
-    the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
+    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
+    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
+    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
+    head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
+    `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
+    alike: on a CPU or one CUDA device, and not in draft trees. `context` is the most tokens of prompt and output together, at
+    most the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
     `int4` round its weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it
     is first needed. Under torchrun, the target is split over its processes; in all but the first this function ends the process
     when the first one ends. Raises SpecgenError.
@@ -91,11 +91,15 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
         processes.follow_unless_first()
         device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
-    if exact and target_device.type != "cpu":
-        raise SpecgenError(
-            f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
-        )
+    if exact and target_device.type not in ("cpu", "cuda"):
+        raise _not_exact(f"the target would run on {target_device}")
+    if exact and target_device.type == "cuda" and launched is not None:
+        raise _not_exact("torchrun splits the target over several")
     return target_device, pick_draft_device(draft_device, device, target_device)
+
+
+def _not_exact(why: str) -> SpecgenError:
+    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
 
 
 def _add_trained_parts(
@@ -169,6 +173,8 @@ def _load(
     choices = choose_dtypes(prepared, devices, dtypes)
     placement = place(named[0], prepared, choices, named[1])
     if placement is not None:
+        if sources[0].exact and placement.layer_devices is not None:
+            raise _not_exact(f"{prepared[0].name} needs several devices")
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(prepared, devices, dtypes)
     target, *drafts = prepared
