@@ -178,7 +178,7 @@ _ON_GPU: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 10},
     "gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2},
-    "gpt_neox": {},
+    "starcoder2": {},
 }
 
 

@@ -42,7 +42,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2},
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
 }
-FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2", "stablelm", "cohere", "smollm3"]
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "olmo2", "stablelm", "cohere", "smollm3"]
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
