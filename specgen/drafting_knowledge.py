@@ -35,6 +35,7 @@ NEW_TOKENS = 160  # of a timed run, at most
 _ROUNDS = 6  # timed with each length, at most
 _SECONDS = 0.5  # after which each length is timed once more at most
 _LONGEST_CONTEXT = 1024  # tokens of the context after which rounds are timed, at most
+LONGEST_MEASURED = _LONGEST_CONTEXT + NEW_TOKENS  # tokens of the context and the output of a timed run, at most
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 _SHAPES = (
     "width",
@@ -92,17 +93,26 @@ class DraftingKnowledge:
             return False
         return any(settings.values[name] == AUTO for name in _COST_SETTINGS) and self._tuned_costs(request) is None
 
-    def measure(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int, part: str | None = None) -> None:
+    def measure(
+        self,
+        request: RunRequest,
+        plan: Callable[..., Plan],
+        context_limit: int,
+        part: str | None = None,
+        capture: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         """Times rounds like the request's, or reads their times from the cache.
 
         `plan` makes a run, see `Pair.plan`. `context_limit` (tokens) is that of the models. `part` identifies the part of the
-        target that drafts, if one does.
+        target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
         """
         key = self._cost_key(request)
         stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
-            costs = time_rounds(self._timed_run(request, plan, context_limit))
+            run = self._timed_run(request, plan, context_limit)
+            capturing = partial(capture, len(run.context), len(run.context) + run.limit)
+            costs = time_rounds(run, before=capturing)
             if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
                 measurement_cache.keep("rounds", stored, costs.as_dict())
             else:  # the draft model could not follow this one context: its tokens are taken to cost as much as the target's
@@ -193,8 +203,12 @@ def _context_length(request: RunRequest) -> int:
     return min(1 << (request.typical_length - 1).bit_length(), _LONGEST_CONTEXT)
 
 
-def time_rounds(run: Run, clock: Callable[[], float] = time.perf_counter) -> RoundCosts:
+def time_rounds(
+    run: Run, clock: Callable[[], float] = time.perf_counter, before: Callable[[], None] = lambda: None
+) -> RoundCosts:
     """Returns the seconds of a run's rounds with drafts of `LENGTHS` tokens. The run's own length policy does not decide.
+
+    `before` is called before the first timed round, after those that warm up.
 
     Ends after `_ROUNDS` rounds of each length, or after `_SECONDS` and one round of each. Lengths for which the context had no
     room are left out.
@@ -205,6 +219,9 @@ def time_rounds(run: Run, clock: Callable[[], float] = time.perf_counter) -> Rou
     drafting, verification = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     start, length = clock(), len(run.context)
     for position, round_ in enumerate(run.rounds()):
+        if position == WARM_UP - 1:
+            before()
+            start = clock()
         if position >= WARM_UP:
             drafting[max(sweep.levels, round_.draft.levels)].append(round_.drafting_seconds)
             verification[len(round_.draft.tokens) + 1].append(round_.verification_seconds)

@@ -106,10 +106,22 @@ class Heads:
             raise error
         if head.path not in self._runners:
             make = import_module(f"specgen.engine.heads.{head.weights.kind}_runner").make_runners
+            self._check_that_it_can_draft(head)
             made: HeadRunners = make(head.weights, self._target.model, self._runner, self._penalties)
             self._runners[head.path] = made
             self._forget_weights(head)
         return self._runners[head.path]
+
+    def _check_that_it_can_draft(self, head: Head) -> None:
+        """Raises SpecgenError if the target's generation config suppresses every token of the head's reduced vocabulary."""
+        vocabulary = getattr(head.weights, "vocabulary", None)
+        if vocabulary is None or (penalties := self._penalties()) is None:
+            return
+        if penalties.forbids_all(vocabulary.tolist()):
+            raise SpecgenError(
+                f"the target's generation config suppresses all {len(vocabulary):,} tokens that the head {head.path} can draft",
+                "Name another head, or use a method without one: -m lookup",
+            )
 
     def unused(self, method: Method) -> str | None:
         """Says in a line that the method does not use the head that the user named with --head; None if it does, or none was."""

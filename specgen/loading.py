@@ -14,6 +14,7 @@ from specgen.engine.device_map import place
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.exit_files import FoundExit, load_exit
+from specgen.engine.hub import head_folder
 from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
 from specgen.engine.token_bytes import NoTokenBytes
 from specgen.errors import SpecgenError
@@ -47,16 +48,16 @@ def load(
 
     If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
     and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
-    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a
-    process started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder
-    of EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the
-    folder of a trained head; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
+    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
+    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
+    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
+    head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
     `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
-    alike: on a CPU, and not in draft trees. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and `int4` round its
-    weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it is first needed.
-    Under torchrun, the target is split over its processes; in all but the first this function ends the process when the first
-    one ends. Raises SpecgenError.
+    alike: on a CPU or one CUDA device, and not in draft trees. `context` is the most tokens of prompt and output together, at
+    most the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
+    `int4` round its weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it
+    is first needed. Under torchrun, the target is split over its processes; in all but the first this function ends the process
+    when the first one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -74,7 +75,7 @@ def load(
         if process is not None:
             process.close()
         raise
-    _add_trained_parts(pair, exit_layer, head, is_bundled=target is None)
+    _add_trained_parts(pair, exit_layer, head, offline, announce, is_bundled=target is None)
     return pair
 
 
@@ -90,14 +91,26 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
         processes.follow_unless_first()
         device = processes.device_of_rank(launched, device)
     target_device = pick_device(device)
-    if exact and target_device.type != "cpu":
-        raise SpecgenError(
-            f"--exact is for the CPU, and the target would run on {target_device}", "Add --device cpu, or leave it out"
-        )
+    if exact and target_device.type not in ("cpu", "cuda"):
+        raise _not_exact(f"the target would run on {target_device}")
+    if exact and target_device.type == "cuda" and launched is not None:
+        raise _not_exact("torchrun splits the target over several")
     return target_device, pick_draft_device(draft_device, device, target_device)
 
 
-def _add_trained_parts(pair: Pair, exit_layer: str | Path | None, head: str | Path | None, *, is_bundled: bool) -> None:
+def _not_exact(why: str) -> SpecgenError:
+    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
+
+
+def _add_trained_parts(
+    pair: Pair,
+    exit_layer: str | Path | None,
+    head: str | Path | None,
+    offline: bool,
+    announce: Callable[[str], None],
+    *,
+    is_bundled: bool,
+) -> None:
     """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed.
 
     Closes the pair if it cannot be loaded.
@@ -109,7 +122,7 @@ def _add_trained_parts(pair: Pair, exit_layer: str | Path | None, head: str | Pa
             pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
         pair.heads.is_bundled = is_bundled
         if head is not None:
-            pair.heads.name(Path(head))
+            pair.heads.name(head_folder(head, offline, announce))
     except BaseException:
         pair.close()
         raise
@@ -160,6 +173,8 @@ def _load(
     choices = choose_dtypes(prepared, devices, dtypes)
     placement = place(named[0], prepared, choices, named[1])
     if placement is not None:
+        if sources[0].exact and placement.layer_devices is not None:
+            raise _not_exact(f"{prepared[0].name} needs several devices")
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(prepared, devices, dtypes)
     target, *drafts = prepared

@@ -18,12 +18,13 @@ from specgen.decoding.parallel import DraftWorker, Parallel
 from specgen.decoding.run import Clock, StopTexts
 from specgen.decoding.sequential import Checked
 from specgen.decoding.suffix_index import SuffixHistory
-from specgen.drafting_knowledge import DraftingKnowledge
+from specgen.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
 from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
 from specgen.engine.exit_files import Exit
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.errors import SpecgenError
@@ -60,6 +61,7 @@ class Pair:
         if exit_layer is not None:
             self.exit_layer = exit_layer
         self._is_closed = False
+        self._reserved = 0  # tokens
         self._process_worker = worker
         self._thread_worker: ThreadWorker | StreamWorker | None = None
         self.tokenizer = target.tokenizer
@@ -180,7 +182,7 @@ class Pair:
             part = self.exits.digest(values.get("exit")) or self.heads.digest(request.method, values.get("head"))
             part = self._fastest_skips if request.method.skips_layers else part
             limit = min(model.context_limit for model in self._models(request.method))
-            self.knowledge.measure(request, self.plan, limit, part)
+            self.knowledge.measure(request, self.plan, limit, part, self.capture_passes)
 
     def plan(
         self,
@@ -271,6 +273,7 @@ class Pair:
 
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
+        capacity = max(capacity, self._reserved)
         target, draft = self.runners if self.drafts_here(method) else (self._target_runner, None)
         for runner in (target, draft):
             if runner is not None:
@@ -355,6 +358,31 @@ class Pair:
         else:
             some_passes()
         self.forget()
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV caches of all later runs large enough for `capacity` tokens at once, and for those that time rounds.
+
+        Then no cache grows between runs, which would make the passes that were captured invalid.
+        """
+        self._reserved = max(self._reserved, capacity, min(LONGEST_MEASURED, self.target.context_limit))
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
+
+        For measurements, before the first measured run of each method and after one that is not.
+        """
+        for model in self._models_here():
+            model.capture_passes(shortest, longest)
+
+    @property
+    def capture_seconds(self) -> float:
+        """The seconds that it took so far in this process to capture passes on a GPU."""
+        return sum(model.capture_seconds for model in self._models_here())
+
+    def _models_here(self) -> list[Model]:
+        """The target and, if its weights are loaded in this process, the draft model."""
+        draft = self.draft if self._draft_runner is not None else None
+        return [self.target.model, *(() if draft is None else (draft.model,))]
 
     def forget(self) -> None:
         """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""

@@ -95,8 +95,13 @@ class PearlCosts:
             length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
             widest = max(1, min(LONGEST_WINDOW, shortest - length))
             timer = device_timer(target.device)
+
+            def capture() -> None:
+                for model in (target, draft) if worker.kind != "process" else (target,):
+                    model.model.capture_passes(length, length + widest)
+
             costs = time_parallel_passes(
-                components.target, drafter, Context([1] * length), timer, widest, worker.kind == "stream"
+                components.target, drafter, Context([1] * length), timer, widest, worker.kind == "stream", capture
             )
             if max(costs.seconds) == math.inf:  # the draft model cannot follow this one context
                 return MeasuredCosts(costs, None)

@@ -76,7 +76,7 @@ HEAD_MUTANTS = [
             "self._nodes[path[:-1]])",
             "self._nodes[(0,) * len(path[:-1])])",
         ),
-        ("Medusa: impossible tokens are candidates", "if value > -math.inf], found", "if True], found"),
+        ("Medusa: impossible tokens are candidates", "in likely if value > -math.inf]", "in likely if True]"),
     ),
     *mutants(
         "engine/heads/glide_runner.py",
@@ -85,8 +85,8 @@ HEAD_MUTANTS = [
         ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),
         (
             "GliDe: queries rotated as the token before",
-            "upload(torch.tensor(at), self._model.device)",
-            "upload(torch.tensor(at) - 1, self._model.device)",
+            "upload(torch.tensor(at), self.model.device)",
+            "upload(torch.tensor(at) - 1, self.model.device)",
         ),
         ("GliDe: later layers keep accepted tokens", "len(forward.architecture.layers) == 1", "True"),
         (

@@ -96,6 +96,13 @@ def test_without_a_gpu_it_is_what_auto_is() -> None:
         assert pair.target.layer_devices is None
 
 
+def test_exact_needs_one_device(machine: list[Room]) -> None:
+    machine += two_gpus(16)
+    found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map", "--exact"])
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "--exact is for the CPU and for one CUDA device, and demo/target needs several devices" in found.stderr
+
+
 def test_what_does_not_fit_is_said_with_the_numbers(machine: list[Room]) -> None:
     machine += [Room(fake(0), 5 * MIB), Room(fake(1), 5 * MIB), Room(CPU, 6 * MIB)]
     found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map"])

@@ -17,6 +17,7 @@ import pytest
 from cli_helpers import POSIX, ROUND, START, SUMMARY, Lines, parsed, run, run_main, start
 from families import CONTEXT, LETTERS, make_tokenizer
 from processes import Forked
+from rank_processes import environments
 
 from specgen.cli import options as cli_options
 from specgen.methods import METHODS
@@ -142,10 +143,15 @@ def test_an_interruption_keeps_the_text_and_a_complete_trace(tmp_path: Path) -> 
 
 
 @POSIX
-def test_an_interruption_while_loading_prints_no_traceback() -> None:
-    process = start("generate", "hi", environment={"PYTHONPROFILEIMPORTTIME": "1"})
+@pytest.mark.parametrize(
+    ("module", "environment"),
+    [(b"torch.nn.functional", {}), (b"torch.nn.functional", environments()[0]), (b"typer.core", {})],
+    ids=["torch", "torchrun", "command line"],
+)
+def test_an_interruption_while_importing_prints_no_traceback(module: bytes, environment: dict[str, str]) -> None:
+    process = start("generate", "hi", environment={"PYTHONPROFILEIMPORTTIME": "1", **environment})
     assert process.stderr is not None
-    while b"torch.nn.functional" not in process.stderr.readline():
+    while module not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

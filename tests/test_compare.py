@@ -340,13 +340,22 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
 
 
 def test_a_reason_that_several_methods_share_is_shown_once(compare: Compare, pair: tuple[str, ...]) -> None:
-    options = ("-m", "svip,sd,eesd,eesd-tree", "-n", "8", "--repeats", "1", "--limit", "2")
+    options = ("-m", "svip,sd,eesd,eesd-tree,suffix", "-n", "8", "--repeats", "1", "--limit", "2")
     out = " ".join(compare(*options, models=pair[:2])[1].split())
     assert "svip, sd not run: needs a draft model, and there is none; name one with --draft" in out
     assert "or use a method that needs none: -m lookup" in out
     train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
     assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in out
     assert out.count("not run") == 2
+
+
+@pytest.mark.parametrize("methods", ["eagle,medusa", "svip,svip:threshold=0.3", "sd"])
+def test_where_no_named_method_can_run_nothing_is_measured(compare: Compare, pair: tuple[str, ...], methods: str) -> None:
+    code, out, err = compare("-m", methods, "-n", "8", "--limit", "1", models=pair[:2])
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: none of these methods can run: " if "," in methods else "error: sd needs a draft model")
+    assert err.count("svip needs a draft model") == ("svip" in methods)
+    assert all(f"{name} needs a head" in err for name in ("eagle", "medusa") if name in methods)
 
 
 def test_a_target_unlike_llama_gets_no_advice_to_train(compare: Compare, tmp_path: Path) -> None:

@@ -153,17 +153,20 @@ def test_lists_are_uploaded_without_waiting_for_the_device() -> None:
 
 
 def test_penalties_need_as_many_uploads_for_one_row_as_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = GenerationConfig(repetition_penalty=1.2, no_repeat_ngram_size=2, sequence_bias={(3, 4): 1.0, (5,): 2.0})
+    """One for the drafted tokens and the forbidden ones of all rows, one for several new tokens of the context."""
     uploads: list[int] = []
     original = PenaltyProcessor._indices
     monkeypatch.setattr(PenaltyProcessor, "_indices", lambda self, places: uploads.append(1) or original(self, places))
-    counts = []
-    for drafted in (0, 1, 7):
-        processor, context = PenaltyProcessor(config, {1}, 40, torch.device("cpu")), Context([3, 4, 5, 3])
-        uploads.clear()
-        processor(torch.zeros(drafted + 1, 40), context, [3] * drafted, range(-1, drafted - 1), 0)
-        counts.append(len(uploads))
-    assert counts[1] == counts[2] <= counts[0] + 1
+    options: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
+    for biases, most in ((None, 1), ({(3, 4): 1.0, (5,): 2.0}, 2)):
+        config = GenerationConfig(**options, sequence_bias=biases)
+        for drafted in (0, 1, 7):
+            processor, context = PenaltyProcessor(config, {1}, 40, torch.device("cpu")), Context([3, 4, 5, 3])
+            for new in ([9, 8], [7], [3, 4]):
+                context.extend(new)
+                uploads.clear()
+                processor(torch.zeros(drafted + 1, 40), context, [3] * drafted, range(-1, drafted - 1), 0)
+                assert len(uploads) <= most + (len(new) > 1)
 
 
 # ------------------------------------------------------------------ attention

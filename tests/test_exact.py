@@ -76,8 +76,8 @@ def test_exactness_covers_chains_of_specgens_own_methods(written: str, covered: 
 
 
 def test_exactness_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.loading.pick_device", lambda _: torch.device("cuda", 0))
-    with pytest.raises(SpecgenError, match=r"--exact is for the CPU, and the target would run on cuda:0"):
+    monkeypatch.setattr("specgen.loading.pick_device", lambda _: torch.device("mps"))
+    with pytest.raises(SpecgenError, match=r"--exact is for the CPU and for one CUDA device, and the target would run on mps"):
         specgen.load(exact=True)
     monkeypatch.undo()
     with pytest.raises(SpecgenError, match="--exact needs the native backend"):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import Lines, parsed
+from families import EOS
+from head_checks import eagle_of
 from head_layouts import write_head
+from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
@@ -99,6 +103,37 @@ def test_what_is_missing_or_does_not_fit_is_one_line(pair: tuple[str, ...], head
         code, out, err = called(*command, *more)
         assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err
         assert said in err
+
+
+def test_a_head_that_can_draft_suppressed_tokens_only_is_refused(pair: tuple[str, ...], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(pair[1], tmp_path / "target"))
+    head = write_head(tmp_path / "head", "eagle3", target)
+    vocabulary = eagle_of(head, opened(target)).vocabulary
+    assert vocabulary is not None
+    for suppressed, code in ((vocabulary.tolist(), 2), (vocabulary.tolist()[1:], 0)):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "suppress_tokens": suppressed}))
+        ended, _, err = called("generate", "abc", "-t", str(target), "-m", "eagle", "-n", "3", "-q", "--head", str(head))
+        assert ended == code, err
+        assert (err == "") == (code == 0)
+        assert code == 0 or err.startswith(f"error: the target's generation config suppresses all {len(vocabulary)} tokens")
+
+
+def test_a_head_in_the_hubs_cache_is_found_by_its_id(
+    pair: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "a" * 40
+    repository = tmp_path / "models--lab--eagle"
+    folder = write_head(repository / "snapshots" / commit, "eagle1", Path(pair[1]))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    command = ["generate", "abc", *pair[:2], "-m", "eagle", "-n", "3", "--offline", "--json", "--head"]
+    (code, found, err), named = called(*command, "lab/eagle"), called(*command, str(folder))
+    assert code == 0, err
+    assert [line["token_ids"] for line in (parsed(found)[-1], parsed(named[1])[-1])] == [parsed(found)[-1]["token_ids"]] * 2
+    assert parsed(found)[0]["settings"] == parsed(named[1])[0]["settings"]
+    code, _, err = called(*command, "lab/none")
+    assert (code, err.count("\n"), "lab/none" in err) == (2, 1, True)
 
 
 @pytest.mark.parametrize(("own_embedding", "times"), [(True, 1), (False, 0)])

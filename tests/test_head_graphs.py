@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,16 +21,17 @@ from graph_checks import (  # noqa: F401
     graphs_on,
     nothing_falls_back,
 )
+from native_configs import sparse
 from scripted_models import scripted_run
 from static_checks import HostReads, random_calls, random_model, random_tokens
 
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
-from specgen.engine.heads import eagle_runner
+from specgen.engine.heads import eagle_runner, glide_runner
 from specgen.engine.heads.eagle_runner import EagleRunner
 from specgen.engine.heads.head_runners import HeadRunners
-from specgen.engine.heads.weights import EagleWeights
+from specgen.engine.heads.weights import EagleWeights, GlideWeights
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.native.static_pass import StaticPass
@@ -89,12 +89,11 @@ def test_captured_eagle_passes_give_the_eager_logits(name: str) -> None:
 def test_eagle_chains_and_trees_are_those_of_eager_passes(name: str, sampling: SamplingParams) -> None:
     eager, captured = both(eagle_head(name))
     options: dict[str, Any] = {"rounds": 2, "tolerance": 1e-4, "prompt": 500, "eos": range(4, 96, 9)}
-    kinds: Sequence[Any] = [ModelDrafter]
-    if sampling is GREEDY:
-        kinds = [ModelDrafter, partial(TopKTreeDrafter, width=4, depth=10, nodes=10), partial(TopKTreeDrafter, width=8, depth=9)]
-    for kind in kinds:
-        for policy in ("fixed", "margins"):
-            compare_drafters(eager.draft, captured.draft, sampling, POLICIES[policy], kind=kind, **options)
+    tree = partial(TopKTreeDrafter, width=4, depth=10, nodes=10)
+    for policy in ("fixed", "margins"):
+        compare_drafters(eager.draft, captured.draft, sampling, POLICIES[policy], **options)
+        if sampling is GREEDY:
+            compare_drafters(eager.draft, captured.draft, sampling, POLICIES[policy], kind=tree, **options)
     assert isinstance(captured.draft, EagleRunner)
     assert captured.draft.chooses_on_device()
 
@@ -136,3 +135,65 @@ def test_whole_runs_with_captured_heads_are_those_with_eager_ones(
         rounds.append([(list(each.draft.tokens), each.verdict.path, each.verdict.token) for each in run.rounds()])
     assert rounds[0] == rounds[1]
     assert any(path for _, path, _ in rounds[0])
+
+
+# ------------------------------------------------------------------ GliDe
+
+
+def glide_head(layers: int, vocab_size: int = 96) -> GlideWeights:
+    """A random draft model of width 24 for `random_model`, whose embedding and LM head are its own."""
+    generator = torch.Generator().manual_seed(layers)
+    config = sparse("llama", hidden_size=24, intermediate_size=40, num_hidden_layers=layers, head_dim=8, vocab_size=vocab_size)
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab_size, 24), "lm_head.weight": (vocab_size, 24)}
+    for index in range(layers):
+        prefix = f"layers.{index}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (rows, 24) for name, rows in (("q", 32), ("k", 16), ("v", 16))}
+        shapes |= {f"{prefix}self_attn.o_proj.weight": (24, 32), f"{prefix}mlp.down_proj.weight": (24, 40)}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (40, 24) for name in ("gate", "up")}
+        shapes |= {f"{prefix}cross_attn.q_proj.weight": (64, 24), f"{prefix}cross_attn.o_proj.weight": (24, 64)}
+    for name, shape in shapes.items():
+        tensors[name] = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    for name in ("norm.weight", *(f"layers.{index}.{name}_layernorm.weight" for index in range(layers) for name in _NORMS)):
+        tensors[name] = torch.ones(24)
+    return GlideWeights(config, tensors)
+
+
+_NORMS = ("input", "post_attention")
+
+
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_captured_glide_passes_and_drafts_are_the_eager_ones(layers: int) -> None:
+    """Also while the target lacks tokens, for a context of one token, and after the target's cache has grown."""
+    made = []
+    for is_captured in (False, True):
+        model = random_model("llama")
+        if is_captured:
+            use_static_passes(model, new_graphs=graphs_on("cpu"))
+        made.append(glide_runner.make_runners(glide_head(layers), model, ModelRunner(model), lambda: None))
+    eager, captured = made
+    assert isinstance(captured.draft, ModelRunner)
+    assert captured.draft.chooses_on_device()
+    calls = [(Context([5]), [4, 6], [-1, -1], 0), *random_calls(random.Random(2), 12, 5, 6)]
+    for step, (context, tokens, parents, start) in enumerate(calls):
+        expected = eager.draft.logits(context, tokens, parents, start=start)
+        assert_close(captured.draft.logits(context, tokens, parents, start=start).logits, expected.logits, 1e-5)
+        if step % 3 == 0:  # otherwise the target lacks tokens at the next call
+            for runners in made:
+                runners.target.logits(context, tokens, parents)
+    for kind in (ModelDrafter, partial(TopKTreeDrafter, width=3, depth=4)):
+        compare_drafters(eager.draft, captured.draft, GREEDY, POLICIES["fixed"], kind=kind, rounds=2)
+        captured.target.cache.enlarge(1500)  # type: ignore[attr-defined]  # another buffer
+
+
+def test_the_host_reads_a_glide_draft_once() -> None:
+    model = random_model("llama")
+    use_static_passes(model, new_graphs=graphs_on("cpu"))
+    runners = glide_runner.make_runners(glide_head(1), model, ModelRunner(model), lambda: None)
+    drafter, context = ModelDrafter(draft_setup(runners.draft, GREEDY)), Context(random_tokens(random.Random(7), 30))
+    for _ in range(3):
+        runners.target.logits(context)
+        context.extend([3])
+        with HostReads() as host:
+            drafter.propose(context, Fixed(5), 30)
+    assert host.count == 1

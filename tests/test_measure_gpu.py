@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_models
@@ -125,3 +126,17 @@ def test_resuming_runs_the_stages_without_figures(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(gpu_stages, "STAGES", dict.fromkeys(("versions", "plain"), lambda bench: begun.append("one")))
     measure_gpu.main(["--out", str(tmp_path), "--device", "cpu", "--tiny", "--here", "--resume"])
     assert begun == ["one"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage", ["capture", "plain", "draft", "exact", "sync", "context", "streams", "steps", "eager", "loading", "replay"]
+)
+def test_stages_run_on_a_pretended_gpu(stage: str) -> None:
+    """All but those that run other programs, or kernels that a CPU lacks."""
+    with pytest.importorskip("fake_cuda").fake_cuda(1):
+        bench = Bench(torch.device("cuda", 0), replace(gpu_models.SMALL, repeats=1))
+        gpu_stages.STAGES[stage](bench)
+    assert bench.figures
+    assert bench.figures.get("passes", "CUDA graphs") == "CUDA graphs"
+    assert stage != "sync" or set(bench.figures.values()) == {"no synchronisation"}

@@ -15,10 +15,12 @@ from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, tot
 from families import EOS, VOCAB, make_bloom, make_model, model_of, plain, prompt
 from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
 from scripted_models import scripted_run
+from static_checks import HostReads
 
 from specgen.decoding.drafters import DraftSetup
+from specgen.decoding.length_policy import LengthPolicy
 from specgen.decoding.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
-from specgen.decoding.policies import Fixed
+from specgen.decoding.policies import SVIP, Fixed
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.heads.medusa_runner import MedusaHeads, make_runners
@@ -309,6 +311,15 @@ def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
     only = MedusaTreeDrafter(DraftSetup(draft, SamplingParams(), frozenset(range(3)), 3), nodes=30)
     assert (ended := only.propose(Context(PROMPT), Fixed(4), 9)).stop_reason == "eos"
     assert ended.levels == 1
+
+
+@pytest.mark.parametrize("policy", [Fixed(3), SVIP(10.0, 0.15, 6)])
+def test_the_host_reads_all_heads_at_once(policy: LengthPolicy) -> None:
+    setup = DraftSetup(HeadTable(1, 6), vocab_size=6)  # type: ignore[arg-type]
+    with HostReads() as host:
+        draft = MedusaTreeDrafter(setup, nodes=8).propose(Context([1, 2]), policy, 10)
+    assert draft.levels == 3
+    assert host.count == 1
 
 
 def memorised_heads(module: Any, ids: Sequence[int]) -> MedusaWeights:

@@ -10,15 +10,17 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import make_model, save
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, scripted_run
 from timed_models import SlowDrafter, SlowTarget
-from tuning_helpers import GREEDY, PROMPTS
+from tuning_helpers import GREEDY, PROMPTS, TEXTS
 
 import specgen
 from specgen import measurement_cache, preparation
@@ -32,14 +34,15 @@ from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.methods import METHODS, resolve
 from specgen.pair import Pair
-from specgen.tuning import pair_inspection, simulation
+from specgen.tuning import pair_inspection, simulation, tuner
 from specgen.tuning.candidates import grid
 from specgen.tuning.recorded_drafts import Recorder, record_reference
-from specgen.tuning.request import Deadline
+from specgen.tuning.request import Deadline, TuningRequest
 from specgen.tuning.round_timing import ParallelProbe
 from specgen.tuning.simulation import PairMeasurements
 from specgen.types import Context, SamplingParams
 from specgen.ui.terminal import pair_report
+from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 
 BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
@@ -154,6 +157,24 @@ def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float 
     inputs = near.knowledge.inputs(request, costs)
     assert inputs.slowdown == pytest.approx(cost)
     assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
+
+
+@pytest.mark.slow
+def test_tuning_learns_whether_the_models_of_one_thread_overlap(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's target computes at once, as a GPU's that leaves no time to the draft model."""
+    draft = near.runners[1]
+    assert draft is not None
+    monkeypatch.setattr(near, "_process_worker", None)
+    monkeypatch.setattr(near, "_thread_worker", StreamWorker(draft, RecordedStreams()))
+    request = TuningRequest(TEXTS[:1], GREEDY, Deadline.after(60, count().__next__), ["sd", "pearl"])
+    _, measurements = tuner.measure_pair(near, request, Mock())
+    found = measurements.parallel_costs
+    assert found is not None
+    assert found.overlap is not None
+    assert found.draft_alone is not None
+    assert found.overlap < 0.5
+    assert simulation.simulate(measurements, "pearl", {}).seconds > 0
+    assert simulation.simulate(measurements, "pearl", {"policy": "adaptive"}).seconds > 0
 
 
 def test_tuning_tries_the_default_window_first() -> None:

@@ -17,6 +17,7 @@ from specgen import preparation
 from specgen.cli.output_writers import _window
 from specgen.compare import machine_description
 from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.decoding import verifiers
 from specgen.decoding.components import Components
 from specgen.decoding.length_policy import Always
 from specgen.decoding.logits_ops import TIES
@@ -158,6 +159,23 @@ def test_a_draft_on_another_device_gives_the_tokens_of_one_on_the_same(top_k: in
                 assert set(streams.numbers) == {3 * (2 * (2 + TIES) if packed else 300), *streams.numbers[-1:]}
     assert found[0] == found[1]
     assert any(path for _, path, _ in found[0])
+
+
+@pytest.mark.parametrize(("top_k", "packed"), [(0, False), (2, True)])
+def test_without_streams_a_draft_crosses_packed_too(top_k: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.7, top_k=top_k, seed=3)
+    crossed: set[tuple[int, ...]] = set()
+    monkeypatch.setattr(
+        verifiers, "move", lambda tensor, device: crossed.add(tuple(tensor.shape[1:])) or tensor.to(device, non_blocking=True)
+    )
+    found = []
+    with fake_devices():
+        for place in (0, 1):
+            crossed.clear()
+            run = scripted_run("sd", {"k": 3}, WideRunner(1, fake(0)), WideRunner(1, fake(place)), sampling, prompt=[5, 7])
+            found.append(ids_of(run.rounds()))
+        assert crossed == {(2 * (2 + TIES),) if packed else (300,)}
+    assert found[0] == found[1]
 
 
 class FakeStream:

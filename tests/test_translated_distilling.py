@@ -18,6 +18,7 @@ from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_c
 from transformers import PreTrainedTokenizerFast
 
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.token_overlap import token_overlap
 from specgen.engine.translation import Translation
 from specgen.errors import SpecgenError
 from specgen.training.corpus import Part
@@ -239,7 +240,7 @@ def test_agreement_and_acceptance_are_those_of_the_restricted_draft(translation:
     assert found["agreement"] == {"greedy": None, "sampled": matches / tokens}
 
 
-def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation) -> None:
+def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation, folders: tuple[Path, Path]) -> None:
     ids = target.tokenizer.encode("the dog and fibonacci(n)")
     text = GeneratedText(torch.tensor(ids), torch.tensor(ids), None, 1, True, Part.HELD_OUT)
     target_pieces = [translation.target.pieces[id_] for id_ in ids[1:]]
@@ -247,12 +248,14 @@ def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation
     shares = overlap_shares(translation, [text])
     assert shares["common"] == sum(piece in translation.draft.ids for piece in target_pieces) / len(target_pieces)
     joint = {b"".join(own[:end]).removeprefix(b" "): own[end - 1] for end in range(1, len(own) + 1)}
-    same = sum(
-        joint.get(b"".join(target_pieces[:end]), b"").removeprefix(b" " if end == 1 else b"") == target_pieces[end - 1]
-        for end in range(1, len(target_pieces) + 1)
-    )
+    same = sum(joint.get(b"".join(target_pieces[:end])) == target_pieces[end - 1] for end in range(1, len(target_pieces) + 1))
     assert shares["kappa"] == same / len(target_pieces)
     assert 0 < shares["kappa"] <= shares["common"] <= 1
+    ended = torch.tensor([*ids, target.tokenizer.eos_id])
+    assert overlap_shares(translation, [replace(text, ids=ended, top1=ended)])["kappa"] == shares["kappa"], "it has no bytes"
+    tokenizers = target.tokenizer, opened(folders[1]).tokenizer
+    shown = token_overlap(*tokenizers, outputs=[ids[1:]])
+    assert shares["kappa"] == shown.covered / shown.tokens, "the same definition as in inspect"
     assert overlap_shares(translation, []) == {"kappa": None, "common": None}
 
 

@@ -208,6 +208,16 @@ def test_a_tuned_window_is_shown_once(pair: tuple[str, ...], folder: Path) -> No
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
 
 
+def test_a_profile_is_parsed_once(pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is read before, while and after the models are loaded: for PEARL's process, the draft's dtype, the method."""
+    parsed: list[str] = []
+    load_yaml = profiles.load_yaml
+    monkeypatch.setattr(profiles, "load_yaml", lambda text: parsed.append(text) or load_yaml(text))
+    profiles._parsed.cache_clear()
+    assert "tuned: svip" in generated(pair, "--profile", str(folder))
+    assert parsed == [(folder / "profile.yaml").read_text()]
+
+
 def test_generate_finds_the_profile_by_itself(
     pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def test_the_wheel_has_the_package_and_the_prompts_and_nothing_else(installed: P
     about = {folder.name: folder for folder in installed.iterdir()}
     assert set(about) == {"specgen", "specgen-0.1.0.dist-info"}
     entry_points = (about["specgen-0.1.0.dist-info"] / "entry_points.txt").read_text().split()
-    assert entry_points == ["[console_scripts]", "specgen", "=", "specgen.cli.app:program"]
+    assert entry_points == ["[console_scripts]", "specgen", "=", "specgen.__main__:start"]
 
 
 def test_an_installed_wheel_runs_the_bundled_pair_and_has_its_prompts(installed: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from specgen.cli.compare import compare
 from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
+from specgen.cli.interrupts import interrupt_watch
 from specgen.cli.tune import tune
 from specgen.environment import WAIT_PASSIVELY, __version__, launch
 
@@ -96,14 +98,21 @@ def main() -> None:
 
 def _main_of_ranks() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
-    from specgen.engine.tensor_parallel import processes
-
-    processes.follow_unless_first()
+    end = None
     try:
+        with interrupt_watch():
+            from specgen.engine.tensor_parallel import processes  # imports torch, which takes seconds
+
+            end = processes.end
+            processes.follow_unless_first()
         return _main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process, and torchrun passes it on again
         sys.stderr.flush()  # `end` may wait for processes that are still starting
-        processes.end()
+        if end is not None:
+            end()
 
 
 def _main() -> int:

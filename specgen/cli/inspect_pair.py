@@ -39,6 +39,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     disable_hub_progress(err, quiet=quiet)
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
+        from specgen.engine.hub import head_folder
         from specgen.loading import model_sources
         from specgen.tuning.method_readiness import TrainedParts
         from specgen.tuning.pair_inspection import inspect_files
@@ -55,7 +56,8 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             models.backend,
         )
         target, draft = replace(sources[0], context=models.context), sources[1] if len(sources) > 1 else None
-        parts = TrainedParts(models.exit_layer, models.head)
+        head = None if models.head is None else head_folder(models.head, models.offline, loading.announce)
+        parts = TrainedParts(models.exit_layer, head)
         named = models.device, models.draft_device
         dtypes = models.dtype, models.draft_dtype
         return inspect_files(target, draft, (device, draft_device), dtypes, loading.announce, parts, named)

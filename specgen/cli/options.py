@@ -95,7 +95,8 @@ Exact = Annotated[
     _model(
         "--exact",
         help="Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits. For specgen's"
-        " own forward pass on a CPU, and for methods that draft no trees.",
+        " own forward pass on a CPU or one CUDA device, and for methods that draft no trees. On CUDA a prompt takes longer:"
+        " it is run 16 tokens at a time.",
     ),
 ]
 ContextLength = Annotated[
@@ -111,7 +112,8 @@ Head = Annotated[
     Path | None,
     _model(
         metavar="FOLDER",
-        help="A trained head for eagle, medusa or glide; its files say which. Default: the one trained here for the target.",
+        help="A trained head for eagle, medusa or glide, a folder or a Hugging Face id. Default: the one trained here for the "
+        "target.",
     ),
 ]
 

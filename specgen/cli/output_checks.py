@@ -72,11 +72,10 @@ def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
 
     if models.exit_layer is not None:
         yield "--exit-layer", models.exit_layer
-    if models.head is not None:
-        yield "--head", models.head
     if models.target is None:
         yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
-    for option, name in (("--target", models.target), ("--draft", models.draft)):
+    head = None if models.head is None else str(models.head)
+    for option, name in (("--target", models.target), ("--draft", models.draft), ("--head", head)):
         with suppress(OSError, RuntimeError, ValueError):  # loading says what is wrong with the name
             if name and (folder := Path(name).expanduser()).is_dir():
                 yield option, folder

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from specgen.plan import Plan
 
 
+_NOTED_CAPTURES = 0.1  # seconds of a run; the footer says it if captures took longer
+
+
 class OutputWriter:
     """Writes the output of one generation. Call `start`, then `add` for each round, then `end_text` and `finish`.
 
@@ -40,6 +43,7 @@ class OutputWriter:
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
+        self._captured = pair.capture_seconds  # before the run
         self._trace_error: RunError | None = None
         self._meter = energy_meter_for(pair.devices(plan.method)) if output.energy else None
         self._rounds: RoundsView | None = None
@@ -95,6 +99,7 @@ class OutputWriter:
         """
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
+        self._summary.capture_seconds = self._pair.capture_seconds - self._captured
         if self._output.perplexity or not self._plan.method.lossless:
             token_ids = self._summary.token_ids
             self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
@@ -152,6 +157,8 @@ class OutputWriter:
             notes.append(f"the context of {len(plan.run.context):,} tokens is full")
         if energy is not None and energy.joules is None:
             notes.append(f"energy unavailable: {energy.reason}")
+        if (seconds := self._summary.capture_seconds) > _NOTED_CAPTURES:
+            notes.append(f"{seconds:.1f} s of it capturing CUDA graphs")
         if finish_reason == "interrupted":
             notes.append("interrupted")
         return notes

@@ -29,6 +29,7 @@ from specgen.compare.verdict import judge
 from specgen.energy import energy_meter_for
 from specgen.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.factory import derive_seed
+from specgen.plan import RESERVED
 from specgen.traces import trace_writer as traces
 from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
@@ -122,7 +123,8 @@ class Runner:
 
     def steps(self) -> Iterator[BenchmarkStep]:
         """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
-        the caller asks for the next step. Runs already in `results` are not repeated."""
+        the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
+        runs, if no method but plain decoding can run."""
         todo = [
             (spec, prompt, repeat)
             for repeat in range(self.config.repeats)
@@ -131,9 +133,13 @@ class Runner:
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
         first_prompt = self.config.prompts[0]
+        shortest, longest = self._context_lengths()
+        self.pair.reserve(longest)
         for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
+            self.pair.capture_passes(shortest, longest)
+        self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
                 continue
@@ -143,6 +149,30 @@ class Runner:
                 with self._held():
                     self._record(spec, prompt, repeat, finished)
         yield self._step(todo, len(todo), None, None)
+
+    def _context_lengths(self) -> tuple[int, int]:
+        """Returns the length in tokens of the shortest prompt, and about that of the longest prompt with its output."""
+        new, turns = self.config.sampling.max_new_tokens, self.config.prompts
+        firsts = [len(self.prompt_ids(prompt)) for prompt in turns if not prompt.previous_turns] or [1]
+        encode = self.pair.tokenizer.encode
+        laters = [
+            sum(new + len(encode(text)) for text in prompt.previous_turns) + len(encode(prompt.text))
+            for prompt in turns
+            if prompt.previous_turns
+        ]
+        limit = self.pair.target.context_limit
+        return min(firsts), min(max(firsts + laters) + min(new, RESERVED), limit)
+
+    def _check_that_one_can_run(self) -> None:
+        """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
+        named = [spec.written for spec in self.config.specs if spec.written != REFERENCE]
+        failures = [failure for written in named if (failure := self.results.failures.get(written)) is not None]
+        if not named or len(failures) < len(named) or any(isinstance(failure, RunError) for failure in failures):
+            return
+        if len(failures) == 1:
+            raise failures[0]
+        reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
+        raise SpecgenError(f"none of these methods can run: {reasons}", failures[0].hint)
 
     def _step(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import torch
 
@@ -65,6 +66,7 @@ class MedusaTreeDrafter(ModelDrafterBase):
         measured = getattr(setup.runner, "rank_accuracies", ())
         paths = candidate_tree(measured or default_rank_accuracies(self._longest or DEFAULT_HEADS), nodes)
         self._levels = [[path for path in paths if len(path) == depth] for depth in range(1, len(paths[-1]) + 1)]
+        self._ranks = 1 + max(map(max, paths))
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -73,13 +75,12 @@ class MedusaTreeDrafter(ModelDrafterBase):
             return Draft()
         tree = _Nodes(self._setup)
         likeliest: list[int] = []
+        heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
 
         def extend(position: int) -> DraftedToken | str:
-            output = self._runner.logits(context, likeliest, start=position - 1)
-            logits, unpenalised = output.logits[0, : self._vocab_size], output.unpenalised_part(self._vocab_size)
-            own = logits if unpenalised is None else unpenalised[0]
-            paths = self._levels[position - 1]
-            tokens, found = _read(logits, own, policy.signals, 1 + max(path[-1] for path in paths))
+            if position > 1 and heads[0].is_penalised:
+                heads[position - 1 :] = self._read(context, likeliest, position - 1, policy.signals)
+            paths, (tokens, found, own, _) = self._levels[position - 1], heads[position - 1]
             if not tokens:
                 return "no candidates"
             likeliest.append(tokens[0])
@@ -91,22 +92,38 @@ class MedusaTreeDrafter(ModelDrafterBase):
         reason = extend_draft(policy, limit, extend)
         return tree.draft(f"depth {limit}" if reason == "length" and limit == len(self._levels) else reason)
 
+    def _read(self, context: Context, draft: Sequence[int], start: int, names: Signals) -> list[_Head]:
+        """Returns the heads from number `start` on that predict the tokens after a chain, with one transfer to the host.
 
-def _read(logits: torch.Tensor, own: torch.Tensor, names: Signals, ranks: int) -> tuple[list[int], dict[str, float]]:
-    """Returns the `ranks` likeliest tokens of a head's logits [vocabulary], and the signals of the likeliest. One transfer.
+        `names` are the signals that the policy reads. Raises RunError if the logits hold a NaN.
+        """
+        output = self._runner.logits(context, draft, start=start)
+        logits, unpenalised = output.logits[:, : self._vocab_size], output.unpenalised_part(self._vocab_size)
+        own, ranks = logits if unpenalised is None else unpenalised, min(self._ranks, logits.shape[1])
+        values, tokens = logits.float().topk(ranks, dim=-1)
+        computed = signals.compute(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
+        found = torch.cat((tokens.float(), values, torch.stack(list(computed.values()), dim=1)), dim=1)
+        heads = []
+        for row, kept in zip(found.tolist(), own, strict=True):
+            of_first = dict(zip(computed, row[2 * ranks :], strict=True))
+            if math.isnan(of_first["entropy"]):
+                raise nan_logits("draft")
+            likely = zip(row[:ranks], row[ranks : 2 * ranks], strict=True)
+            possible = [int(token) for token, value in likely if value > -math.inf]
+            heads.append(_Head(possible, of_first, kept, unpenalised is not None))
+        return heads
 
-    Tokens with the logit -inf are left out. The signals are those in `names`, and always entropy and top probability. `own` are
-    the logits without penalties, `logits` themselves if there are none. Raises RunError if the logits hold a NaN.
+
+class _Head(NamedTuple):
+    """A head's likeliest possible tokens, the signals of the first by name, and its logits [vocabulary] without penalties.
+
+    The signals are those that the policy reads, and always entropy and top probability.
     """
-    values, tokens = logits.float().topk(min(ranks, logits.shape[0]))
-    computed = signals.compute(names | {"entropy"}, logits, tokens[0], unpenalised=None if own is logits else own)
-    on_host = torch.cat((tokens.float(), values, torch.stack(list(computed.values())))).tolist()
-    count = len(tokens)
-    found = dict(zip(computed, on_host[2 * count :], strict=True))
-    if math.isnan(found["entropy"]):
-        raise nan_logits("draft")
-    likely = zip(on_host[:count], on_host[count : 2 * count], strict=True)
-    return [int(token) for token, value in likely if value > -math.inf], found
+
+    tokens: list[int]
+    signals: dict[str, float]
+    logits: torch.Tensor
+    is_penalised: bool
 
 
 class _Nodes:

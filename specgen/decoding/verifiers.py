@@ -80,7 +80,7 @@ class RejectionSampling:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
         target, device, length = Distributions.of(logits, self._sampling), logits.device, len(drafted)
         tokens = upload(torch.tensor(drafted), device)
-        draft_probs = move(probs, device)
+        draft_probs = self._moved(probs, device)
         p = target.at(tokens)
         q = draft_probs.gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=device)
@@ -93,6 +93,15 @@ class RejectionSampling:
         # a NaN rejects its token, so it is noticed here
         token = after._replace(probs=residual).draw(self._generator)
         return torch.cat((accepted[None], token))
+
+    def _moved(self, probs: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the draft's probabilities on the target's device. From another GPU only those cross that top-k left."""
+        vocab_size = probs.shape[1]
+        is_near = probs.device == device or probs.is_cpu
+        width = 0 if is_near else logits_ops.packed_width(self._sampling, vocab_size)
+        if not width:
+            return move(probs, device)
+        return logits_ops.unpack(move(logits_ops.pack(probs, width), device), vocab_size)
 
 
 class RecordingVerifier:

@@ -23,12 +23,13 @@ class CachedPrefix:
     """Says which tokens a model's KV cache holds: the first `committed` tokens of a context, then the nodes of a draft.
 
     An exception such as KeyboardInterrupt may come between any two statements; every token counted as cached must be in the cache
-    then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes.
+    then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes. `exact`: what
+    passes over draft trees have computed, whose bits differ from a chain's, is not kept for other contexts.
     """
 
-    def __init__(self, cache: Cache, rope_boundary: int | None) -> None:
+    def __init__(self, cache: Cache, rope_boundary: int | None, *, exact: bool = False) -> None:
         self.cache = cache
-        self._rope_boundary = rope_boundary
+        self._rope_boundary, self._is_exact = rope_boundary, exact
         self.clear()
 
     def clear(self) -> None:
@@ -36,6 +37,7 @@ class CachedPrefix:
         self._context = Context(())
         self.committed = 0
         self.draft: TreeNodes = NO_NODES
+        self._chain_length: int | None = None  # only so many cached tokens have the bits of a chain; None: all
 
     @property
     def length(self) -> int:
@@ -70,10 +72,12 @@ class CachedPrefix:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
             if self.uses_long_rope(context) != self.uses_long_rope(self._context):
                 shared = 0
+            if self._chain_length is not None:
+                shared = min(shared, self._chain_length)
             if shared < self.committed:
                 self.draft = NO_NODES
             self.committed = shared
-            self._context = context
+            self._context, self._chain_length = context, None
         cached = self.draft
         if not cached.tokens or self.committed == len(context):
             return
@@ -147,6 +151,8 @@ class CachedPrefix:
     def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
         """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""
         self.cache.length = first
+        if self._is_exact and not isinstance(draft.parents, range):
+            self._chain_length = first if self._chain_length is None else min(first, self._chain_length)
         return ForwardPass(context, draft, first, last, self.cache, self.uses_long_rope(context))
 
 

@@ -28,7 +28,7 @@ class SharedFirstLayers:
         self._forward = model.layers_forward([LayerPart(index) for index in range(depth)], with_head=False)
         self._kv_cache = model.new_cache(range(depth))
         self.cache = CacheWithHiddenStates(self._kv_cache)
-        self.cached = CachedPrefix(self.cache, model.shape.rope_boundary)
+        self.cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
 
     def hidden_states(self, upper: ForwardPass) -> torch.Tensor:
         """Returns the hidden states [n, width] after the first N layers, of the tokens that the forward pass `upper` runs.

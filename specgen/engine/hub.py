@@ -51,6 +51,12 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
     return found or _download(name, revision, offline, remote_code, announce)
 
 
+def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]) -> Path:
+    """Returns the folder of a trained head: `name` itself if there is such a folder or file, otherwise as `model_folder` does."""
+    path = Path(name).expanduser()
+    return path if path.exists() else model_folder(str(name), None, offline, False, announce)
+
+
 def _is_commit(revision: str) -> bool:
     return re.fullmatch("[0-9a-f]{40}", revision) is not None
 

@@ -88,6 +88,10 @@ class PenaltyProcessor:
         self._context: Context | None = None
         self._known = 0  # the context's tokens that are in `_factors`, `_banned` and `_ngrams`
 
+    def forbids_all(self, tokens: Iterable[int]) -> bool:
+        """Whether none of these tokens can ever follow."""
+        return set(self._forbidden).issuperset(tokens)
+
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:
@@ -104,13 +108,16 @@ class PenaltyProcessor:
         tail = context.ids[max(0, len(context) - self._reach) :]
         if self._config.sequence_bias:
             logits = logits + self._biases(paths, tail)
-        if self._config.repetition_penalty not in (None, 1.0):
-            logits = self._repetition(logits, paths)
+        repeats = self._config.repetition_penalty not in (None, 1.0)
+        drafted = self._places((row, token) for row, path in enumerate(paths) for token in path) if repeats else []
+        banned = self._places((row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path, tail))
+        places = self._indices([*drafted, *banned]) if drafted or banned else None  # one copy to the device
+        if repeats:
+            logits = self._repetition(logits, None if places is None else places[: len(drafted)])
         if self._forbidden or self._ngram == 1:
             logits = logits.masked_fill(self._banned, -torch.inf)
-        banned = [(row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path, tail)]
-        if places := self._places(banned):
-            logits = logits.reshape(-1).index_fill(0, self._indices(places), -torch.inf).view(-1, self._width)
+        if places is not None and banned:
+            logits = logits.reshape(-1).index_fill(0, places[len(drafted) :], -torch.inf).view(-1, self._width)
         return logits
 
     def _follow(self, context: Context) -> None:
@@ -147,14 +154,14 @@ class PenaltyProcessor:
         places = self._indices(self._places((row, token) for row, token, _ in found))
         return self._bias.repeat(len(paths)).index_add_(0, places, values).view(-1, self._width)
 
-    def _repetition(self, logits: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
+    def _repetition(self, logits: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits with the repetition penalty; `drafted` are the indices of drafted tokens, as from `_places`."""
         penalty = self._config.repetition_penalty
         assert penalty is not None
         penalised = _repetition_penalty(logits, penalty, self._factors)
-        if places := self._places((row, token) for row, path in enumerate(paths) for token in path):
-            indices = self._indices(places)
-            drafted = logits.reshape(-1).index_select(0, indices)
-            penalised.view(-1).index_copy_(0, indices, _repetition_penalty(drafted, penalty, penalty))
+        if drafted is not None and drafted.shape[0]:
+            before = logits.reshape(-1).index_select(0, drafted)
+            penalised.view(-1).index_copy_(0, drafted, _repetition_penalty(before, penalty, penalty))
         return penalised
 
     def _row_bans(self, context: Context, path: list[int], tail: list[int]) -> list[int]:

@@ -55,6 +55,7 @@ class Model(Protocol):
     """A model with its weights, on one device.
 
     `num_embeddings` is the number of token ids that the model has embeddings for, `vocab_size` the number of logits per position.
+    `exact`: a token's logits have the same bits whichever tokens are run with it, in drafts without trees.
     """
 
     @property
@@ -77,6 +78,23 @@ class Model(Protocol):
 
     @property
     def num_parameters(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def capture_seconds(self) -> float:
+        """The seconds that it took so far to capture passes on a GPU, each of which happens when a pass is first needed."""
+        ...
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures the passes on a GPU that runs may need, so that no capture falls into the time of a run.
+
+        Those are runs whose prompts have at least `shortest` tokens, and at most `longest` together with their output. Only for
+        forward functions that have run a pass before, and for ways to choose tokens that were used. Does nothing for a model
+        whose passes are not captured. What KV caches hold stays valid.
+        """
+        ...
 
     @property
     def architecture(self) -> Architecture:

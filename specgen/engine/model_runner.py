@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
-from specgen.engine.devices import upload
+from specgen.engine.devices import release, upload
 from specgen.engine.forward_pass import (
     Cache,
     ChoiceRule,
@@ -144,7 +144,7 @@ class ModelRunner:
         self._penalties = penalties
         function = self._forward
         self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
-        self._cached = CachedPrefix(self.cache, model.shape.rope_boundary)
+        self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
         self._forward_count = 0
@@ -236,6 +236,7 @@ class ModelRunner:
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())
+            release(hidden.states)  # the other context may have been run on another stream
         if self._earlier:
             self._earlier.pop(context, None)
         self._last = None

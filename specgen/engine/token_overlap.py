@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -70,13 +70,24 @@ def token_overlap(
     said = [ids for ids in outputs if ids]
     covered = tokens = 0
     for ids in said or map(target.encode_plain, texts):
-        ids = _whole_characters(ours, ids)
-        spans, text = list(_spans(ours, ids)), ours.of_ids(ids).decode(errors="replace")
-        found = set(_spans(theirs, draft.encode_plain(text)))
-        covered += sum(span in found for span in spans)
-        tokens += len(spans)
+        of_text = covered_tokens(ours, theirs, draft.encode_plain, ids)
+        covered, tokens = covered + of_text[0], tokens + of_text[1]
     pieces = [piece for piece in ours.pieces if piece is not None]
     return TokenOverlap(sum(piece in theirs.ids for piece in pieces), len(pieces), covered, tokens, is_output=bool(said))
+
+
+def covered_tokens(
+    ours: TokenBytes, theirs: TokenBytes, encode: Callable[[str], list[int]], ids: Sequence[int], first: int = 0
+) -> tuple[int, int]:
+    """Counts tokens of a text from number `first` on: the covered ones (see TokenOverlap), and all. Their quotient is kappa.
+
+    `ids` are the whole text in the target's tokens, and `encode` gives the draft's, without special tokens. Tokens without bytes,
+    such as special ones, and an incomplete character at the end do not count.
+    """
+    ids = _whole_characters(ours, ids)
+    spans = list(_spans(ours, ids[first:]))
+    found = set(_spans(theirs, encode(ours.of_ids(ids).decode(errors="replace"))))
+    return sum(span in found for span in spans), len(spans)
 
 
 def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:

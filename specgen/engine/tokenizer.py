@@ -19,7 +19,7 @@ ChatTemplate = Callable[[], tuple[str, Mapping[str, Any]]]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
-_ANCHORS = ("\n", "a", ".")  # texts that a piece of text is encoded after, so that it gets no space in front
+ANCHORS = ("\n", "a", ".", "0")  # texts that a piece of text is encoded after, so that it gets no space in front
 _PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
 _FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"  # of tokenizers of all kinds
 
@@ -142,7 +142,7 @@ class Tokenizer:
         If the tokenizer joins the end of `before` and the beginning of `text` into one token, `text` gets the tokens that it has
         after other text. Empty if these tokens do not give the text back, because the tokenizer changes it (lower case, spaces).
         """
-        for anchor in (before, *_ANCHORS):
+        for anchor in (before, *ANCHORS):
             alone = self.encode_plain(anchor) if anchor else []
             if not alone:
                 continue

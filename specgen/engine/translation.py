@@ -16,9 +16,8 @@ from itertools import takewhile
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.engine.token_bytes import ROLES, TokenBytes, token_bytes
-from specgen.engine.tokenizer import Tokenizer
+from specgen.engine.tokenizer import ANCHORS, Tokenizer
 
-_ANCHORS = "\n", "a", ".", "0"  # texts before a text that is encoded without a space in front of it
 _INVALID = re.compile("([\ud800-\udfff]+)")  # bytes that are not UTF-8, as `surrogateescape` decodes them
 _LEFT_OUT = "bos", "pad"  # roles of special tokens that are not written as text where the draft has no such token
 
@@ -97,6 +96,10 @@ class Translation:
     @property
     def draft(self) -> TokenBytes:
         return self._draft.tokens
+
+    def encode_for_draft(self, text: str) -> list[int]:
+        """Returns the draft's ids of a text without the special tokens that its tokenizer puts around it."""
+        return self._draft.encode(text)
 
     @property
     def digest(self) -> str:
@@ -184,7 +187,7 @@ class Translation:
         if not self._draft.prefixes_first:
             ids = self._draft.encode(text)
             return ids if tokens.of_ids(ids) == data or len(data) > self._longest else None
-        for anchor in _ANCHORS:
+        for anchor in ANCHORS:
             ids, before = self._draft.encode(anchor + text), b""
             for number, id_ in enumerate(ids):
                 before += tokens.pieces[id_] or b""

@@ -38,6 +38,7 @@ class Summary:
         self.energy: Energy | None = None
         self.joules: float | None = None  # beyond idle power; NaN if the energy of one run is unknown
         self.gross_joules: float | None = None  # idle power included; NaN as above
+        self.capture_seconds = 0.0  # of `seconds`, for capturing CUDA graphs, which later runs need not do again
         self.unsplit_seconds = 0.0  # of runs without times by phase, such as transformers' own methods
         for round_ in rounds:
             self.add(round_)
@@ -184,6 +185,7 @@ class Summary:
             "ties": self.ties,
             "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
+            **({"capture_seconds": self.capture_seconds} if self.capture_seconds else {}),
         }
 
 

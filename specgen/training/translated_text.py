@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specgen.engine.token_overlap import covered_tokens
 from specgen.engine.translation import Translation
 from specgen.errors import SpecgenError
 from specgen.training.corpus import Corpus, Part
@@ -267,16 +268,16 @@ def _comparisons(translation: Translation, text: GeneratedText, min_mass: float,
 def overlap_shares(translation: Translation, texts: Sequence[GeneratedText]) -> dict[str, float | None]:
     """Returns two shares of the tokens that the target generated in some texts; None if there are none.
 
-    `kappa`: tokens whose bytes are one token in the draft's own tokenization of the text too. `common`: tokens that are in the
-    draft's vocabulary, which bounds the acceptance of a draft that has learned the target's tokenization.
+    `kappa`: see `token_overlap.covered_tokens`. `common`: tokens that are in the draft's vocabulary, which bounds the acceptance
+    of a draft that has learned the target's tokenization.
     """
-    generated = common = same = 0
+    generated = common = covered = tokens = 0
     for text in texts:
         if text.prompt_length < len(text.ids):
             ids = text.ids.tolist()
             generated += len(ids) - text.prompt_length
             common += _common(translation, ids[text.prompt_length :])
-            ends = translate(translation, ids, len(ids)).positions
-            after = dict(zip(ends, [*ends[1:], IGNORED], strict=True))
-            same += sum(after.get(index - 1) == index for index in range(text.prompt_length, len(ids)))
-    return {"kappa": same / generated if generated else None, "common": common / generated if generated else None}
+            encode = translation.encode_for_draft
+            of_text = covered_tokens(translation.target, translation.draft, encode, ids, text.prompt_length)
+            covered, tokens = covered + of_text[0], tokens + of_text[1]
+    return {"kappa": covered / tokens if tokens else None, "common": common / generated if generated else None}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -303,7 +304,7 @@ def load(folder: Path) -> Profile:
             raise SpecgenError(f"the profile {path} is not a file", "Make one: specgen tune --out DIR")
         if path.stat().st_size > MAX_BYTES:
             raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
-        return Profile.model_validate(load_yaml(path.read_text(encoding="utf-8")))
+        return _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
     except ValidationError as error:
@@ -313,6 +314,12 @@ def load(folder: Path) -> Profile:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Profile:
+    """Parses a profile's text once, because a command reads it several times: before, while and after the models are loaded."""
+    return Profile.model_validate(load_yaml(text))
 
 
 def _first_error(error: ValidationError) -> str:

@@ -128,6 +128,8 @@ class RoundProbe:
                 round_ = next(rounds, None) if run.remaining > self._sweep.longest else None
                 if round_ is None:
                     break
+                if position == WARM_UP - 1:
+                    self._pair.capture_passes(len(timings.prompt), len(run.context) + NEW_TOKENS)
                 if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
                     timings.add(round_, max(self._sweep.levels, round_.draft.levels), with_signals, len(run.context))
                     counted += 1

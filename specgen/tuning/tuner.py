@@ -183,7 +183,8 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
         ids = tokenizer.chat(prompt.text, None) if request.chat else tokenizer.encode(prompt.text)
         try:
             if not references:
-                record_reference(pair, ids, sampling)  # warms up
+                warm_up = record_reference(pair, ids, sampling)
+                pair.capture_passes(len(ids), len(ids) + warm_up.limit)
             references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error

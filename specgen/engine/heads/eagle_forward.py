@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,10 @@ class EagleForward:
         ids = upload(torch.tensor(forward_pass.ids), self.model.device)
         hidden = self.model(forward_pass, self._embeddings(ids), self.inputs(forward_pass))[-logits_to_keep:]
         return ModelOutput(self._logits(hidden), hidden)
+
+    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
+        """Returns no buffers; see `static_pass.StaticWork`."""
+        return ()
 
     def run(self, ids: Tensor, hidden: Tensor | None, inputs: PassInputs) -> ModelOutput:
         """Runs pairs of tokens and features that are on the device; see `static_pass.StaticWork`."""

@@ -17,6 +17,16 @@ _CAPTURE_LOCK = threading.Lock()  # a capture begins with a synchronisation, whi
 _FAILED: list[torch.cuda.CUDAGraph] = []  # whose captures failed: torch's allocator of pinned memory keeps pointers to them
 
 
+def with_attention_of_graphs(work: Work) -> Work:
+    """Returns a function that does the work with the attention kernels that graphs are captured with: the same bits result."""
+
+    def run() -> None:
+        with sdpa_kernel(_ATTENTION):
+            work()
+
+    return run
+
+
 class Graphs(Protocol):
     """Captures work on fixed buffers, to repeat it with other contents of these buffers. The graphs may share memory.
 

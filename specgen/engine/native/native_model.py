@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +40,16 @@ class NativeParts(NamedTuple):
     norm: torch.Tensor
     norm_bias: torch.Tensor | None
     head: Product
+
+
+class Captures(Protocol):
+    """Captures the passes of a model before they are needed. `seconds` is the time that all its captures have taken so far."""
+
+    seconds: float
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures what is missing for runs; see `engine.model.Model`."""
+        ...
 
 
 class NativeModel:
@@ -87,6 +97,7 @@ class NativeModel:
             makers = {on: InputMaker(architecture, dtype, on, min_rows=self.min_rows, exact=exact) for on in others}
             self.pass_inputs = PlacedInputs({**makers, self.device: self.inputs}, self.device)
         self.wrap: Callable[[StaticWork], ForwardFunction] | None = None
+        self.captures: Captures | None = None
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer | PlacedKVCache:
@@ -124,6 +135,15 @@ class NativeModel:
     def wrapped(self, forward: StaticWork) -> ForwardFunction:
         """Returns the function itself, or one that runs short passes as static ones; see `static_forward`."""
         return forward if self.wrap is None else self.wrap(forward)
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        if self.captures is not None:
+            self.captures.capture_passes(shortest, longest)
+
+    @property
+    def capture_seconds(self) -> float:
+        """The time that captures have taken; see `engine.model.Model`."""
+        return 0.0 if self.captures is None else self.captures.seconds
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`."""
@@ -293,6 +313,10 @@ class NativeForward:
         return Widths(
             0 if self.inputs is None else size, size, 0 if head is None else head.head.out_features, len(self.taps) * size
         )
+
+    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
+        """Returns no buffers; see `static_pass.StaticWork`."""
+        return ()
 
     def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
         """Runs tokens whose ids are on the device, or the hidden states that enter instead; see `static_pass.StaticWork`."""

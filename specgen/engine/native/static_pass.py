@@ -7,6 +7,7 @@ depends on the data, and the host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,10 @@ class StaticWork(Protocol):
     @property
     def feeds(self) -> bool: ...
 
+    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
+        """Prepares what else `run` reads for this pass. Returns the buffers that it reads, which a graph must find unchanged."""
+        ...
+
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput: ...
 
     def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
@@ -96,7 +101,7 @@ class StaticPass:
             self._numbers = PassNumbers(base, first, bits, depths)
             self._indices = torch.arange(bucket, device=device)
             tables = model.inputs.tables.items()
-            self._rotations = {name: table.rows(0, bucket, long=long_rope) for name, table in tables}
+            self._rotations = {name: table.rows(0, bucket + width, long=long_rope) for name, table in tables}
             self._hidden_in = self._buffer(widths.inputs) if widths.inputs else None
             self._hidden, self._features = self._buffer(widths.hidden), self._buffer(widths.features)
             self._logits = self._buffer(widths.logits) if widths.logits else self._hidden
@@ -118,7 +123,8 @@ class StaticPass:
         ids, first, count = forward_pass.ids, forward_pass.first, len(bits)
         if not self.is_valid or forward_pass.long_rope != self.long_rope:
             raise ValueError("the pass is for another KV cache buffer or other rotary frequencies")
-        if count > self.width or first + self.width > self.bucket or first - base + self.width > SPAN:
+        last, written = first + count, first + self.width
+        if count > self.width or last > self.bucket or written > self._data.shape[3] or first - base + self.width > SPAN:
             raise ValueError(f"{count} tokens from {first} on, {first - base} of them before, do not fit a static pass")
         padding = range(count, self.width)
         others = bits[-1] ^ 1 << (first - base + count - 1)  # what the last token sees besides itself

@@ -92,6 +92,7 @@ class DistributedModel:
     """A native model split over ranks. Implements `engine.model.Model`, without what training needs."""
 
     backend = "native"
+    capture_seconds = 0.0
 
     def __init__(self, leader: Leader, folder: Path, name: str, architecture: Architecture, **options: Any) -> None:
         """Loads the model on all ranks; `options` are those of `load_shard`: dtype, device, exact."""
@@ -113,6 +114,9 @@ class DistributedModel:
         self._alone = NativeModel(
             architecture, (), parts, self.dtype, norm_gain=local.norm_gain, min_rows=local.min_rows, exact=local.exact
         )
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Does nothing: no passes are captured."""
 
     def new_cache(self, layers: range | None = None) -> DistributedCache:
         return DistributedCache(self._leader, self._key, self.local, range(self.shape.num_layers) if layers is None else layers)

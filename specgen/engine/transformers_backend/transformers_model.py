@@ -39,6 +39,8 @@ class TransformersModel:
     """
 
     backend = "transformers"
+    exact = False
+    capture_seconds = 0.0
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -66,6 +68,9 @@ class TransformersModel:
         """What config.json describes; see `engine.model.Model`."""
         config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
         return read_architecture({**config, "quantization_config": None})
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Does nothing: no passes are captured."""
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""

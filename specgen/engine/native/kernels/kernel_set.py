@@ -109,13 +109,13 @@ class StaticInputs:
 
     def slots(self) -> torch.Tensor:
         """Returns the cache indices [width] of the pass's tokens."""
-        return self._slots_and_positions()[0]
+        return self.slots_and_positions()[0]
 
     def rotation(self, spec: AttentionSpec) -> torch.Tensor | None:
         """Returns the rotations [width, 1, R / 2] of the pass's tokens; None for a layer without rotary embedding."""
         name = self.kinds[spec.kind].rotary
         if name is not None and name not in self._rotated:
-            self._rotated[name] = self.rotations[name].index_select(0, self._slots_and_positions()[1])[:, None]
+            self._rotated[name] = self.rotations[name].index_select(0, self.slots_and_positions()[1])[:, None]
         return None if name is None else self._rotated[name]
 
     def mask(self, spec: AttentionSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +124,7 @@ class StaticInputs:
         if window not in self._masks:
             visible, of_keys = self._visible()
             if window is not None:
-                _, positions = self._slots_and_positions()
+                _, positions = self.slots_and_positions()
                 visible = visible & (positions[:, None] - of_keys < window)
             mask = additive(visible, dtype)
             if self._group > 1:
@@ -132,7 +132,13 @@ class StaticInputs:
             self._masks[window] = mask
         return self._masks[window]
 
-    def _slots_and_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def bucket(self) -> int:
+        """The number of cache entries that attention reads."""
+        return self._indices.shape[0]
+
+    def slots_and_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cache indices and the positions of the pass's tokens, each [width]."""
         if self._places is None:
             base, first, bits, depths = self.numbers
             slots = self._indices[: bits.shape[0]] + first
