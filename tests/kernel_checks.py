@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,8 @@ from specgen.engine.native.kv_buffer import LayerEntries
 
 if find_spec("triton") is None:
     _REASON = "triton is not installed"
+elif tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
+    _REASON = "the interpreter of triton before 3.7 does not work with numpy 2.4"
 elif os.environ.get("TRITON_INTERPRET") != "1":  # see conftest.py
     _REASON = "with a GPU, the kernels are compiled, and compared with torch's operators on it"
 else:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +69,7 @@ def test_rounding_is_no_reason_to_replace_a_kernel(dtype: torch.dtype, caplog: p
 def test_a_model_on_a_gpu_without_triton_runs_torchs_operators(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "specgen.engine.native.kernels.triton_kernels", None)
+    monkeypatch.setitem(sys.modules, "specgen.engine.native.kernels.triton_kernels", None)
     caplog.set_level(logging.INFO)
     architecture = random_model("llama").architecture
     found = checked_kernels.checked_kernels(architecture, torch.float32, torch.device("cuda", 0), (1,))
@@ -157,12 +161,24 @@ def test_fused_kernels_halve_the_kernels_of_a_pass() -> None:
     assert count(1, 8, TRITON)["specgen.attention.default"] == 2
 
 
+@pytest.mark.slow
+def test_fused_kernels_compile_for_gpus_that_are_not_here() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = Path(__file__).with_name("kernel_resources.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    found = [[int(number) for number in line.split()[-3:]] for line in done.stdout.splitlines() if line.startswith("sm_")]
+    assert len(found) == 64
+    assert max(shared for shared, _, _ in found) <= 86 << 10
+    assert max(stack for _, _, stack in found) <= 24
+
+
 _ON_GPU: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 10},
     "gemma3_text": {"sliding_window": 12, "sliding_window_pattern": 2},
-    "gpt_neox": {},
+    "starcoder2": {},
 }
 
 
