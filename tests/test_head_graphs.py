@@ -20,6 +20,7 @@ from graph_checks import (  # noqa: F401
     draft_setup,
     graphs_on,
     nothing_falls_back,
+    on_gpu,
 )
 from native_configs import sparse
 from scripted_models import scripted_run
@@ -50,14 +51,19 @@ def eagle_head(name: str) -> EagleWeights:
     return replace(head, tensors=small)
 
 
-def both(head: EagleWeights, counts: Counter[str] | None = None, **changes: Any) -> list[HeadRunners]:
+def both(
+    head: EagleWeights | GlideWeights, counts: Counter[str] | None = None, device: str = "cpu", **changes: Any
+) -> list[HeadRunners]:
     """Runners that run eagerly, and such that replay captured passes."""
     made = []
     for is_captured in (False, True):
-        model = random_model("llama", **changes)
+        model = random_model("llama", torch.float32, device, **changes)
         if is_captured:
-            use_static_passes(model, new_graphs=graphs_on("cpu", counts))
-        made.append(eagle_runner.make_runners(head, model, ModelRunner(model), lambda: None))
+            use_static_passes(model, new_graphs=graphs_on(device, counts))
+        if isinstance(head, EagleWeights):
+            made.append(eagle_runner.make_runners(head, model, ModelRunner(model), lambda: None))
+        else:
+            made.append(glide_runner.make_runners(head, model, ModelRunner(model), lambda: None))
     return made
 
 
@@ -165,16 +171,10 @@ _NORMS = ("input", "post_attention")
 @pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_captured_glide_passes_and_drafts_are_the_eager_ones(layers: int) -> None:
     """Also while the target lacks tokens, for a context of one token, and after the target's cache has grown."""
-    made = []
-    for is_captured in (False, True):
-        model = random_model("llama")
-        if is_captured:
-            use_static_passes(model, new_graphs=graphs_on("cpu"))
-        made.append(glide_runner.make_runners(glide_head(layers), model, ModelRunner(model), lambda: None))
-    eager, captured = made
+    eager, captured = made = both(glide_head(layers))
     assert isinstance(captured.draft, ModelRunner)
     assert captured.draft.chooses_on_device()
-    calls = [(Context([5]), [4, 6], [-1, -1], 0), *random_calls(random.Random(2), 12, 5, 6)]
+    calls = [*random_calls(random.Random(2), 12, 5, 6), (Context([5]), [4, 6], [-1, -1], 0)]
     for step, (context, tokens, parents, start) in enumerate(calls):
         expected = eager.draft.logits(context, tokens, parents, start=start)
         assert_close(captured.draft.logits(context, tokens, parents, start=start).logits, expected.logits, 1e-5)
@@ -183,13 +183,15 @@ def test_captured_glide_passes_and_drafts_are_the_eager_ones(layers: int) -> Non
                 runners.target.logits(context, tokens, parents)
     for kind in (ModelDrafter, partial(TopKTreeDrafter, width=3, depth=4)):
         compare_drafters(eager.draft, captured.draft, GREEDY, POLICIES["fixed"], kind=kind, rounds=2)
-        captured.target.cache.enlarge(1500)  # type: ignore[attr-defined]  # another buffer
+        cache: Any = captured.target.cache
+        old = cache.data
+        cache.enlarge(1500)
+        old.fill_(9.0)  # must not be read any more
+        compare_drafters(eager.draft, captured.draft, GREEDY, POLICIES["fixed"], kind=kind, rounds=1)
 
 
 def test_the_host_reads_a_glide_draft_once() -> None:
-    model = random_model("llama")
-    use_static_passes(model, new_graphs=graphs_on("cpu"))
-    runners = glide_runner.make_runners(glide_head(1), model, ModelRunner(model), lambda: None)
+    _, runners = both(glide_head(1))
     drafter, context = ModelDrafter(draft_setup(runners.draft, GREEDY)), Context(random_tokens(random.Random(7), 30))
     for _ in range(3):
         runners.target.logits(context)
@@ -197,3 +199,13 @@ def test_the_host_reads_a_glide_draft_once() -> None:
         with HostReads() as host:
             drafter.propose(context, Fixed(5), 30)
     assert host.count == 1
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["eagle", "glide"])
+def test_heads_on_a_gpu_draft_what_they_draft_on_eager_passes(kind: str) -> None:
+    eager, captured = both(eagle_head("3") if kind == "eagle" else glide_head(1), device="cuda:0")
+    for policy in ("fixed", "margins"):
+        for drafter in (ModelDrafter, partial(TopKTreeDrafter, width=4, depth=10, nodes=10)):
+            options: dict[str, Any] = {"rounds": 3, "tolerance": 1e-3, "prompt": 500, "kind": drafter}
+            compare_drafters(eager.draft, captured.draft, GREEDY, POLICIES[policy], **options)
