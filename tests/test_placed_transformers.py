@@ -127,3 +127,24 @@ def test_a_gpu_and_the_cpu_give_what_one_gives(tmp_path: Path) -> None:
     model = loading.load_transformers_model(tmp_path, "the model", False, torch.float32, CPU, [gpu, gpu, CPU, CPU])
     for mine, theirs in zip(outputs(model, "llama"), expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("has_accelerate", [True, False])
+def test_weights_go_straight_to_a_device_and_without_accelerate_through_the_hosts_memory(
+    has_accelerate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the pretended devices are known in one thread only
+    folder, on_host = Path(save(make_model("llama"), tmp_path)), []
+    if not has_accelerate:
+        monkeypatch.setattr(loading, "device_map", lambda _: None)
+    moved = torch.nn.Module.to
+
+    def to(module: Any, *args: Any, **named: Any) -> Any:
+        on_host.append(sum(weight.numel() for weight in module.parameters() if weight.is_cpu))
+        return moved(module, *args, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    with fake_devices():
+        model = loading.load_module(folder, "the model", False, torch.float32, fake(0))
+        assert {weight.device for weight in model.parameters()} == {fake(0)}
+    assert on_host == ([] if has_accelerate else [sum(weight.numel() for weight in model.parameters())])

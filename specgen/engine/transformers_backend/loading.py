@@ -89,6 +89,8 @@ def load_module(
         config = read_transformers_config(folder, name, trust_remote_code)
         config.quantization_config = dict(quantisation.settings)
         options = {"config": config, "device_map": device_map(device)}
+    elif device.type not in ("cpu", "mps"):  # straight to the device; without accelerate by way of the host's memory, see below
+        options["device_map"] = device_map(device)
     if placed is not None:
         options["device_map"] = dict(placed)
     with reading("weights", name):

@@ -80,7 +80,7 @@ def _check(settings: Mapping[str, Any], device: torch.device, message: Callable[
 
 
 def device_map(device: torch.device) -> dict[str, str] | None:
-    """Returns the device map that loads a whole quantised model onto a device; None without accelerate, which applies it."""
+    """Returns the device map that loads a whole model onto a device; None without accelerate, which transformers needs for it."""
     return {"": str(device)} if is_accelerate_available() else None
 
 
