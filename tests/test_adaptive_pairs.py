@@ -91,7 +91,7 @@ def test_costs_are_measured_once_and_kept_in_the_cache(
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))  # other tests have measured this pair
     measured = []
 
-    def times(run: object) -> RoundCosts:
+    def times(run: object, **_: object) -> RoundCosts:
         measured.append(run)
         return RoundCosts(CostTable({16: Curve({0: 0.0, 4: 0.004})}), CostTable({16: Curve({1: 0.01, 5: 0.012})}))
 
@@ -118,7 +118,7 @@ def test_costs_in_the_cache_that_make_no_sense_are_measured_again(
     monkeypatch.setattr(drafting_knowledge.measurement_cache, "find", lambda *_: broken)
     measured: list[object] = []
 
-    def times(run: object) -> RoundCosts:
+    def times(run: object, **_: object) -> RoundCosts:
         measured.append(run)
         return RoundCosts(CostTable({16: Curve({0: 0.0, 4: 0.004})}), CostTable({16: Curve({1: 0.01, 5: 0.012})}))
 

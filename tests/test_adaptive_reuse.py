@@ -94,7 +94,7 @@ def test_copied_tokens_are_no_drafts_of_the_model() -> None:
 def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[object] = []
 
-    def times(run: object) -> RoundCosts:
+    def times(run: object, **_: object) -> RoundCosts:
         measured.append(run)
         return RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
 

@@ -82,7 +82,8 @@ def test_after_top_k_only_its_tokens_are_sorted(rows: int, monkeypatch: pytest.M
     logits = torch.randn(rows, 5000, generator=torch.Generator().manual_seed(rows)) * 3
     with as_on_a_gpu(monkeypatch), Calls() as mode:
         found = logits_ops.warp(logits, SamplingParams(temperature=0.8, top_k=20, top_p=0.7))
-    assert not {"sort", "argsort", "msort"} & {name for name, _ in mode.calls}
+    sorted_rows = [args[0].shape[1] for name, args in mode.calls if name in ("sort", "argsort", "msort")]
+    assert max(sorted_rows, default=0) <= 20 + logits_ops.TIES  # by their ids, after the top k are found
     assert max(args[1] for name, args in mode.calls if name == "topk") <= 20 + logits_ops.TIES
     kept = (logits / 0.8).topk(20)
     probs = kept.values.softmax(-1)

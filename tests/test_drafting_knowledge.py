@@ -109,7 +109,7 @@ def test_measured_numbers_that_cannot_be_are_refused(
 
 
 def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_, **__: pytest.fail("measured"))
     learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0)
     learned.first = FirstAcceptance([1.0, *[0.0] * 6])
     made = replace(outcome(), costs={"model": costs().as_dict()}, learned={"model": learned.as_dict()})
@@ -132,9 +132,9 @@ def test_costs_that_do_not_fit_the_clock_are_measured_again_by_later_processes(
 ) -> None:
     if factor is None:
         monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # nothing is known about the rounds
-    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: costs(factor or 1.0))
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_, **__: costs(factor or 1.0))
     first = near.generate(PROMPT, "adaptive", SAMPLING)
-    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(drafting_knowledge, "time_rounds", lambda *_, **__: pytest.fail("measured again"))
     rounds = len(first.rounds) - 1
     for _ in range(3):
         rounds += len(near.generate(PROMPT, "adaptive", SAMPLING).rounds) - 1

@@ -203,7 +203,7 @@ def test_timed_rounds_draft_with_the_model_or_copy_a_token(pair_of: Callable[...
     timed: list[str] = []
     table = CostTable({1: Curve({0: 0.0, 1: 1.0})})
 
-    def time_rounds(run: Run) -> RoundCosts:
+    def time_rounds(run: Run, **_: object) -> RoundCosts:
         timed.append(type(run.drafter).__name__)
         return RoundCosts(table, table)
 

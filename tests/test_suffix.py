@@ -216,7 +216,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
         pair.plan([3, 5], "suffix", sampled, history=True, policy="fixed")
     timed: list[Run] = []
 
-    def time_rounds(run: Run) -> RoundCosts:
+    def time_rounds(run: Run, **_: object) -> RoundCosts:
         timed.append(run)
         return RoundCosts(CostTable({1: Curve({0: 0.0, 1: 0.0})}), CostTable({1: Curve({1: 1.0, 2: 1.01})}))
 
