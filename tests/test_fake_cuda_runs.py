@@ -44,7 +44,9 @@ class OnGpus:
 
     def __init__(self, draft_device: str = GPU, dtype: torch.dtype = torch.float32) -> None:
         self.models = [random_model("llama", dtype, device, **SMALL) for device in (GPU, draft_device)]
-        self.models[1].layers[-1] = self.models[1].layers[0]  # so that drafts are accepted sometimes
+        norm = self.models[1].parts.norm
+        noise = torch.randn(norm.shape, generator=torch.Generator().manual_seed(1)) * 0.4
+        norm.add_(noise.to(norm.device, norm.dtype))  # so that some drafts are accepted and some are not
         for model in self.models:
             if model.device.type == "cuda":
                 use_cuda_graphs(model)
@@ -95,8 +97,10 @@ OFTEN = {("svip", GPU), ("pearl", GPU)}
 )
 def test_greedy_tokens_are_those_of_the_cpu(method: str, draft_device: str, gpus: Gpus) -> None:  # noqa: F811
     settings = {"window": 3} if method == "pearl" else {}
-    run = OnGpus(draft_device).run(method, greedy(9), **settings)
-    assert ids_of(run.rounds()) == expected(9)
+    rounds = list(OnGpus(draft_device).run(method, greedy(16), **settings).rounds())
+    assert ids_of(rounds) == expected(16)
+    if method in ("sd", "svip", "pearl"):
+        assert 1 < len(rounds) < 16, "no draft was accepted"
     assert gpus.counts["replays"]
     torch.cuda.synchronize()
 
