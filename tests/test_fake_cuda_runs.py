@@ -18,6 +18,8 @@ from static_checks import random_model, random_tokens
 
 import specgen
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native import static_forward
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.errors import RunError
@@ -29,6 +31,13 @@ GPU = "cuda:0"
 SMALL = {"num_hidden_layers": 2}
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.8, top_k=20, top_p=0.9)
 PROMPT = random_tokens(random.Random(3), 30)
+
+
+@pytest.fixture(autouse=True)
+def torchs_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes run torch's operators, unless a test is marked with `slow`: Triton's interpreter takes half a minute for a run."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(static_forward, "checked_kernels", lambda *_: TORCH)
 
 
 class OnGpus:
