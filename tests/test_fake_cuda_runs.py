@@ -83,7 +83,7 @@ METHODS = [
     "spectr",
     "specinfer",
 ]
-OFTEN = {("svip", GPU), ("pearl", GPU)}
+OFTEN = {("pearl", GPU)}
 
 
 @pytest.mark.parametrize(
