@@ -34,10 +34,9 @@ PROMPT = random_tokens(random.Random(3), 30)
 
 
 @pytest.fixture(autouse=True)
-def torchs_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes run torch's operators, unless a test is marked with `slow`: Triton's interpreter takes half a minute for a run."""
-    if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(static_forward, "checked_kernels", lambda *_: TORCH)
+def without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes use torch's operators: Triton's interpreter takes a minute for a run."""
+    monkeypatch.setattr(static_forward, "checked_kernels", lambda *_: TORCH)
 
 
 class OnGpus:
