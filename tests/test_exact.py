@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import make_model, near_copy, save
 from gpu_models import use_graphs
+from runner_checks import every
 from static_checks import random_model, random_tokens
 
 import specgen
@@ -29,17 +30,17 @@ SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
 @pytest.mark.parametrize(
     "family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)]
 )  # grouped heads; both reach their windows or caps
-def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: str) -> None:
+@pytest.mark.parametrize("length", every(3, [7, 1, 40]))
+def test_chains_give_plain_decodings_tokens(tmp_path: Path, length: int, family: str, dtype: str) -> None:
     target = make_model(family, initializer_range=0.05)  # close logits: rounding would show
     folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")
     with specgen.load(*folders, device="cpu", dtype=dtype, backend="native", exact=True) as pair:
         assert pair.target.exact
-        for length in (1, 7, 40):
-            prompt = [3 + 5 * at % 80 for at in range(length)]
-            expected = pair.generate(prompt, "ar", SAMPLING).token_ids
-            for name, settings in METHODS.items():
-                pair.forget()
-                assert pair.generate(prompt, name, SAMPLING, **settings).token_ids == expected, (name, length)
+        prompt = [3 + 5 * at % 80 for at in range(length)]
+        expected = pair.generate(prompt, "ar", SAMPLING).token_ids
+        for name, settings in METHODS.items():
+            pair.forget()
+            assert pair.generate(prompt, name, SAMPLING, **settings).token_ids == expected, name
 
 
 @pytest.mark.slow

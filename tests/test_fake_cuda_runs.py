@@ -84,7 +84,7 @@ METHODS = [
     "spectr",
     "specinfer",
 ]
-OFTEN = {("svip", GPU), ("pearl", GPU)}
+OFTEN = {("pearl", GPU)}
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_captured_eagle_passes_give_the_eager_logits(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        pytest.param(name, sampling, marks=() if (name == "3") == (sampling is GREEDY) else pytest.mark.slow)
+        pytest.param(name, sampling, marks=() if name == "3" and sampling is GREEDY else pytest.mark.slow)
         for name in _HEADS
         for sampling in (GREEDY, SAMPLED)
     ],
@@ -104,7 +104,10 @@ def test_eagle_chains_and_trees_are_those_of_eager_passes(name: str, sampling: S
     assert captured.draft.chooses_on_device()
 
 
-@pytest.mark.parametrize(("kind", "policy", "reads"), [("chain", "fixed", 1), ("tree", "fixed", 1), ("tree", "margins", 5)])
+@pytest.mark.parametrize(
+    ("kind", "policy", "reads"),
+    [("chain", "fixed", 1), pytest.param("tree", "fixed", 1, marks=pytest.mark.slow), ("tree", "margins", 5)],
+)
 def test_the_host_reads_an_eagle_draft_once_or_where_the_policy_decides_once_a_level(
     kind: str, policy: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +128,7 @@ def test_the_host_reads_an_eagle_draft_once_or_where_the_policy_decides_once_a_l
 @pytest.mark.parametrize(
     ("temperature", "version", "settings"),
     [
-        (0.0, 3, {"width": 7, "depth": 2, "nodes": 12}),
+        pytest.param(0.0, 3, {"width": 7, "depth": 2, "nodes": 12}, marks=pytest.mark.slow),
         pytest.param(1.3, 3, {"width": 5, "depth": 3}, marks=pytest.mark.slow),
         (1.3, 1, {"width": 1, "k": 4}),
         pytest.param(1.3, 1, {"width": 1, "policy": "svip"}, marks=pytest.mark.slow),

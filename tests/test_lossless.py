@@ -70,9 +70,9 @@ def check(pair: Pair, family: str, method: str, length: int) -> None:
 
 
 def default_or_slow(case: Case) -> Any:
-    """The parameters of a case. Slow are three of four on transformers with a family that specgen's own decoder runs as well."""
-    family, _, _, length, backend = case
-    is_slow = backend == "transformers" and family in NATIVE and length % 4 != 1
+    """The parameters of a case. Slow are, of the families that specgen has a decoder for, most on transformers, half on it."""
+    family, method, _, length, backend = case
+    is_slow = family in NATIVE and (length % 4 != 1 if backend == "transformers" else length % 2 == 0 and method != "sd")
     return pytest.param(*case, marks=pytest.mark.slow if is_slow else ())
 
 

@@ -19,6 +19,7 @@ from graph_checks import (  # noqa: F401
     graphs_on,
     nothing_falls_back,
 )
+from runner_checks import every
 from static_checks import HostReads, random_model, random_tokens
 
 from specgen.decoding.drafters import ModelDrafter
@@ -65,7 +66,7 @@ def both() -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", every(2, [GREEDY, SAMPLED]), ids=["greedy", "sampled"])
 def test_drafts_and_signals_are_those_of_the_host(sampling: SamplingParams) -> None:
     """After accepted tokens, and after tokens that the draft model lacks, which it runs as several."""
     eager, captured = both()
