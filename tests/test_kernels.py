@@ -158,6 +158,7 @@ def test_captured_passes_and_draft_steps_with_fused_kernels() -> None:
 def test_the_check_on_a_device_accepts_the_kernels(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_kernels, "_BASES", (2, 130))
     monkeypatch.setattr(checked_kernels, "_CAPACITY", 300)
+    monkeypatch.setattr(checked_kernels, "_BLOCK_WIDTHS", ())
     architecture, kernels = random_model(family, **_CHANGES.get(family, {})).architecture, triton_kernels().TRITON
     assert checked_kernels.only_working(kernels, architecture, dtype, torch.device("cpu"), (1, 4)) == kernels
     wrong: Callable[..., torch.Tensor] = lambda *inputs: kernels.attend(*inputs) * 1.2  # noqa: E731
