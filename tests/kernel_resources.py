@@ -80,8 +80,16 @@ def all_resources(capability: int, every: bool) -> Iterator[tuple[str, Resources
     """Yields a name and the resources of each kernel and shape."""
     for dtype, size, group, width, special in attention_cases(every):
         rows, keys, padded, warps = block_sizes(width * group, size, DTYPES[dtype])
-        common = {"SIZE": size, "WINDOW": 4096 if special else 0, "PADDED_SIZE": padded}
-        constants = {"GROUP": group, "CAPPED": special, "IN_FLOAT32": dtype == "fp32", "ROWS": rows, "KEYS": keys, **common}
+        common = {"SIZE": size, "PADDED_SIZE": padded}
+        constants = {
+            "GROUP": group,
+            "CAPPED": special,
+            "WINDOWED": special,
+            "IN_FLOAT32": dtype == "fp32",
+            "ROWS": rows,
+            "KEYS": keys,
+            **common,
+        }
         name = f"{dtype} attention_parts size {size}, group {group}, width {width}{', window and cap' if special else ''}"
         yield name, compiled(attention_parts, constants, dtype, capability, warps)
         if (group, width) == (4, 1) or special:

@@ -58,6 +58,14 @@ def test_torchs_operators_replace_a_kernel_that_does_not_work(
     assert "details" not in caplog.text
 
 
+def test_one_line_tells_of_all_kernels_that_fail_for_one_reason(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = replace(TORCH, store=_fails, attend=_fails, gate=_fails)
+    architecture = random_model("llama").architecture
+    assert checked_kernels.only_working(kernels, architecture, torch.float32, torch.device("cpu"), (1,)) == TORCH
+    assert len(caplog.records) == 1
+    assert "`store`, `attend`, `gate`: RuntimeError: out of resource" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_rounding_is_no_reason_to_replace_a_kernel(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     for family in ("llama", "gemma2", "gemma3_text"):

@@ -152,6 +152,32 @@ def test_captured_passes_and_draft_steps_with_fused_kernels() -> None:
     assert counts["replays"] > counts["captures"] > 0
 
 
+def test_the_check_compiles_the_attention_of_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compile-time constants depend neither on the window's length nor on the room in the cache."""
+    module, made = triton_kernels(), set()
+
+    class Recorded:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *_, **constants: made.add(tuple(constants.items()))
+
+    monkeypatch.setattr(module, "attention_parts", Recorded())
+    monkeypatch.setattr(module, "attention_sum", Recorded())
+    monkeypatch.setattr(checked_kernels._Samples, "_compare", lambda *_: None)
+    monkeypatch.setattr(checked_kernels, "_BASES", (2,))
+    model = random_model("gemma2", sliding_window=4096)
+    checked_kernels.only_working(module.TRITON, model.architecture, model.dtype, model.device, (1,))
+    checked = made.copy()
+    assert len(checked) == 3  # with and without a window, and the sum
+    model.inputs.kernels = module.TRITON
+    use_static_passes(model, (1,))
+    for capacity in (64, 8192):
+        runner = ModelRunner(model)
+        runner.reserve(capacity)
+        made.clear()
+        runner.logits(Context([3]))
+        assert made == checked
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "stablelm"])

@@ -30,15 +30,13 @@ def tanh(x):
 
 
 @triton.jit
-def _key_range(base, first, width, WINDOW: tl.constexpr):
+def _key_range(base, first, width, window):
     """Returns the range of cache entries that some token of the pass may see. No token is before position `base`."""
-    start = 0
-    if WINDOW > 0:
-        start = tl.maximum(base - WINDOW + 1, 0)
+    start = tl.where(window > 0, tl.maximum(base - window + 1, 0), 0)
     return start, first + width
 
 
-@triton.jit(do_not_specialize=["width", "splits", "rows_apart"], do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart", "window"], do_not_specialize_on_alignment=NUMBERS)
 def attention_parts(
     query,  # [width, heads, SIZE], scaled; rows and heads may be apart
     keys,  # [kv heads, capacity, SIZE]
@@ -56,10 +54,11 @@ def attention_parts(
     width,
     splits,
     rows_apart,  # width * heads * splits
+    window,  # in positions; 0: none
     score_cap,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOWED: tl.constexpr,  # whether there is a window
     CAPPED: tl.constexpr,
     IN_FLOAT32: tl.constexpr,  # products in float32, without TF32
     ROWS: tl.constexpr,
@@ -71,7 +70,7 @@ def attention_parts(
     split = tl.program_id(2)
     base = tl.load(base_at)
     first = tl.load(first_at)
-    start, end = _key_range(base, first, width, WINDOW)
+    start, end = _key_range(base, first, width, window)
     begin = split * SPLIT
     if (begin < end) & (begin + SPLIT > start):
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -105,10 +104,10 @@ def attention_parts(
             distance = key - base
             bit = tl.minimum(tl.maximum(distance, 0), 63)
             visible = (distance < 0)[None, :] | (((seen[:, None] >> bit[None, :]) & 1) != 0)
-            if WINDOW > 0:
+            if WINDOWED:
                 depth = tl.load(depths + bit)
                 of_key = tl.where(distance < 0, distance, depth)
-                visible = visible & (position[:, None] - of_key[None, :] < WINDOW)
+                visible = visible & (position[:, None] - of_key[None, :] < window)
             visible = visible & is_key[None, :]
             scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -131,7 +130,7 @@ def attention_parts(
         tl.store(sums_at, mixed, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit(do_not_specialize=["width", "splits", "rows_apart"], do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize=["width", "splits", "rows_apart", "window"], do_not_specialize_on_alignment=NUMBERS)
 def attention_sum(
     sums,
     tops,
@@ -141,14 +140,14 @@ def attention_sum(
     width,
     splits,
     rows_apart,
+    window,
     SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
 ):
     """Adds the parts of one row, a query head of a token, in chunks of splits that begin at multiples of CHUNK."""
     row = tl.program_id(0)
     base = tl.load(base_at)
-    start, end = _key_range(base, tl.load(first_at), width, WINDOW)
+    start, end = _key_range(base, tl.load(first_at), width, window)
     low, high = start // SPLIT, (end + SPLIT - 1) // SPLIT
     column = tl.arange(0, PADDED_SIZE)
     top = float("-inf")

@@ -81,10 +81,11 @@ def _attention(
         width,
         splits,
         width * heads * splits,
+        window,
         score_cap or 0.0,
         GROUP=group,
         SIZE=size,
-        WINDOW=window,
+        WINDOWED=window > 0,
         CAPPED=score_cap is not None,
         IN_FLOAT32=query.dtype == torch.float32 or not query.is_cuda,  # Triton's interpreter multiplies no bfloat16
         ROWS=rows,
@@ -102,8 +103,8 @@ def _attention(
         width,
         splits,
         width * heads * splits,
+        window,
         SIZE=size,
-        WINDOW=window,
         PADDED_SIZE=padded,
         num_warps=4,
     )
@@ -184,9 +185,8 @@ def store_heads(heads: torch.Tensor, spec: AttentionSpec, inputs: StaticInputs) 
 def attend(query: torch.Tensor, spec: AttentionSpec, inputs: StaticInputs) -> torch.Tensor:
     """Returns the attention over the cache's valid entries, without a mask, in two kernels; see `KernelSet.attend`."""
     _, keys, values = inputs.entries(spec)
-    output: torch.Tensor = torch.ops.specgen.attention(
-        query, keys, values, *inputs.numbers, inputs.window(spec) or 0, spec.score_cap
-    )
+    window = inputs.kinds[spec.kind].window or 0  # also one that excludes nothing yet: the same kernels in every cache
+    output: torch.Tensor = torch.ops.specgen.attention(query, keys, values, *inputs.numbers, window, spec.score_cap)
     return output
 
 
