@@ -22,9 +22,10 @@ from graph_checks import (  # noqa: F401
     nothing_falls_back,
     on_gpu,
 )
+from kernel_checks import interpreted, triton_kernels
 from native_configs import sparse
 from scripted_models import scripted_run
-from static_checks import HostReads, random_calls, random_model, random_tokens
+from static_checks import HostReads, RecordedGraphs, random_calls, random_model, random_tokens
 
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import Fixed
@@ -34,6 +35,9 @@ from specgen.engine.heads.eagle_runner import EagleRunner
 from specgen.engine.heads.head_runners import HeadRunners
 from specgen.engine.heads.weights import EagleWeights, GlideWeights
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native import static_forward
+from specgen.engine.native.kernels.kernel_set import KernelSet
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.native.static_pass import StaticPass
 from specgen.types import Context, SamplingParams
@@ -202,6 +206,50 @@ def test_the_host_reads_a_glide_draft_once() -> None:
         with HostReads() as host:
             drafter.propose(context, Fixed(5), 30)
     assert host.count == 1
+
+
+def test_heads_on_a_gpu_use_the_kernels_that_were_checked_for_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def checked(architecture: Any, *_: Any) -> KernelSet:
+        asked.append(architecture)
+        return replace(TORCH, gate=lambda *inputs: TORCH.gate(*inputs), finds_keys=True)
+
+    monkeypatch.setattr(static_forward, "checked_kernels", checked)
+    monkeypatch.setattr(static_forward, "CudaGraphs", lambda *_: RecordedGraphs(Counter()))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    model: Any = random_model("llama")
+    static_forward.use_cuda_graphs(model)
+
+    def model_of(make: Any, head: EagleWeights | GlideWeights) -> Any:
+        return make(head, model, ModelRunner(model), lambda: None).draft._forward._eager.model
+
+    eagle, again = (model_of(eagle_runner.make_runners, eagle_head("3")) for _ in range(2))
+    glide = model_of(glide_runner.make_runners, glide_head(1))
+    assert asked == [model.architecture, eagle.architecture, glide.architecture], "the same head is checked once"
+    assert eagle.inputs.kernels is again.inputs.kernels is not model.inputs.kernels
+    assert eagle.inputs.kernels.finds_keys
+    assert glide.inputs.kernels.gate is not TORCH.gate
+    assert (glide.inputs.kernels.attend, glide.inputs.kernels.finds_keys) == (TORCH.attend, False)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["1", "3", "glide"])
+def test_heads_with_fused_kernels_give_the_eager_logits(head: str) -> None:
+    """With rollbacks, trees and growth of the cache."""
+    eager, captured = made = both(glide_head(1) if head == "glide" else eagle_head(head))
+    inputs = captured.draft._forward._eager.model.inputs  # type: ignore[attr-defined]
+    fused = triton_kernels().TRITON
+    inputs.kernels = replace(fused, attend=TORCH.attend, finds_keys=False) if head == "glide" else fused
+    for context, tokens, parents, start in random_calls(random.Random(2), 24, 3, 4):
+        for runners in made:
+            runners.target.logits(context)
+        expected = eager.draft.logits(context, tokens, parents, start=start).logits
+        found = captured.draft.logits(context, tokens, parents, start=start).logits
+        possible = expected.isfinite()
+        assert torch.equal(possible, found.isfinite())
+        assert_close(found[possible], expected[possible], 1e-4)
 
 
 @on_gpu

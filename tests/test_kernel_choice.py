@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,39 @@ def test_a_model_on_a_gpu_uses_the_kernels_that_were_checked_for_it(monkeypatch:
         use_cuda_graphs(model)
         assert model.inputs.kernels is _LIKE_FUSED
         assert asked.pop() == (model.architecture, model.dtype, model.device, widths)
+
+
+def test_a_gpu_for_which_the_kernels_are_not_made_runs_torchs_operators(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "specgen.engine.native.kernels.triton_kernels"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(TRITON=_LIKE_FUSED))  # type: ignore[misc]
+    monkeypatch.setattr(checked_kernels, "only_working", lambda kernels, *_: kernels)
+    caplog.set_level(logging.INFO)
+    given = random_model("llama").architecture, torch.float32, torch.device("cuda", 0), (1,)
+    for capability, expected in (((7, 5), TORCH), ((8, 0), _LIKE_FUSED), ((9, 0), _LIKE_FUSED)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        caplog.clear()
+        assert checked_kernels.checked_kernels(*given) is expected
+        assert ("8.0 and above" in caplog.text) == (expected is TORCH)
+        assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_the_attention_is_checked_for_each_number_of_rows_that_a_draft_tree_needs() -> None:
+    seen: set[int] = set()
+
+    def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.add(query.shape[0])
+        return TORCH.attend(query, *others)
+
+    architecture = random_model("llama").architecture
+    kernels = replace(TORCH, attend=attend)
+    assert checked_kernels.only_working(kernels, architecture, torch.float32, torch.device("cpu"), (16,)) == kernels
+    for group in (1, 2, 3, 4, 5, 8):
+        needed, checked = (
+            {min(1 << (width * group - 1).bit_length(), 64) for width in widths} for widths in (range(1, 64), seen)
+        )
+        assert {max(16, rows) for rows in needed} == {max(16, rows) for rows in checked}
 
 
 def test_a_kernel_that_finds_the_keys_itself_needs_one_pass_for_the_whole_cache() -> None:

@@ -184,6 +184,7 @@ def test_the_check_compiles_the_attention_of_every_cache(monkeypatch: pytest.Mon
 def test_the_check_on_a_device_accepts_the_kernels(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_kernels, "_BASES", (2, 130))
     monkeypatch.setattr(checked_kernels, "_CAPACITY", 300)
+    monkeypatch.setattr(checked_kernels, "_BLOCK_WIDTHS", ())
     architecture, kernels = random_model(family, **_CHANGES.get(family, {})).architecture, triton_kernels().TRITON
     assert checked_kernels.only_working(kernels, architecture, dtype, torch.device("cpu"), (1, 4)) == kernels
     wrong: Callable[..., torch.Tensor] = lambda *inputs: kernels.attend(*inputs) * 1.2  # noqa: E731

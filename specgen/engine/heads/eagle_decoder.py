@@ -49,7 +49,7 @@ class EagleDecoder:
             own = tensors.get(EMBEDDING)
             self.embedding = None if own is None else take(EMBEDDING, (own.shape[0], self.width))
         self.inputs = InputMaker(architecture, dtype, device, min_rows=factory.min_rows)
-        self.dtype, self.device = dtype, device
+        self.architecture, self.dtype, self.device = architecture, dtype, device
         self._sizes = len(architecture.layers), architecture.num_kv_heads, architecture.head_size
 
     def new_cache(self) -> KVBuffer:

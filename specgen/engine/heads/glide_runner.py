@@ -6,6 +6,7 @@ Its queries see the target's keys of committed tokens alone, all but the last: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -23,6 +24,7 @@ from specgen.engine.native.attention import WIDE
 from specgen.engine.native.description import Architecture, UnsupportedConfig
 from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import PassInputs
 from specgen.engine.native.loading import norm_gain
@@ -64,6 +66,9 @@ class GlideRunner(ModelRunner):
         function: ForwardFunction = forward
         if isinstance(model, NativeModel) and model.shape.rope_boundary is None:
             function = model.wrapped(forward)
+            inputs = forward.model.inputs
+            # The cross-attention is torch's and reads the whole bucket, so passes keep the smallest one, and torch's attention.
+            inputs.kernels = replace(inputs.kernels, attend=TORCH.attend, finds_keys=False)
         super().__init__(model, penalties, function, forward.new_cache())
         self._keeps_accepted = len(forward.architecture.layers) == 1
 
@@ -79,6 +84,7 @@ class GlideRunner(ModelRunner):
 class GlideModel(NamedTuple):
     """What static passes need to know of a GliDe draft model; see `static_pass.StaticModel`."""
 
+    architecture: Architecture
     device: torch.device
     dtype: torch.dtype
     inputs: InputMaker
@@ -120,7 +126,7 @@ class GlideForward:
         width = architecture.hidden_size
         self._embedding = take(EMBEDDING, (model.num_embeddings, width)).to(dtype) if EMBEDDING in tensors else None
         self._head = factory(take(HEAD, (model.vocab_size, width)).to(dtype)) if HEAD in tensors else None
-        self.model = GlideModel(device, dtype, InputMaker(architecture, dtype, device))
+        self.model = GlideModel(architecture, device, dtype, InputMaker(architecture, dtype, device))
         self.widths = Widths(0, width, model.vocab_size)
         with torch.inference_mode(False):
             self._cached = torch.zeros(1, dtype=torch.int64, device=device)  # the target's tokens that a static pass sees

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from specgen.engine.forward_pass import NO_NODES, ChoiceRule, ForwardPass, ModelOutput, TokenChooser
+from specgen.engine.forward_pass import NO_NODES, ChoiceRule, ForwardFunction, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work, with_attention_of_graphs
 from specgen.engine.native.equal_bits import FIRST_BUCKET, bucket_of, joined, pieces
@@ -64,6 +64,21 @@ def use_cuda_graphs(model: NativeModel) -> None:
     widths = WIDTHS[-1:] if model.exact else WIDTHS
     model.inputs.kernels = checked_kernels(model.architecture, model.dtype, model.device, widths)
     use_static_passes(model, widths, partial(CudaGraphs, model.device, stream))
+    run_statically, checked = model.wrap, [(model.architecture, model.inputs.kernels)]
+    assert run_statically is not None
+
+    def wrap(forward: StaticWork) -> ForwardFunction:
+        """Returns a function that runs static passes. A head's layers get fused kernels that were checked for their shapes."""
+        own = forward.model
+        if own is not model:
+            found = [kernels for architecture, kernels in checked if architecture == own.architecture]
+            if not found:
+                found = [checked_kernels(own.architecture, own.dtype, own.device, widths)]
+                checked.append((own.architecture, found[0]))
+            own.inputs.kernels = found[0]
+        return run_statically(forward)
+
+    model.wrap = wrap
 
 
 @dataclass(slots=True)

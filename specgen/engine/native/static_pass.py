@@ -16,6 +16,7 @@ from specgen.engine.devices import pinned
 from specgen.engine.forward_pass import ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.ancestry import ancestry
+from specgen.engine.native.description import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kernels.kernel_set import SPAN, PassNumbers, StaticInputs
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
@@ -37,6 +38,7 @@ class Widths(NamedTuple):
 class StaticModel(Protocol):
     """A model whose layers static passes run. `inputs` makes the inputs of its eager passes."""
 
+    architecture: Architecture
     device: torch.device
     dtype: torch.dtype
     inputs: InputMaker

@@ -21,6 +21,8 @@ _BASES = (2, 130, 2300)  # numbers of cached tokens before those of the samples
 _WINDOW = 100  # at most, of the samples: below most bases, so that it excludes keys
 _ROUNDINGS = 6  # units in the last place that a result may differ by, relative to the largest number
 _IN_FLOAT32 = 2e-5  # for float32, where it is the order of the sums that differs
+_LEAST_CAPABILITY = 8, 0  # compiled for 7.5, the attention spills 6 KB of registers per thread (`tests/kernel_resources.py`)
+_BLOCK_WIDTHS = (1, 2, 4, 8, 16, 32, SPAN)  # they need each variant of the attention, which depends on the number of query rows
 
 _WITH = {"store": ("norms",), "attend": ("finds_keys",)}  # fields of `KernelSet` that say what a kernel does
 
@@ -41,6 +43,10 @@ def checked_kernels(architecture: Architecture, dtype: torch.dtype, device: torc
     except Exception as error:  # noqa: BLE001  a broken triton raises anything
         _log.info("static passes run without fused kernels, as triton cannot be imported: %s", _first_line(error))
         return TORCH
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        _log.info("static passes run without fused kernels, which are made for GPUs of compute capability 8.0 and above")
+        return TORCH
+    _log.info("compiling and checking the fused kernels of static passes; later runs load the compiled ones")
     kernels = only_working(TRITON, architecture, dtype, device, widths)
     _log.info("checked the fused kernels of static passes in %.1f s", time.perf_counter() - start)
     return kernels
@@ -50,7 +56,10 @@ def checked_kernels(architecture: Architecture, dtype: torch.dtype, device: torc
 def only_working(
     kernels: KernelSet, architecture: Architecture, dtype: torch.dtype, device: torch.device, widths: Sequence[int]
 ) -> KernelSet:
-    """Returns a set of those of the kernels that give the results of torch's operators, and of torch's operators for the rest."""
+    """Returns a set of those of the kernels that give the results of torch's operators, and of torch's operators for the rest.
+
+    The attention is also checked for other widths than `widths`, because the levels of draft trees have their own.
+    """
     samples = _Samples(architecture, dtype, device)
     checks: dict[str, Callable[[KernelSet, int], None]] = {"store": samples.store, "attend": samples.attend}
     if architecture.gated_mlp:
@@ -58,7 +67,7 @@ def only_working(
     failed: dict[str, list[str]] = {}
     for name, check in checks.items():
         try:
-            for width in widths:
+            for width in sorted({*widths, *_BLOCK_WIDTHS}) if name == "attend" else sorted({min(widths), max(widths)}):
                 check(kernels, width)
         except Exception as error:  # noqa: BLE001  Triton's compiler and launcher raise errors of many types
             failed.setdefault(_first_line(error), []).append(f"`{name}`")
@@ -86,6 +95,9 @@ class _Samples:
         self._heads, self._kv_heads, self._size = shape
         self._is_normed = architecture.qk_norm == "head"
         self._weight = self._random(self._heads + self._kv_heads, self._size) if self._is_normed else None
+        self._cache = self._random(2, self._kv_heads, _CAPACITY, self._size)  # drawn once: on the host, that takes longest
+        angles = torch.rand(_CAPACITY, architecture.rotary_size // 2, generator=self._generator) * 6
+        self._table = torch.polar(torch.ones_like(angles), angles).to(device)
 
     def store(self, kernels: KernelSet, width: int) -> None:
         """Raises an error if `store` does not give torch's result."""
@@ -119,10 +131,8 @@ class _Samples:
         changed = (replace(kind, window=window) for kind, window in zip(architecture.layers, windows, strict=True))
         kinds = list(dict.fromkeys(changed))
         indices = torch.arange(_CAPACITY, device=self._device)
-        angles = torch.rand(_CAPACITY, architecture.rotary_size // 2, generator=self._generator) * 6
-        table = torch.polar(torch.ones_like(angles), angles).to(self._device)
-        cache = self._random(2, self._kv_heads, _CAPACITY, self._size)
-        in_float32, rotations = cache.to(torch.float32, copy=True), dict.fromkeys(architecture.rotary, table)
+        cache, in_float32 = self._cache.clone(), self._cache.to(torch.float32, copy=True)
+        rotations = dict.fromkeys(architecture.rotary, self._table)
 
         def inputs(by: KernelSet, numbers: PassNumbers, buffer: torch.Tensor) -> StaticInputs:
             entries, group = [LayerEntries(buffer, *buffer)], self._heads // self._kv_heads
