@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specgen.environment import __version__
-from specgen.errors import SpecgenError
-from specgen.methods import METHODS
-from specgen.types import Round, SamplingParams
+from specgen.base.environment import __version__
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Round, SamplingParams
+from specgen.methods.table import METHODS
 
 if TYPE_CHECKING:
-    from specgen.loading import load
-    from specgen.pair import Pair
-    from specgen.plan import Result
+    from specgen.pair.loading import load
+    from specgen.pair.pair import Pair
+    from specgen.pair.request import Result
 
 __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
 
@@ -25,7 +25,8 @@ __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError
 def __getattr__(name: str) -> Any:
     """`load` and what it returns come with torch, which takes seconds to import: at the first use."""
     if name in ("load", "Pair", "Result"):
-        from specgen import loading, pair, plan
+        from specgen.pair import loading, pair
+        from specgen.pair import request as plan
 
         return getattr({"load": loading, "Pair": pair, "Result": plan}[name], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,8 @@ import specgen
 from specgen import demo
 from specgen.demo.recipe.fresh_prompts import fresh_prompts
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
-from specgen.methods import find, resolve
-from specgen.tuning.outcome import counted
+from specgen.methods.table import find, resolve
+from specgen.tune.outcome import counted
 
 PLAIN = "transformers"
 METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "adaptive", "beta-ts", "lookup", "pearl")

@@ -15,7 +15,7 @@ import specgen
 from specgen.engine.native import loading
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.pair import Pair
+from specgen.pair.pair import Pair
 from specgen.workers.stream_worker import StreamWorker
 
 
@@ -47,7 +47,10 @@ def captured_pair(counts: Counter[str], *names: str, **options: Any) -> Iterator
         use_static_passes(model, new_graphs=graphs_on("cpu", counts))
         return model
 
-    loaded, no_process = patch("specgen.engine.model_loading.load_native", load), patch("specgen.loading._needs_process", _no)
+    loaded, no_process = (
+        patch("specgen.engine.model_loading.load_native", load),
+        patch("specgen.pair.loading._needs_process", _no),
+    )
     with loaded, no_process, specgen.load(*names, device="cpu", **options) as pair:
         draft = pair.runners[1]
         if draft is not None:

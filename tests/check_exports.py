@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from specgen.tuning.export import ENGINES, ExportedHead, export
-from specgen.tuning.outcome import Candidate
+from specgen.tune.export import ENGINES, ExportedHead, export
+from specgen.tune.outcome import Candidate
 
 
 class Known(NamedTuple):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from cli_helpers import Lines, parsed, run_main
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
-from specgen.errors import SpecgenError
-from specgen.types import SamplingParams
-from specgen.ui.terminal.comparison import Report, page
+from specgen.view.terminal.comparison import Report, page
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
 CATEGORIES = ["prose", "prose", "code", "code"]

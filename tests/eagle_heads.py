@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specgen.engine.heads.weights import EagleWeights
+from specgen.engine.parts.weights import EagleWeights
 
 HEAD_SIZE, HEADS, KV_HEADS, MLP, EPS, THETA = 12, 4, 2, 40, 1e-3, 500.0  # head sizes that are not width / heads
 TAPS = (0, 1, 2)

@@ -54,7 +54,7 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/early_exit.py",
+        "engine/parts/early_exit.py",
         EARLY_EXIT,
         (
             "early exit: rejected tokens stay in the shared layers",
@@ -63,7 +63,7 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/early_exit.py",
+        "engine/parts/early_exit.py",
         EXIT_RUNS,
         (
             "early exit: the first layers run again for the verifier",
@@ -87,7 +87,7 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "training/batched_generation.py",
+        "train/batched_generation.py",
         BATCH,
         ("a batch's new tokens are at positions off by one", "self._positions[:, -1:] + 1)", "self._positions[:, -1:] + 2)"),
         ("a batch's texts see the padding", "self._visible = columns >= padding", "self._visible = columns >= 0 * padding"),

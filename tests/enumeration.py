@@ -15,15 +15,15 @@ import torch
 from scripted_models import TableRunner, scripted_run
 from statistics_checks import Distribution, output_distribution
 
-from specgen import factory
-from specgen.cost_model.pearl_window import Window
+from specgen.base.settings import Settings
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
+from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.parallel import Parallel
-from specgen.engine.tokenizer import Tokenizer
-from specgen.setting_parsing import Settings
-from specgen.types import Context, Draft, SamplingParams
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.methods import factory
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32

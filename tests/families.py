@@ -35,13 +35,13 @@ from transformers import (
     Starcoder2Config,
 )
 
-from specgen.engine.exit_files import Description, Exit
 from specgen.engine.exit_parts import Predictor
 from specgen.engine.model import ExitLayers, Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.transformers_backend.transformers_model import TransformersModel
+from specgen.engine.parts.exit_files import Description, Exit
+from specgen.engine.transformers.transformers_model import TransformersModel
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2

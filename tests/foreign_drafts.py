@@ -28,10 +28,10 @@ from specgen import demo
 from specgen.demo.corpus.documents import sample
 from specgen.demo.recipe.hyperparameters import BUNDLED
 from specgen.demo.recipe.train import train
-from specgen.engine.translation import Translation
-from specgen.training.corpus import demo_corpus
-from specgen.training.distillation import distill
-from specgen.training.training_task import Recipe, TrainingObserver, TrainingTask
+from specgen.engine.text.translation import Translation
+from specgen.train.corpus import demo_corpus
+from specgen.train.distillation import distill
+from specgen.train.training_task import Recipe, TrainingObserver, TrainingTask
 
 NAMES = ("permuted", "merges", "sentencepiece", "independent")
 SEED = 7_000_000  # outside the range of the seeds that the demo models and their tokenizer were trained with

@@ -16,9 +16,9 @@ from tuning_helpers import outcome
 
 import specgen
 from specgen.cli.app import main
-from specgen.engine.exit_files import Description, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.tuning import profile as profiles
+from specgen.engine.parts.exit_files import Description, save_exit
+from specgen.tune import profile as profiles
 
 
 @dataclass(frozen=True)

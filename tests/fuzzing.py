@@ -115,7 +115,7 @@ def _in_folder(case: Case) -> Iterator[list[str]]:
     with ExitStack() as opened:
         opened.enter_context(mock.patch.dict(os.environ, _environment(case), clear=True))
         opened.enter_context(mock.patch("specgen.workers.process.is_possible", return_value=False))
-        opened.enter_context(mock.patch("specgen.loading.is_possible", return_value=False))
+        opened.enter_context(mock.patch("specgen.pair.loading.is_possible", return_value=False))
         opened.enter_context(mock.patch("specgen.cli.tune_run.LEAST_BUDGET", 0.1))
         try:
             os.chdir(folder)

@@ -16,6 +16,7 @@ import torch
 from scripted_models import scripted_run
 from static_checks import Recording
 
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.run import Run
 from specgen.decoding.verifiers import make_verdict
@@ -32,7 +33,6 @@ from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
 from specgen.engine.native.tensor_names import layer_tensors
-from specgen.types import Context, Draft, SamplingParams, Verdict
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 LLAMA_8B = _LLAMA | {

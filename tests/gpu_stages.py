@@ -22,6 +22,7 @@ from gpu_models import capture_memory, decode, static_pass
 from gpu_passes import attention, capture_equality, eager, products, profile, replay, steps, streams, sync
 from safetensors.torch import save_file
 
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.decoding.policies import Fixed
@@ -30,7 +31,6 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import read_architecture
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, layer_tensors
-from specgen.types import Context, SamplingParams
 
 ACCEPTANCE = 0.8
 METHODS: dict[str, dict[str, object]] = {
@@ -130,8 +130,8 @@ def speedup(bench: Bench) -> None:
 def _parallel_costs(bench: Bench, target: ModelRunner, worker: Any) -> Any:
     """PEARL's measurement of its window."""
     from specgen.decoding.components import Components
-    from specgen.methods import METHODS as ALL
-    from specgen.methods import resolve
+    from specgen.methods.table import METHODS as ALL
+    from specgen.methods.table import resolve
 
     components = Components(target, worker.runner, SamplingParams(), frozenset(), target.vocab_size, 0)
     drafter = worker.drafter(resolve(ALL["pearl"], {}), components, 64)

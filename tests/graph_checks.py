@@ -13,13 +13,13 @@ import pytest
 import torch
 from static_checks import RecordedGraphs, random_model, random_tokens
 
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed
 from specgen.engine.model_runner import DraftRunner, ModelRunner
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.types import Context, Draft, SamplingParams
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)

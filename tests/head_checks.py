@@ -9,10 +9,10 @@ import pytest
 import torch
 from head_layouts import LAYOUTS, Config, Tensors, sizes_of
 
-from specgen.engine.heads.head_files import load_head
-from specgen.engine.heads.weights import EagleWeights, GlideWeights, MedusaWeights
+from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import SpecgenError
+from specgen.engine.parts.head_files import load_head
+from specgen.engine.parts.weights import EagleWeights, GlideWeights, MedusaWeights
 
 LAYERS = 8
 

@@ -11,7 +11,7 @@ GLIDE = Selection("test_glide_runner.py", "any_order or context_of_one")
 
 HEAD_MUTANTS = [
     *mutants(
-        "engine/heads/eagle_runner.py",
+        "engine/parts/eagle_runner.py",
         EAGLE,
         ("EAGLE: feature i is paired with token i", "first, Context(ids[1:] or ids)", "first, Context(ids[:-1] or ids)"),
         (
@@ -45,13 +45,13 @@ HEAD_MUTANTS = [
         ),
     ),
     *mutants(
-        "training/eagle_objective.py",
+        "train/eagle_objective.py",
         EAGLE_TRAINING,
         ("EAGLE: positions of drafted tokens in training", "at = batch.positions + depth", "at = batch.positions"),
         ("EAGLE: tokens of the training-time test not shifted", "embeddings[:, 1 + depth :]", "embeddings[:, depth:]"),
     ),
     *mutants(
-        "engine/heads/medusa_runner.py",
+        "engine/parts/medusa_runner.py",
         MEDUSA,
         (
             "Medusa: a chain's row is the next head's",
@@ -79,7 +79,7 @@ HEAD_MUTANTS = [
         ("Medusa: impossible tokens are candidates", "in likely if value > -math.inf]", "in likely if True]"),
     ),
     *mutants(
-        "engine/heads/glide_runner.py",
+        "engine/parts/glide_runner.py",
         GLIDE,
         ("GliDe: one key of the target too many", "visible_to_chain(first - 1,", "visible_to_chain(first,"),
         ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),

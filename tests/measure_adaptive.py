@@ -26,15 +26,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specgen
-from specgen import methods
+from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policies import POLICIES
-from specgen.pair import Pair
-from specgen.traces.summary import Summary
-from specgen.tuning.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
-from specgen.tuning.simulation import PairMeasurements, simulate
-from specgen.types import SamplingParams
+from specgen.methods import table as methods
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
+from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
+from specgen.tune.simulation import PairMeasurements, simulate
 
 METHODS = {"model": "sd", "near": "sd", "unrelated": "sd", "exit": "eesd-fixed", "lookup": "lookup"}
 POLICY = "adaptive"

@@ -28,17 +28,18 @@ from typing import Any, cast
 import torch
 
 import specgen
-from specgen import factory, methods
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.components import Components
 from specgen.decoding.run import Clock
-from specgen.engine.exit_files import load_exit
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.training.predictor_training import CALIBRATION_BINS, measure
-from specgen.tuning.simulated_runs import MemoisedRunner, RecordedPredictor
-from specgen.types import Context, Round, SamplingParams
+from specgen.engine.parts.exit_files import load_exit
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.pair.pair import Pair
+from specgen.train.predictor_training import CALIBRATION_BINS, measure
+from specgen.tune.simulated_runs import MemoisedRunner, RecordedPredictor
 
 ROWS = [
     ("Table 4", "eesd-beta"),

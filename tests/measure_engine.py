@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 import specgen
 from specgen.engine.timing import time_passes
-from specgen.tuning.outcome import counted
+from specgen.tune.outcome import counted
 
 WIDTHS = (1, 4, 8)
 CONTEXTS = (128, 1024)

@@ -16,13 +16,13 @@ import torch
 from training_helpers import opened
 
 from specgen import demo
+from specgen.base.types import Context
 from specgen.compare.prompts import load_prompts
-from specgen.engine.early_exit import EarlyExit
-from specgen.engine.exit_files import load_exit
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.training.batched_generation import continuations
-from specgen.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts.exit_files import load_exit
+from specgen.train.batched_generation import continuations
 
 
 def answers(target: LoadedModel, prompts: Path | None, new_tokens: int) -> dict[str, list[tuple[list[int], int]]]:

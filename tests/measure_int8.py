@@ -13,10 +13,10 @@ from statistics import median
 import torch
 
 import specgen
+from specgen.base.types import SamplingParams
 from specgen.compare.prompts import load_prompts
 from specgen.engine.timing import time_passes
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.pair.pair import Pair
 
 
 def tokens_per_second(pair: Pair, prompt: str, k: int, tokens: int) -> tuple[float, int, int]:

@@ -18,10 +18,10 @@ import torch
 from benchmark import examples
 
 import specgen
-from specgen.energy import energy_meter_for
-from specgen.traces.summary import Summary
-from specgen.tuning.outcome import counted
-from specgen.types import Context, SamplingParams
+from specgen.base.energy import energy_meter_for
+from specgen.base.types import Context, SamplingParams
+from specgen.pair.figures import Summary
+from specgen.tune.outcome import counted
 
 PAPER = SamplingParams(temperature=1.0, top_k=20, top_p=0.9)
 

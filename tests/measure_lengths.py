@@ -16,11 +16,11 @@ import torch
 from benchmark import examples
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.errors import SpecgenError
-from specgen.traces.summary import Summary
-from specgen.tuning.outcome import counted
-from specgen.types import SamplingParams
+from specgen.pair.figures import Summary
+from specgen.tune.outcome import counted
 
 PLAIN = "ar"
 METHODS = "sd:k=5,heuristic,svip"

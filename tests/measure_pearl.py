@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 
 import specgen
+from specgen.base.types import Round, SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.cost_model.pearl_window import ParallelCosts
+from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.parallel import Parallel
-from specgen.traces.summary import Summary
-from specgen.types import Round, SamplingParams
+from specgen.pair.figures import Summary
 
 PLAIN, AUTO = "ar", "pearl"
 SEQUENTIAL = ("sd:k=5", "svip")

@@ -26,15 +26,15 @@ from time import perf_counter
 from typing import Any
 
 import specgen
-from specgen import methods
+from specgen.base.types import Context, SamplingParams
 from specgen.compare.prompts import load_prompts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.adaptive import Adaptive
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.suffix_index import SuffixIndex
-from specgen.pair import Pair
-from specgen.tuning.recorded_drafts import ReferenceOutput, record_reference
-from specgen.tuning.simulation import PairMeasurements, simulate
-from specgen.types import Context, SamplingParams
+from specgen.methods import table as methods
+from specgen.pair.pair import Pair
+from specgen.tune.recorded_drafts import ReferenceOutput, record_reference
+from specgen.tune.simulation import PairMeasurements, simulate
 
 METHODS = "lookup lookup:k=10 suffix suffix:k=32:factor=1:min_prob=0.1"
 CORPUS = ("classes.py", "classics.txt", "conversations.py", "documents.py", "exercises.py", "standard_library.py")

@@ -21,7 +21,7 @@ import torch
 from training_helpers import opened
 
 from specgen import demo
-from specgen.training.corpus import ALL_PARTS, Corpus, demo_corpus
+from specgen.train.corpus import ALL_PARTS, Corpus, demo_corpus
 
 SEQUENCES, TRAINING_LENGTH = 16, 256
 
@@ -31,9 +31,9 @@ def corpus_of(target: Any) -> Corpus:
 
 
 def exit_layer(batches: int, backend: str) -> dict[str, float]:
-    from specgen.training.exit_training import ExitTraining
-    from specgen.training.training_loop import TrainingBatches
-    from specgen.training.training_task import Recipe
+    from specgen.train.exit_training import ExitTraining
+    from specgen.train.training_loop import TrainingBatches
+    from specgen.train.training_task import Recipe
 
     target = opened(demo.folder("target"), backend)
     recipe = Recipe(steps=1000, batch_size=SEQUENCES, training_length=TRAINING_LENGTH)
@@ -44,9 +44,9 @@ def exit_layer(batches: int, backend: str) -> dict[str, float]:
 
 
 def text(_: int, backend: str) -> dict[str, float]:
-    from specgen.training.batched_generation import continuations
-    from specgen.training.generated_text import top1_and_hidden_states
-    from specgen.training.text_generation import corpus_prompts
+    from specgen.train.batched_generation import continuations
+    from specgen.train.generated_text import top1_and_hidden_states
+    from specgen.train.text_generation import corpus_prompts
 
     target = opened(demo.folder("target"), backend)
     prompts = corpus_prompts(corpus_of(target), [ALL_PARTS] * 64, TRAINING_LENGTH, 0)

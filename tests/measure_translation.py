@@ -26,13 +26,13 @@ from training_helpers import Recorder
 
 import specgen
 from specgen import demo
-from specgen.errors import SpecgenError
-from specgen.traces.summary import Summary
-from specgen.training.corpus import Part
-from specgen.training.generated_text import GeneratedText
-from specgen.training.training_task import TrainingProgress
-from specgen.training.translated_text import overlap_shares
-from specgen.types import SamplingParams
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
+from specgen.pair.figures import Summary
+from specgen.train.corpus import Part
+from specgen.train.generated_text import GeneratedText
+from specgen.train.training_task import TrainingProgress
+from specgen.train.translated_text import overlap_shares
 
 METHODS = "sd,svip,adaptive,pearl,sd:translation=text"
 BUNDLED = "bundled"

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from statistics import median
 
 import specgen
+from specgen.base.settings import written
+from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
-from specgen.pair import Pair
-from specgen.setting_parsing import written
-from specgen.tuning.candidates import SEARCHED, SIMULATED, grid, trees
-from specgen.tuning.outcome import TuningOutcome
-from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.simulation import simulate
-from specgen.tuning.tuner import choose_method, measure_pair
-from specgen.types import SamplingParams
+from specgen.pair.pair import Pair
+from specgen.tune.candidates import SEARCHED, SIMULATED, grid, trees
+from specgen.tune.outcome import TuningOutcome
+from specgen.tune.request import Deadline, TuningRequest
+from specgen.tune.simulated_runs import SimulatedRuns
+from specgen.tune.simulation import simulate
+from specgen.tune.tuner import choose_method, measure_pair
 
 HELD_OUT = ("news", "chat")
 METHODS = [name for name in (*SIMULATED, *SEARCHED) if name != "ar"]

@@ -97,7 +97,7 @@ REJECTION_SAMPLING = [
         ),
     ),
     *mutants(
-        "factory.py",
+        "methods/factory.py",
         UNIFORMS,
         (
             "draft and verifier share a seed",

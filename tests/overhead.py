@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from specgen import factory, methods
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.components import Components
 from specgen.decoding.run import Clock, Run
 from specgen.engine.forward_pass import Cache, ForwardFunction, ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
-from specgen.types import Context, SamplingParams
+from specgen.methods import factory
+from specgen.methods import table as methods
 
 PARTS = ("runners", "drafter", "policy", "verifier", "rest")  # rest: commit, clock and the timing of the other parts
 METHODS = {"ar": "ar", "sd": "sd", "svip": "svip", "eesd-beta": "beta-ts", "lookup": "lookup"}  # EESD's policy, any draft model

@@ -10,15 +10,15 @@ from tempfile import TemporaryDirectory
 from rich.text import Text
 
 import specgen
+from specgen.pair.figures import Summary
 from specgen.traces.statistics import TraceStatistics
-from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import read_trace
-from specgen.ui.recorded_methods import RecordedMethod
-from specgen.ui.svg_export import BACKGROUNDS, recorder
-from specgen.ui.terminal import trace_report
-from specgen.ui.terminal.answer_stream import AnswerText, AnswerView
-from specgen.ui.terminal.footer import footer
-from specgen.ui.terminal.rounds import RoundsView
+from specgen.view.recorded_methods import RecordedMethod
+from specgen.view.svg_export import BACKGROUNDS, recorder
+from specgen.view.terminal import trace_report
+from specgen.view.terminal.answer_stream import AnswerText, AnswerView
+from specgen.view.terminal.footer import footer
+from specgen.view.terminal.rounds import RoundsView
 
 WIDTH = 100  # columns
 FOLDER = Path(__file__).parent.parent / ".github"

@@ -142,12 +142,12 @@ ADAPTIVE_POLICY = [
         ("the prior of greedy decoding for sampling", "share = min(temperature, 1.0)", "share = 0.0"),
     ),
     *mutants(
-        "cost_model/drafting_costs.py",
+        "decoding/costs/drafting_costs.py",
         ADAPTIVE,
         ("costs: only the next token counts on a step up", "range(1, _STAGES + 1)", "range(1, 2)"),
     ),
     *mutants(
-        "drafting_knowledge.py",
+        "pair/drafting_knowledge.py",
         SHARED,
         ("adaptive: seeded runs share what they learn", "if sampling.greedy or sampling.seed is None:", "if True:"),
     ),

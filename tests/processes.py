@@ -46,7 +46,7 @@ _FORKSERVER.set_forkserver_preload(
     [
         "specgen.cli.generate",
         "specgen.cli.compare",
-        "specgen.loading",
+        "specgen.pair.loading",
         "specgen.engine.native.loading",
         "specgen.workers.worker_loop",
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from processes import _FORKSERVER, Forked
 
-from specgen.types import SamplingParams
+from specgen.base.types import SamplingParams
 
 SIZE = 2
 
@@ -52,7 +52,7 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
     import torch
 
     import specgen
-    from specgen import heartbeat
+    from specgen.base import heartbeat
 
     torch.set_num_threads(1)
     if "TEST_SILENCE" in environment:
@@ -77,7 +77,7 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
 
 def _run_out_of_memory(passes: int) -> None:
     """Lets this process fail at a forward pass after some of them, as torch does where memory is short."""
-    from specgen.engine.tensor_parallel.sharded_model import ShardedLayer
+    from specgen.engine.spread.sharded_model import ShardedLayer
 
     left, run = iter(range(passes)), ShardedLayer.__call__
 

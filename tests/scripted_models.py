@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from specgen import factory, methods
-from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.adaptive import AUTO, AdaptiveInputs
 from specgen.decoding.components import Components
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.tokenizer import Tokenizer
-from specgen.method import Method
-from specgen.types import Context, Round, SamplingParams
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.methods.method import Method
 from specgen.workers.thread_worker import ThreadWorker
 
 VOCAB = 6

@@ -19,8 +19,8 @@ from processes import ForkedWorker
 
 import specgen
 from specgen.demo.recipe.tokenizer import train_tokenizer
-from specgen.drafting_knowledge import DraftingKnowledge
-from specgen.pair import Pair
+from specgen.pair.drafting_knowledge import DraftingKnowledge
+from specgen.pair.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 
@@ -103,8 +103,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits EESD's predictor in few and small steps, for tests of what is around it."""
-    monkeypatch.setattr("specgen.training.predictor_training.STEPS", 30)
-    monkeypatch.setattr("specgen.training.predictor_training.BATCH", 512)
+    monkeypatch.setattr("specgen.train.predictor_training.STEPS", 30)
+    monkeypatch.setattr("specgen.train.predictor_training.BATCH", 512)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import torch
 from native_configs import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specgen.base.types import Context
 from specgen.engine.native.architecture import read_architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer
@@ -19,7 +20,6 @@ from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.tensor_names import layer_tensors
-from specgen.types import Context
 
 LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -14,12 +14,12 @@ from comparisons import Compare
 from measure_pearl import PassLog, allowed_seconds, measure, sweep, table
 from traces import Line, round_line, start_line, summary_line, write
 
+from specgen.base.types import Draft, Mode, Round, SamplingParams, Verdict
 from specgen.compare.prompts import Prompt
-from specgen.cost_model.pearl_window import ParallelCosts
-from specgen.pair import Pair
-from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
-from specgen.traces.summary import Summary
-from specgen.types import Draft, Mode, Round, SamplingParams, Verdict
+from specgen.decoding.costs.pearl_window import ParallelCosts
+from specgen.pair.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
 
 
 def round_of(accepted: int, *, rejects: bool = False, index: int = 1, mode: Mode = "post-verify") -> Round:

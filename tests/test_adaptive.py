@@ -8,10 +8,10 @@ from itertools import cycle, islice
 
 import pytest
 
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.learned_drafting import OPTION, Learned
 from specgen.decoding.length_policy import DraftedToken
 

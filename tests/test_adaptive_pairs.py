@@ -11,11 +11,11 @@ from families import make_model, near_copy, plain, prompt, save
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
-from specgen import drafting_knowledge
-from specgen.cost_model.cost_check import CostCheck
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.base.types import SamplingParams
+from specgen.decoding.costs.cost_check import CostCheck
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.pair import drafting_knowledge
+from specgen.pair.pair import Pair
 
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
 GREEDY = SamplingParams(max_new_tokens=30, ignore_eos=True)

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from scripted_models import TableRunner, scripted_run
 
-from specgen import drafting_knowledge
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafting_guard import LONGEST_PAUSE
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.sequential import Checked
-from specgen.pair import Pair
-from specgen.tuning.simulation import SimulatedClock, SimulatedDrafter
-from specgen.types import Context, Draft, SamplingParams
+from specgen.pair import drafting_knowledge
+from specgen.pair.pair import Pair
+from specgen.tune.simulation import SimulatedClock, SimulatedDrafter
 
 PROMPT = [5, 9, 7, 3]
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}

@@ -12,18 +12,18 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from tuning_helpers import GREEDY as GREEDY_SAMPLING
 from tuning_helpers import PROMPTS, PairOf
 
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.pearl_window import Window
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.pearl_window import Window
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.parallel import Parallel
-from specgen.methods import METHODS, available_policies
-from specgen.traces.summary import Summary
-from specgen.tuning.recorded_drafts import Recorder, record_reference
-from specgen.tuning.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
-from specgen.types import Round, SamplingParams, TokenStatus
+from specgen.methods.table import METHODS, available_policies
+from specgen.pair.figures import Summary
+from specgen.tune.recorded_drafts import Recorder, record_reference
+from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
 from specgen.workers.thread_worker import ThreadWorker
 
 TOKEN = Learned.prior(DraftingCosts.linear(0.0, 0.0), 0.0).token.prior

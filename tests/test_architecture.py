@@ -14,12 +14,12 @@ from torch.nn.functional import gelu, layer_norm, relu, rms_norm, silu
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, OPTConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.model_shape import NO_LIMIT, of_transformers
 from specgen.engine.native.architecture import Architecture, LayerKind, UnsupportedConfig, read_architecture, read_config
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.fields import IRRELEVANT
 from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, bias_of, layer_tensors
-from specgen.errors import SpecgenError
 
 _BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 _LAYER_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]

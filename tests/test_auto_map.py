@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 import specgen
 from specgen import demo
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.engine import device_map, placement
-from specgen.engine.device_map import model_memory, place
 from specgen.engine.devices import free_memory, pick_draft_device
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
-from specgen.engine.placement import Room
-from specgen.errors import RunError, SpecgenError
-from specgen.tuning.model_facts import model_facts
-from specgen.types import SamplingParams
+from specgen.engine.spread import device_map, placement
+from specgen.engine.spread.device_map import model_memory, place
+from specgen.engine.spread.placement import Room
+from specgen.tune.model_facts import model_facts
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

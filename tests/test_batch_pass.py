@@ -14,7 +14,7 @@ from training_helpers import opened
 
 from specgen.engine.batch_pass import BatchPass, text_pass
 from specgen.engine.model import Model
-from specgen.training.batched_generation import continuations
+from specgen.train.batched_generation import continuations
 
 LENGTHS = (20, 13, 7)  # tokens; the sliding windows of the tests' models have 12
 LENGTH = max(LENGTHS)

@@ -11,15 +11,15 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import cape
 from specgen.decoding.cape import CapeDrafter, further_candidates
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.policies import Fixed, Heuristic
 from specgen.decoding.verifiers import RejectionSampling
-from specgen.errors import SpecgenError
-from specgen.types import Context, Draft, SamplingParams, Verdict
+from specgen.methods import table as methods
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.9, top_k=4)
 

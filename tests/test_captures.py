@@ -13,6 +13,7 @@ from captured_pairs import captured_pair
 from graph_checks import GREEDY, draft_setup, graphs_on, nothing_falls_back  # noqa: F401
 from static_checks import random_model, random_tokens
 
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig
@@ -24,8 +25,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.timing import time_passes
-from specgen.pair import Pair
-from specgen.types import Context, Round, SamplingParams
+from specgen.pair.pair import Pair
 
 METHODS = [
     "sd:k=7",

@@ -19,11 +19,12 @@ from cli_helpers import SUMMARY
 from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 
-from specgen import factory, methods
+from specgen.base.errors import RunError
+from specgen.base.types import Draft, Verdict
 from specgen.decoding.verifiers import GreedyVerifier
-from specgen.errors import RunError
-from specgen.types import Draft, Verdict
-from specgen.ui.recorded_methods import LOSSY
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.view.recorded_methods import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
 FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}

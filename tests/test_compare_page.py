@@ -31,7 +31,7 @@ def page(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def _broken(*_: object) -> None:
-    from specgen.errors import RunError
+    from specgen.base.errors import RunError
 
     raise RunError("the <index> is gone", "Make it anew")
 

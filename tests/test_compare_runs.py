@@ -20,8 +20,8 @@ from processes import Forked
 from translated_pairs import permuted
 
 from specgen import demo
+from specgen.base.energy import Energy
 from specgen.compare import runner
-from specgen.energy import Energy
 
 
 def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Compare, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp
 
 
 def test_settings_that_are_auto_are_measured_before_the_runs(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.preparation.SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr("specgen.pair.preparation.SEARCH_SECONDS", 0.0)
     code, out, _ = compare("-m", "selfsd", "-n", "12", "--limit", "1", "--repeats", "1", "--json")
     assert code == 0
     assert [line["error"] for line in parsed(out)] == [None] * 2

@@ -11,6 +11,7 @@ import pytest
 from comparisons import report_of, results_of, run, shown, usual
 from rich.console import Console
 
+from specgen.base.types import Draft, Round, Verdict
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.ranking import ranked
@@ -18,13 +19,12 @@ from specgen.compare.results import MethodResult, Prediction, method_results
 from specgen.compare.runner import BenchmarkStep
 from specgen.compare.verdict import Difference
 from specgen.traces.trace_reader import TracedRound, TracedRun
-from specgen.types import Draft, Round, Verdict
-from specgen.ui import theme
-from specgen.ui.html import compare_page
-from specgen.ui.recorded_methods import LOSSY
-from specgen.ui.terminal.comparison import headed_table, page
-from specgen.ui.terminal.comparison_table import phases_table, speed_table
-from specgen.ui.terminal.live_table import duration, live_lines, live_table, progress_line
+from specgen.view import theme
+from specgen.view.html import compare_page
+from specgen.view.recorded_methods import LOSSY
+from specgen.view.terminal.comparison import headed_table, page
+from specgen.view.terminal.comparison_table import phases_table, speed_table
+from specgen.view.terminal.live_table import duration, live_lines, live_table, progress_line
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])

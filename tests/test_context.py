@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import specgen
+from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import NO_NODES
-from specgen.pair import Pair
-from specgen.types import Context, SamplingParams
+from specgen.pair.pair import Pair
 
 LIMIT = 24
 SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)

@@ -13,15 +13,17 @@ import pytest
 from timed_models import SlowDrafter, SlowTarget
 
 import specgen
-from specgen import demo, measurement_cache, preparation
+from specgen import demo
+from specgen.base import measurement_cache
+from specgen.base.paths import cache_folder
+from specgen.base.types import Context, SamplingParams
 from specgen.cli.output_writers import _window
-from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.cost_model.speedup import eesd_speedup
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.speedup import eesd_speedup
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.paths import cache_folder
-from specgen.tuning.pair_inspection import measure_parallel
-from specgen.types import Context, SamplingParams
+from specgen.pair import preparation
+from specgen.tune.pair_inspection import measure_parallel
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     costs = plan.info.costs
     assert costs is not None
     assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
-    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
     for known in ({}, demo_pair._pearl_costs._known):  # from the file, from memory
         monkeypatch.setattr(demo_pair._pearl_costs, "_known", known)
         demo_pair.prepare("def f(x):", "pearl", sampling)
@@ -170,7 +172,7 @@ def test_inspect_announces_the_window_that_a_run_uses(
     """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
-    monkeypatch.setattr("specgen.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
+    monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
     prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
     demo_pair.prepare(prompt, "pearl", sampling)
     announced = measure_parallel(demo_pair, lambda _: None)

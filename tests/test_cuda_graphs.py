@@ -28,6 +28,7 @@ from graph_checks import (  # noqa: F401
 from static_checks import random_calls, random_model, random_tokens
 
 import specgen
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.policies import Fixed
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import cuda_graphs
@@ -35,8 +36,7 @@ from specgen.engine.native.cuda_graphs import CudaGraphs
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import WIDTHS, Capturing, use_cuda_graphs, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
-from specgen.pair import Pair
-from specgen.types import Context, SamplingParams
+from specgen.pair.pair import Pair
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)

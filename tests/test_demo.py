@@ -19,13 +19,13 @@ import pytest
 import torch
 import yaml
 
+from specgen.base.errors import SpecgenError
 from specgen.demo import ROLES, folder
 from specgen.demo.corpus import standard_library
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.corpus.exercises import exercise, module
 from specgen.demo.corpus.standard_library import library_function
 from specgen.demo.recipe.tokenizer import load_tokenizer, train_tokenizer
-from specgen.errors import SpecgenError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples.yaml"
 

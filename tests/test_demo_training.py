@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from specgen.base.errors import SpecgenError
 from specgen.demo.corpus.documents import DOMAIN_SHARES
 from specgen.demo.recipe.__main__ import main
 from specgen.demo.recipe.hyperparameters import Recipe, Shape, learning_rate_factor
 from specgen.demo.recipe.token_stream import TokenStream
 from specgen.demo.recipe.tokenizer import load_tokenizer
 from specgen.demo.recipe.train import Progress, pick_matmul_dtype, train
-from specgen.errors import SpecgenError
 
 TINY = Recipe(Shape(hidden_size=32, layers=1, heads=2), learning_rate=0.02, steps=16, batch_size=4, training_length=48)
 

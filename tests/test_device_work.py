@@ -20,6 +20,8 @@ from static_checks import random_model, random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specgen
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.draft_chain import DeviceNumbers, DraftChain
 from specgen.decoding.run import Clock
@@ -32,10 +34,8 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import weight_files
 from specgen.engine.native.masks import ChainMasks
 from specgen.engine.native.weight_files import WeightFiles
-from specgen.errors import RunError
-from specgen.traces.summary import Summary
-from specgen.types import Context, Draft, Round, SamplingParams, Verdict
-from specgen.ui.terminal.footer import footer
+from specgen.pair.figures import Summary
+from specgen.view.terminal.footer import footer
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

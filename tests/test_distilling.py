@@ -15,11 +15,11 @@ from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_c
 
 import specgen
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.training.corpus import CYCLE, Part
-from specgen.training.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill
-from specgen.training.divergence import TOP_K, divergence
-from specgen.training.generated_text import (
+from specgen.engine.transformers.reference import transformers_module
+from specgen.train.corpus import CYCLE, Part
+from specgen.train.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill
+from specgen.train.divergence import TOP_K, divergence
+from specgen.train.generated_text import (
     GeneratedText,
     generate_texts,
     load_batches,
@@ -27,10 +27,10 @@ from specgen.training.generated_text import (
     save_batch,
     top_k_log_probs,
 )
-from specgen.training.packing import IGNORED
-from specgen.training.text_generation import Purpose, TextGeneration
-from specgen.training.training_loop import greedy_agreement
-from specgen.training.training_task import TrainingStopped, TrainingTask
+from specgen.train.packing import IGNORED
+from specgen.train.text_generation import Purpose, TextGeneration
+from specgen.train.training_loop import greedy_agreement
+from specgen.train.training_task import TrainingStopped, TrainingTask
 
 ONLY_TAUGHT = replace(TINY, generated_share=1.0)
 
@@ -121,8 +121,8 @@ def test_gradients_do_not_depend_on_the_piece_size(
     texts, read = corpus_of(corpus, target), read_texts(target, [[5, 9, 7, 3, 8], [4, 4, 6]])
     results = []
     for logits in (5 * 96, 1 << 18):
-        monkeypatch.setattr("specgen.training.distillation._CPU_LOGITS", logits)
-        monkeypatch.setattr("specgen.training.distillation._MIN_PIECE", 1)
+        monkeypatch.setattr("specgen.train.distillation._CPU_LOGITS", logits)
+        monkeypatch.setattr("specgen.train.distillation._MIN_PIECE", 1)
         training = DraftTraining(opened(folders[1]), DistillationBatches(texts, read, TINY))
         batch = training.batches.batch(0)
         labelled = int((batch.labels != IGNORED).sum())
@@ -139,7 +139,7 @@ def test_distillation_raises_greedy_agreement(
 ) -> None:
     target, draft = opened(folders[0], backend), opened(folders[1], "transformers")
     if backend == "native":  # the target runs natively, and its weights are not loaded a second time
-        monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)
     fingerprint = weights_fingerprint(folders[1])
     observer = Recorder()
     recipe = replace(ONLY_TAUGHT, steps=150, learning_rate=3e-3, batch_size=8)
@@ -165,7 +165,7 @@ def test_the_figures_are_those_of_the_saved_weights(
         measured[:] = [(text.ids, logits_of(text.ids)) for text in texts]
         return greedy_agreement(logits_of, texts)
 
-    monkeypatch.setattr("specgen.training.distillation.greedy_agreement", recording)
+    monkeypatch.setattr("specgen.train.distillation.greedy_agreement", recording)
     target, draft = opened(folders[0]), opened(folders[1], "transformers")
     task = TrainingTask(tmp_path, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(corpus, target))
     distill(target, draft, task, Recorder(), torch.bfloat16)
@@ -201,7 +201,7 @@ def test_the_command_distils_a_draft(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)  # no model is loaded twice
+    monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)  # no model is loaded twice
     own = {path: path.read_bytes() for folder in folders for path in folder.iterdir()}
     line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json", "--backend", "native")).stdout)
     assert line["type"] == "train"
@@ -218,7 +218,7 @@ def test_only_a_draft_that_agrees_more_is_recommended(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, recommended: bool
 ) -> None:
     shares = iter([{"greedy": 0.9, "sampled": 0.5}, {"greedy": after, "sampled": 0.6}])
-    monkeypatch.setattr("specgen.training.distillation.greedy_agreement", lambda *_: next(shares))
+    monkeypatch.setattr("specgen.train.distillation.greedy_agreement", lambda *_: next(shares))
     result = trained(command(folders, corpus, tmp_path / "out", "--steps", "1"))
     assert f"{after:.1%} of the greedy tokens (before: 90.0%)" in result.stderr
     assert (f"Use it: --draft {tmp_path / 'out'}" in result.stderr) == recommended

@@ -16,10 +16,10 @@ from scripted_models import PROMPT, TableRunner, scripted_run
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, Distribution, first_tokens, output_distribution, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specgen import methods
+from specgen.base.types import Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops, verifiers
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.types import Draft, SamplingParams, Verdict
+from specgen.methods import table as methods
 from specgen.workers.thread_worker import ThreadWorker
 
 RUNS = 400

@@ -18,10 +18,10 @@ from transformers import BertConfig, BertLMHeadModel
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
-from specgen import loading
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.engine import deferred_model
-from specgen.errors import SpecgenError
-from specgen.types import SamplingParams
+from specgen.pair import loading
 from specgen.workers.messages import LoadModel
 from specgen.workers.worker_loop import serve
 

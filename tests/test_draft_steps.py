@@ -27,6 +27,8 @@ from static_checks import HostReads, random_model, random_tokens
 from torch.nn.attention import sdpa_kernel
 
 import specgen
+from specgen.base.errors import RunError
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.bild import BildDrafter
 from specgen.decoding.cape import CapeDrafter
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
@@ -40,9 +42,7 @@ from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.native.static_pass import StaticPass
-from specgen.errors import RunError
-from specgen.pair import Pair
-from specgen.types import Context, SamplingParams
+from specgen.pair.pair import Pair
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

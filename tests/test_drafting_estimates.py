@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
 from specgen.decoding.first_acceptance import LEVELS, PRIOR, FirstAcceptance
 from specgen.decoding.learned_drafting import OPTION, Learned

@@ -13,18 +13,18 @@ from rich.console import Console
 from scripted_models import TableRunner, scripted_run
 from tuning_helpers import outcome
 
-from specgen import drafting_knowledge
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.cli import profile_lookup
-from specgen.cost_model.cost_check import FEWEST_ROUNDS, CostCheck
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, CostCheck
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.sequential import Checked
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.tuning import profile as profiles
-from specgen.types import SamplingParams
+from specgen.pair import drafting_knowledge
+from specgen.pair.pair import Pair
+from specgen.tune import profile as profiles
 
 SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
 PROMPT = [5, 9, 7, 3]

@@ -12,12 +12,12 @@ import torch
 from cli_helpers import run_main
 from families import make_model, save
 
+from specgen.base.types import Context
 from specgen.engine import dtype_choice
 from specgen.engine.dtype_choice import choose_dtype, shortened_model
 from specgen.engine.model_loading import ModelConfig, ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
-from specgen.types import Context
 
 CPU = torch.device("cpu")
 forward = NativeModel.forward

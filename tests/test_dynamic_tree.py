@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from scripted_models import PROMPT, VOCAB, TableRunner
 from static_checks import random_model
 
+from specgen.base.types import Context, Draft
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.decoding.policies import SVIP, Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.types import Context, Draft
 
 Path = tuple[int, ...]
 

@@ -14,14 +14,14 @@ from families import VOCAB, make_model, model_of
 from runner_checks import InterruptAt, path_to, random_path, random_tree
 from static_checks import HostReads
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.heads.eagle_runner import EagleRunner, make_runners
-from specgen.engine.heads.weights import EagleWeights
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
-from specgen.types import Context
+from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
+from specgen.engine.parts.weights import EagleWeights
 
 REDUCED = [*range(3, 40), 41, 77]
 HEADS: dict[str, dict[str, Any]] = {

@@ -12,17 +12,17 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, save
 from training_helpers import TEXTS, TINY, corpus_of, opened, packed
 
-from specgen.engine.heads.eagle_runner import EagleRunner, make_runners
+from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.training import eagle_objective
-from specgen.training.corpus import Part
-from specgen.training.eagle_objective import EagleObjective
-from specgen.training.frozen_target import FrozenTarget
-from specgen.training.generated_text import GeneratedText
-from specgen.training.head_objective import RowLabels
-from specgen.training.head_training import HeadTraining, predictions
-from specgen.training.training_loop import TrainingBatches
-from specgen.types import Context
+from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
+from specgen.train import eagle_objective
+from specgen.train.corpus import Part
+from specgen.train.eagle_objective import EagleObjective
+from specgen.train.frozen_target import FrozenTarget
+from specgen.train.generated_text import GeneratedText
+from specgen.train.head_objective import RowLabels
+from specgen.train.head_training import HeadTraining, predictions
+from specgen.train.training_loop import TrainingBatches
 
 CASES = [("llama", "native"), ("qwen3", "transformers"), ("gemma2", "native")]
 

@@ -14,9 +14,9 @@ from families import BACKENDS, CONTEXT, FAMILIES, exit_of, make_model, plain, pr
 from runner_checks import LAYERED, RUN_BY, four_layers, quick
 
 import specgen
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.base.types import SamplingParams
+from specgen.engine.transformers.reference import transformers_module
+from specgen.pair.pair import Pair
 
 COUNT = 14
 LAYERS = 4  # as many as `four_layers` gives

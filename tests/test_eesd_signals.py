@@ -15,16 +15,17 @@ from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 
 import specgen
-from specgen import factory, methods
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree_drafter import TopKTreeDrafter
-from specgen.engine.early_exit import EarlyExit, ExitAcceptancePredictor
 from specgen.engine.model_runner import ModelOutput
-from specgen.pair import Pair
-from specgen.types import Context, Draft, SamplingParams
+from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.pair.pair import Pair
 
 DEPTH = 4
 PREDICTED = "predicted_acceptance"

@@ -16,14 +16,14 @@ from cli_helpers import parsed, run_main
 from comparisons import Compare
 from runner_checks import every
 
-from specgen import energy
+from specgen.base import energy
+from specgen.base.energy import Energy, EnergyMeter, GpuCounter, RaplZone, energy_meter_for
+from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig
 from specgen.compare.runner import Runner
-from specgen.energy import Energy, EnergyMeter, GpuCounter, RaplZone, energy_meter_for
-from specgen.traces.summary import Summary
-from specgen.types import SamplingParams
+from specgen.pair.figures import Summary
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine

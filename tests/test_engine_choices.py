@@ -14,8 +14,8 @@ from specgen import demo
 from specgen.engine.devices import ThreadChoice
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.native.products import ProductChoice
-from specgen.tuning.pair_inspection import EngineChoices, engine_choices, inspect_files
-from specgen.ui.terminal import pair_report
+from specgen.tune.pair_inspection import EngineChoices, engine_choices, inspect_files
+from specgen.view.terminal import pair_report
 
 CPU = torch.device("cpu")
 

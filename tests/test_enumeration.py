@@ -12,10 +12,10 @@ from enumeration import PROMPT, ROUNDING, InlineWorker, Paths, SmallRunner, exac
 from runner_checks import every
 from scripted_models import scripted_run
 
-from specgen.cost_model.pearl_window import Window
+from specgen.base.types import SamplingParams
 from specgen.decoding import logits_ops
+from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.distributions import Distributions
-from specgen.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from runner_checks import every
 from static_checks import random_calls, random_model, random_tokens
 
 import specgen
-from specgen.engine.early_exit import EarlyExit
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, SamplingParams
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.cuda_graphs import with_attention_of_graphs
 from specgen.engine.native.equal_bits import bucket_of
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.native_model import NativeForward, NativeModel
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.types import Context, SamplingParams
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.pair.pair import Pair
 
 MOST = 40  # drafted tokens
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -266,10 +266,10 @@ def test_buckets_follow_from_the_tokens_index_alone() -> None:
 
 
 def test_torchrun_and_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.environment.launch", lambda: object())
-    monkeypatch.setattr("specgen.engine.tensor_parallel.processes.follow_unless_first", lambda: None)
-    monkeypatch.setattr("specgen.engine.tensor_parallel.processes.device_of_rank", lambda *_: "cuda:0")
-    monkeypatch.setattr("specgen.loading.pick_device", torch.device)
+    monkeypatch.setattr("specgen.base.environment.launch", lambda: object())
+    monkeypatch.setattr("specgen.engine.spread.processes.follow_unless_first", lambda: None)
+    monkeypatch.setattr("specgen.engine.spread.processes.device_of_rank", lambda *_: "cuda:0")
+    monkeypatch.setattr("specgen.pair.loading.pick_device", torch.device)
     with pytest.raises(SpecgenError, match=r"^--exact is for the CPU and for one CUDA device, and torchrun splits the target"):
         specgen.load(exact=True)
 

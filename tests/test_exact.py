@@ -15,12 +15,12 @@ from runner_checks import every
 from static_checks import random_model, random_tokens
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.verdict import judge
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import FAMILIES
-from specgen.errors import SpecgenError
-from specgen.types import Context, SamplingParams
 
 METHODS: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
 SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_exactness_covers_chains_of_specgens_own_methods(written: str, covered: 
 
 
 def test_exactness_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.loading.pick_device", lambda _: torch.device("mps"))
+    monkeypatch.setattr("specgen.pair.loading.pick_device", lambda _: torch.device("mps"))
     with pytest.raises(SpecgenError, match=r"--exact is for the CPU and for one CUDA device, and the target would run on mps"):
         specgen.load(exact=True)
     monkeypatch.undo()

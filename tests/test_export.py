@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from transformers.generation import candidate_generator
 from tuning_helpers import outcome
 
-from specgen.errors import SpecgenError
-from specgen.setting_parsing import Value
-from specgen.tuning.export import ENGINES, LOOKUP_TOKENS, ExportedHead, export
-from specgen.tuning.outcome import Candidate
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Value
+from specgen.tune.export import ENGINES, LOOKUP_TOKENS, ExportedHead, export
+from specgen.tune.outcome import Candidate
 
 TUNED: Any = {found.name: found for found in outcome().methods}
 NAMES = ("org/target", "org/draft")

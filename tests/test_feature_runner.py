@@ -9,10 +9,10 @@ import torch
 from families import BACKENDS, VOCAB, make_model, model_of
 from runner_checks import LAYERED, quick, random_tree
 
-from specgen.engine.heads.feature_runner import FeatureRunner
+from specgen.base.types import Context
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.types import Context
+from specgen.engine.parts.feature_runner import FeatureRunner
 
 
 def expected(module: torch.nn.Module, ids: list[int], taps: tuple[int, ...]) -> torch.Tensor:

@@ -12,13 +12,13 @@ from graph_checks import on_gpu
 from static_checks import HostReads, tensors_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specgen.base.errors import RunError
+from specgen.base.types import Draft, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChooser
 from specgen.decoding.distributions import Distributions
 from specgen.decoding.verifiers import RejectionSampling
 from specgen.engine.forward_pass import ModelOutput
-from specgen.errors import RunError
-from specgen.types import Draft, SamplingParams
 
 CUTS = [{"top_k": 20}, {"top_k": 20, "top_p": 0.7}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 1e-6}, {"temperature": 0.6}]
 VOCABULARY = 500

@@ -21,9 +21,9 @@ from fuzz_commands import Case
 from fuzz_materials import Materials
 from runner_checks import every
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.errors import SpecgenError
-from specgen.ui.theme import flavour
+from specgen.view.theme import flavour
 
 pytestmark = POSIX
 SEED = 1

@@ -15,13 +15,13 @@ from runner_checks import TRACED, InterruptAt, path_to, random_path, random_tree
 from scripted_models import ids_of, scripted_run
 from statistics_checks import output_distribution
 
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import parse_pairs
+from specgen.base.types import Context, SamplingParams
 from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.heads.glide_runner import GlideRunner, make_runners
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
-from specgen.setting_parsing import parse_pairs
-from specgen.types import Context, SamplingParams
+from specgen.engine.parts.glide_runner import GlideRunner, make_runners
 
 
 def runners(reference: GlideReference, backend: str = "native") -> tuple[ModelRunner, GlideRunner]:
@@ -112,7 +112,7 @@ def test_accepted_tokens_are_run_again_only_with_several_layers(layers: int, aft
 
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_leaves_it_usable(step: int) -> None:
-    files = (*TRACED, "engine/heads/glide_runner.py", "engine/native/glide_layers.py")
+    files = (*TRACED, "engine/parts/glide_runner.py", "engine/native/glide_layers.py")
     reference = GlideReference(make_model("llama", num_hidden_layers=2), layers=2)
     model, weights = model_of(reference.target, "native"), reference.weights
     finished, line = False, 0

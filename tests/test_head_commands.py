@@ -17,9 +17,9 @@ from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.pair.pair import Pair
 
 PROMPT = [1, 5, 6, 7, 8, 9]
 LAYOUTS = {"eagle": "eagle3", "other": "eagle1", "medusa": "medusa-v2", "glide": "glide"}

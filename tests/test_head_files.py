@@ -16,11 +16,11 @@ from head_layouts import Tensors, change_head, weights_file, write_head
 from safetensors.torch import load_file, save_file
 from training_helpers import opened
 
-from specgen.engine.heads.head_description import describe_head
-from specgen.engine.heads.head_files import load_head, save_head
-from specgen.engine.heads.weights import GlideWeights, MedusaWeights
+from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import SpecgenError
+from specgen.engine.parts.head_description import describe_head
+from specgen.engine.parts.head_files import load_head, save_head
+from specgen.engine.parts.weights import GlideWeights, MedusaWeights
 
 WIDTH, LAYERS = 32, 8
 

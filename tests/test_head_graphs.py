@@ -27,20 +27,20 @@ from native_configs import sparse
 from scripted_models import scripted_run
 from static_checks import HostReads, RecordedGraphs, random_calls, random_model, random_tokens
 
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
-from specgen.engine.heads import eagle_runner, glide_runner
-from specgen.engine.heads.eagle_runner import EagleRunner
-from specgen.engine.heads.head_runners import HeadRunners
-from specgen.engine.heads.weights import EagleWeights, GlideWeights
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
 from specgen.engine.native.kernels.kernel_set import KernelSet
 from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.native.static_pass import StaticPass
-from specgen.types import Context, SamplingParams
+from specgen.engine.parts import eagle_runner, glide_runner
+from specgen.engine.parts.eagle_runner import EagleRunner
+from specgen.engine.parts.head_runners import HeadRunners
+from specgen.engine.parts.weights import EagleWeights, GlideWeights
 
 _HEADS: dict[str, dict[str, Any]] = {
     "1": {"version": 1, "biases": True, "layers": 2},

@@ -15,8 +15,8 @@ from head_layouts import LAYOUTS, Config, Tensors, change_head, write_head
 from safetensors.torch import load_file
 from training_helpers import opened
 
-from specgen.engine.heads.head_tensors import HeadTensors
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.head_tensors import HeadTensors
 
 WIDTH, LAYERS = 32, 8
 

@@ -15,21 +15,21 @@ from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from torch import nn
 from training_helpers import TEXTS, TINY, Recorder, corpus_of, opened, packed, refused, train_command, trained
 
-from specgen.engine.heads.head_description import HeadDescription, read_head_description
-from specgen.engine.heads.head_files import find_head, load_head
-from specgen.engine.heads.weights import HeadWeights, MedusaWeights
-from specgen.errors import SpecgenError
-from specgen.training.corpus import Part
-from specgen.training.frozen_target import FrozenTarget, TargetStates
-from specgen.training.generated_text import GeneratedText, generate_texts
-from specgen.training.head_agreement import RANKS, HeldOut, held_out
-from specgen.training.head_objective import Objective, Predictions, reachable
-from specgen.training.head_training import HeadTraining, predictions
-from specgen.training.heads import train_head
-from specgen.training.packing import IGNORED, PackedBatch
-from specgen.training.text_generation import Purpose, TextGeneration
-from specgen.training.training_loop import TrainingBatches
-from specgen.training.training_task import Recipe, TrainingStopped, TrainingTask
+from specgen.base.errors import SpecgenError
+from specgen.engine.parts.head_description import HeadDescription, read_head_description
+from specgen.engine.parts.head_files import find_head, load_head
+from specgen.engine.parts.weights import HeadWeights, MedusaWeights
+from specgen.train.corpus import Part
+from specgen.train.frozen_target import FrozenTarget, TargetStates
+from specgen.train.generated_text import GeneratedText, generate_texts
+from specgen.train.head_agreement import RANKS, HeldOut, held_out
+from specgen.train.head_objective import Objective, Predictions, reachable
+from specgen.train.head_training import HeadTraining, predictions
+from specgen.train.heads import train_head
+from specgen.train.packing import IGNORED, PackedBatch
+from specgen.train.text_generation import Purpose, TextGeneration
+from specgen.train.training_loop import TrainingBatches
+from specgen.train.training_task import Recipe, TrainingStopped, TrainingTask
 
 
 class LinearHeads(Objective):
@@ -110,8 +110,8 @@ def test_training_reaches_the_weights_that_gradients_of_the_whole_loss_give(
     training = HeadTraining(whole, frozen, batches)
     (training.losses(predicted.outputs, *labels)[0] / (batch.labels != IGNORED).sum()).backward()
     expected = whole.module.weight.grad
-    monkeypatch.setattr("specgen.training.head_training._CPU_ROWS", 5)
-    monkeypatch.setattr("specgen.training.training_loop.MAX_LOGITS", target.model.vocab_size)
+    monkeypatch.setattr("specgen.train.head_training._CPU_ROWS", 5)
+    monkeypatch.setattr("specgen.train.training_loop.MAX_LOGITS", target.model.vocab_size)
     objective = LinearHeads(frozen, [], 0)
     training, found = HeadTraining(objective, frozen, batches), []
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda _, __: found.append(objective.module.weight.grad.clone()))
@@ -203,7 +203,7 @@ def test_training_lowers_the_loss_and_the_saved_head_is_the_measured_one(
         texts.extend(held_out_texts)
         return held_out(objective, target, held_out_texts)
 
-    monkeypatch.setattr("specgen.training.heads.held_out", recording)
+    monkeypatch.setattr("specgen.train.heads.held_out", recording)
     observer = Recorder()
     described = train(folder, tmp_path, corpus, observer, replace(TINY, steps=60, learning_rate=1e-2))
     assert observer.progress[-1].loss < observer.progress[0].loss - 0.1
@@ -222,7 +222,7 @@ def test_the_command_trains_a_head_where_it_is_found(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    monkeypatch.setattr("specgen.training.heads.objective_of", lambda _: LinearHeads)
+    monkeypatch.setattr("specgen.train.heads.objective_of", lambda _: LinearHeads)
     result = trained(train_command("medusa", corpus, None, "-t", str(folder), "--steps", "2", "--json"))
     line = json.loads(result.stdout)
     assert (line["type"], line["kind"], line["figures"]["steps"]) == ("train", "medusa", 2)
@@ -274,6 +274,6 @@ def test_a_head_learns_from_all_prompts_and_documents_that_are_not_held_out(
             super().__init__(*arguments)
             parts.append(arguments[3])
 
-    monkeypatch.setattr("specgen.training.heads.TrainingBatches", Recorded)
+    monkeypatch.setattr("specgen.train.heads.TrainingBatches", Recorded)
     train(folder, tmp_path / "out", corpus, Recorder(), replace(TINY, steps=1))
     assert set(parts[0]) == {Part.TRAIN, Part.PREDICTOR}

@@ -18,10 +18,10 @@ from runner_checks import every
 from scripted_models import scripted_run
 from static_checks import HostReads, RecordedGraphs, random_model, random_tokens
 
+from specgen.base.types import SamplingParams
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.types import SamplingParams
 from specgen.workers.stream_worker import StreamWorker
 
 DRAFTED = 3

@@ -22,11 +22,12 @@ from processes import one_by_one
 from tuning_helpers import outcome
 from typer.testing import CliRunner
 
-from specgen import demo, files
+from specgen import demo
+from specgen.base import files
+from specgen.base.errors import RunError, SpecgenError
 from specgen.cli.app import app, compare, generate, inspect, tune
-from specgen.errors import RunError, SpecgenError
+from specgen.pair.records import TraceWriter
 from specgen.traces.trace_reader import read_trace
-from specgen.traces.trace_writer import TraceWriter
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 Main = Callable[..., tuple[int, str, str]]
@@ -109,7 +110,7 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_in_place(
     target = tmp_path / "page.html"
     target.write_text("old")
     inode = target.stat().st_ino
-    monkeypatch.setattr("specgen.files.tempfile.mkstemp", refuses)
+    monkeypatch.setattr("specgen.base.files.tempfile.mkstemp", refuses)
     assert main("inspect", trace, "--html", target, "-q")[0] == 0
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert target.stat().st_ino == inode
@@ -291,7 +292,7 @@ def test_a_new_trace_without_a_line_is_removed(tmp_path: Path, main: Main) -> No
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     code = (
-        "import sys, time, pathlib\nfrom specgen.traces.trace_writer import TraceWriter\n"
+        "import sys, time, pathlib\nfrom specgen.pair.records import TraceWriter\n"
         "writer = TraceWriter(pathlib.Path(sys.argv[1]))\nprint('ready', flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:
@@ -419,8 +420,8 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
     def fails(*_: object) -> None:
         raise RunError("cannot write the profile: No space left on device")
 
-    monkeypatch.setattr("specgen.tuning.tuner.tune", lambda *_: outcome())
-    monkeypatch.setattr("specgen.tuning.profile.save", fails)
+    monkeypatch.setattr("specgen.tune.tuner.tune", lambda *_: outcome())
+    monkeypatch.setattr("specgen.tune.profile.save", fails)
     result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *form])
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == "error: cannot write the profile: No space left on device"

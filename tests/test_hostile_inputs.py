@@ -19,16 +19,16 @@ import typer
 from cli_helpers import POSIX, parsed, run, run_main
 from comparisons import Compare
 
-from specgen import input_files
+from specgen.base import input_files
+from specgen.base.errors import SpecgenError
+from specgen.base.files import load_yaml
+from specgen.base.types import Draft, Round, Verdict
 from specgen.cli import error_reporting
 from specgen.compare.prompts import load_prompts
 from specgen.engine.layer_skipping import SkippedLayers
-from specgen.errors import SpecgenError
-from specgen.files import load_yaml
 from specgen.traces.trace_reader import is_deeper
-from specgen.training.corpus import read_corpus
-from specgen.types import Draft, Round, Verdict
-from specgen.ui.terminal.rounds import parts
+from specgen.train.corpus import read_corpus
+from specgen.view.terminal.rounds import parts
 
 Main = Callable[..., tuple[int, str, str]]
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -18,12 +18,12 @@ from cli_helpers import run_main
 from comparisons import report_of, usual
 from rich.text import Text
 
+from specgen.base.types import SamplingParams
 from specgen.compare.columns import csv_text
 from specgen.decoding.logits_ops import warp
-from specgen.types import SamplingParams
-from specgen.ui import svg_export, theme
-from specgen.ui.terminal.comparison import page
-from specgen.ui.terminal.loading_line import LoadingLine
+from specgen.view import svg_export, theme
+from specgen.view.terminal.comparison import page
+from specgen.view.terminal.loading_line import LoadingLine
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m\u202e\u200b\U000e0041[/x] =cmd|' /C calc'!A0"
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")

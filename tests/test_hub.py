@@ -18,9 +18,9 @@ import pytest
 from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.hub import model_folder
-from specgen.errors import SpecgenError
-from specgen.loading import model_sources
+from specgen.pair.loading import model_sources
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
 TINY = "lab/tiny"

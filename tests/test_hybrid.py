@@ -10,10 +10,12 @@ from random import Random
 import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen import drafting_knowledge, measurement_cache
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.base import measurement_cache
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.hybrid_drafter import HybridDrafter
 from specgen.decoding.learned_drafting import Learned
@@ -21,9 +23,8 @@ from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolic
 from specgen.decoding.lookup_gain import LearnedLookup, best_plan
 from specgen.decoding.prompt_lookup import PromptLookupDrafter
 from specgen.decoding.run import Run
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.types import Context, Draft, SamplingParams
+from specgen.pair import drafting_knowledge
+from specgen.pair.pair import Pair
 
 STEPS = Curve({0: 0.0, 1: 0.3, 3: 0.3, 4: 0.7, 7: 0.7, 8: 1.0})  # a target pass gets longer in jumps
 COSTS = DraftingCosts.linear(0.2, 0.02)

@@ -335,7 +335,7 @@ def test_a_failed_write_leaves_the_old_page(inspect: Inspect, tmp_path: Path, mo
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("specgen.files.os.replace", fails)
+    monkeypatch.setattr("specgen.base.files.os.replace", fails)
     _, err = inspect(path, "--html", page, code=1)
     assert "No space left on device" in err
     assert page.read_text(encoding="utf-8") == before

@@ -8,9 +8,9 @@ import signal
 import pytest
 import typer
 
+from specgen.base.errors import SpecgenError
 from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts, interrupt_watch
-from specgen.errors import SpecgenError
 
 
 def press() -> None:

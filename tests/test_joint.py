@@ -12,6 +12,8 @@ import torch
 from families import make_model, model_of
 from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.bild import BildDrafter, BildVerifier
 from specgen.decoding.drafters import DraftSetup
@@ -20,8 +22,6 @@ from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
 from specgen.decoding.policies import Fixed
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import RunError
-from specgen.types import Context, Draft, Round, SamplingParams, Verdict
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()

@@ -15,15 +15,15 @@ from families import BACKENDS, make_model, model_of
 from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.cli.app import app
 from specgen.decoding import joint
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.errors import RunError, SpecgenError
-from specgen.pair import Pair
-from specgen.traces.summary import Summary
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
 from specgen.traces.trace_reader import read_trace
-from specgen.types import Context, Round, SamplingParams
 
 PairOf = Callable[..., Pair]
 Block = tuple[list[int], float]  # tokens and joint log-likelihood

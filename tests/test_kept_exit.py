@@ -11,12 +11,12 @@ from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.paths import exit_folder, kept_exit
 from specgen.cli.app import app
-from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder
-from specgen.errors import SpecgenError
-from specgen.paths import exit_folder, kept_exit
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32"]
 

@@ -15,11 +15,11 @@ from kernel_checks import exact_attention, interpreted, spec_of, static_inputs, 
 from runner_checks import every
 from static_checks import random_calls, random_model, random_tokens
 
+from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kernels import checked_kernels
 from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.static_forward import use_static_passes
-from specgen.types import Context
 
 pytestmark = interpreted
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -11,8 +11,8 @@ import measure_lengths
 import pytest
 
 import specgen
-from specgen.traces.summary import Summary
-from specgen.types import Draft, Round, SamplingParams, Verdict
+from specgen.base.types import Draft, Round, SamplingParams, Verdict
+from specgen.pair.figures import Summary
 
 SECONDS = {"ar": 4.0, "sd:k=5": 2.0, "svip": 1.0}  # for 8 tokens, on the first prompt
 

@@ -9,16 +9,16 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.mtad import BeamSearchDrafter
 from specgen.decoding.multi_draft import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import SVIP, Confidence
-from specgen.errors import SpecgenError
-from specgen.missing_parts import no_predictor
-from specgen.types import Context, Draft, SamplingParams
+from specgen.methods import table as methods
+from specgen.methods.missing_parts import no_predictor
 
 SEEN = frozenset({"entropy", "prob", "top_prob", "margin"})
 RULES = {"specinfer": multi_round, "spectr": k_sequential}

@@ -14,11 +14,11 @@ from runner_checks import RUN_BY, CountedLayers, few
 from training_helpers import trained
 
 import specgen
+from specgen.base.types import SamplingParams
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.pair import Pair, Result
-from specgen.traces.summary import Summary
-from specgen.types import SamplingParams
+from specgen.engine.transformers.reference import transformers_module
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair, Result
 
 PROMPT = [1, 5, 6, 7]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9, seed=1, ignore_eos=True)

@@ -14,6 +14,7 @@ from families import CONTEXT, prompt
 from scripted_models import TableRunner, ids_of, scripted_run
 from traces import start_line, summary_line
 
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import Always
 from specgen.decoding.lookahead import LookaheadDrafter, LookaheadWindow
@@ -23,11 +24,10 @@ from specgen.decoding.policies import Fixed
 from specgen.decoding.token_tree import TokenTree
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, positions
 from specgen.engine.native.ancestry import ancestry
-from specgen.pair import Pair
-from specgen.traces.summary import Summary
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
+from specgen.pair.records import round_line
 from specgen.traces.trace_reader import read_trace
-from specgen.traces.trace_writer import round_line
-from specgen.types import Context, Draft, SamplingParams, Verdict
 
 GREEDY = SamplingParams(max_new_tokens=20)
 

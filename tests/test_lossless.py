@@ -13,9 +13,9 @@ from families import BACKENDS, FAMILIES, NATIVE, make_model, plain, prompt
 from runner_checks import RUN_BY, quick
 from scripted_models import LENGTH_SETTINGS
 
-from specgen.pair import Pair
-from specgen.setting_parsing import parse_pairs
-from specgen.types import SamplingParams
+from specgen.base.settings import parse_pairs
+from specgen.base.types import SamplingParams
+from specgen.pair.pair import Pair
 
 LENGTHS = tuple(range(1, 9))
 DRAFTS = ("unrelated", "near", "itself")

@@ -17,19 +17,19 @@ from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
 from scripted_models import scripted_run
 from static_checks import HostReads
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.decoding.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
 from specgen.decoding.policies import SVIP, Fixed
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.heads.medusa_runner import MedusaHeads, make_runners
-from specgen.engine.heads.weights import MedusaWeights
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
-from specgen.tuning.simulated_runs import MemoisedRunner
-from specgen.types import Context, SamplingParams
+from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
+from specgen.engine.parts.weights import MedusaWeights
+from specgen.tune.simulated_runs import MemoisedRunner
 
 WIDTH = 32  # of the families' hidden states
 HEADS = 3

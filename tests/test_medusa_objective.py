@@ -10,15 +10,15 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, save
 from training_helpers import TINY, corpus_of, opened
 
-from specgen.engine.heads.medusa_runner import make_runners
+from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.training.frozen_target import FrozenTarget
-from specgen.training.head_objective import RowLabels
-from specgen.training.head_training import HeadTraining, predictions
-from specgen.training.medusa_objective import HEADS, MedusaObjective
-from specgen.training.packing import IGNORED, PackedBatch, pack
-from specgen.training.training_loop import TrainingBatches
-from specgen.types import Context
+from specgen.engine.parts.medusa_runner import make_runners
+from specgen.train.frozen_target import FrozenTarget
+from specgen.train.head_objective import RowLabels
+from specgen.train.head_training import HeadTraining, predictions
+from specgen.train.medusa_objective import HEADS, MedusaObjective
+from specgen.train.packing import IGNORED, PackedBatch, pack
+from specgen.train.training_loop import TrainingBatches
 
 TEXTS = [[5, 9, 7, 3, 11, 8, 6, 30], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
 
@@ -51,7 +51,7 @@ def test_the_rows_of_training_are_those_of_drafts(
     folder: Path, backend: str, own_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each token that has as many before it, and the labels are what the target predicts there."""
-    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", own_share)
+    monkeypatch.setattr("specgen.train.medusa_objective.OWN_SHARE", own_share)
     target = opened(folder, backend)
     frozen = FrozenTarget(target)
     objective, batch = random_objective(frozen), packed()
@@ -80,7 +80,7 @@ def test_the_rows_of_training_are_those_of_drafts(
 
 def test_heads_learn_and_begin_as_the_targets_own_prediction(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untrained, each head repeats the target's prediction of the next token. Training lowers the loss of all heads."""
-    monkeypatch.setattr("specgen.training.medusa_objective.OWN_SHARE", 100.0)
+    monkeypatch.setattr("specgen.train.medusa_objective.OWN_SHARE", 100.0)
     target = opened(folder)
     frozen = FrozenTarget(target)
     batches = TrainingBatches(corpus_of(corpus, target), [], TINY)

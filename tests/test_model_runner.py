@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_checks import BUFFERS, RUN_BY, TOLERANCE, CountedLayers, InterruptAt, check, random_path, random_tree
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.errors import SpecgenError
-from specgen.types import Context
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
 native_often = pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])

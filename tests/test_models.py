@@ -16,15 +16,15 @@ from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.engine.devices import ThreadChoice, pick_device, pick_threads
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.tokenizer import Detokenizer
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.errors import SpecgenError
-from specgen.methods import METHODS
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.engine.text.tokenizer import Detokenizer
+from specgen.engine.transformers.reference import transformers_module
+from specgen.methods.table import METHODS
+from specgen.pair.pair import Pair
 
 PENALTIES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},

@@ -9,15 +9,16 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 from scripted_models import TableRunner
 
-from specgen import factory, methods
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops, multi_draft
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.multi_draft import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policies import Fixed
 from specgen.decoding.verifiers import RejectionSampling
 from specgen.engine.model_runner import ModelOutput
-from specgen.errors import RunError
-from specgen.types import Context, Draft, SamplingParams
+from specgen.methods import factory
+from specgen.methods import table as methods
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
 

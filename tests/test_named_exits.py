@@ -11,13 +11,13 @@ from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.method_specs import parse_specs
-from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
+from specgen.pair.pair import Pair
 
 PROMPT = [1, 5, 6, 7, 8, 9]
 

@@ -12,9 +12,9 @@ import torch
 from native_models import load, make, save, variant
 from runner_checks import every
 
+from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
-from specgen.types import Context
 
 # Grouped heads or not, windows, NoPE, norms of queries and keys, capped scores, both kinds of norm, weights of odd sizes.
 CASES: list[tuple[str, int, dict[str, int]]] = [

@@ -14,15 +14,15 @@ from native_models import BOUNDARY, CASES, ROPES, VARIANTS, both, expected, load
 from runner_checks import path_to, random_path, random_tree
 from transformers import AutoModelForCausalLM
 
+from specgen.base.types import Context
 from specgen.engine import cached_prefix
-from specgen.engine.early_exit import EarlyExit
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import PackedProduct
-from specgen.engine.transformers_backend.exit_layer import ExitLayer
-from specgen.engine.transformers_backend.transformers_model import TransformersModel
-from specgen.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.transformers.exit_layer import ExitLayer
+from specgen.engine.transformers.transformers_model import TransformersModel
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
 LAYERED = [family for family in VARIANTS if family not in ("gemma3_text", "granite", "cohere")]  # as Llama in transformers

@@ -10,9 +10,9 @@ import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
 
+from specgen.base.errors import is_out_of_memory
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.native.native_model import NativeModel
-from specgen.errors import is_out_of_memory
 
 ERRORS = {  # as Python, torch's allocators and an accelerator's driver raise them
     "python": MemoryError(),

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen.cost_model.pearl_window import ParallelCosts, Window
+from specgen.base.types import Round, SamplingParams, TokenStatus
+from specgen.decoding.costs.pearl_window import ParallelCosts, Window
 from specgen.decoding.parallel import Parallel
-from specgen.types import Round, SamplingParams, TokenStatus
 from specgen.workers.thread_worker import ThreadWorker
 
 

@@ -23,25 +23,26 @@ from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS, TEXTS
 
 import specgen
-from specgen import measurement_cache, preparation
-from specgen.cost_model.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
-from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
-from specgen.cost_model.speedup import SpeedupModel
+from specgen.base import measurement_cache
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.adaptive import Adaptive
+from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.speedup import SpeedupModel
 from specgen.decoding.length_policy import Always
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.methods import METHODS, resolve
-from specgen.pair import Pair
-from specgen.tuning import pair_inspection, simulation, tuner
-from specgen.tuning.candidates import grid
-from specgen.tuning.recorded_drafts import Recorder, record_reference
-from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.round_timing import ParallelProbe
-from specgen.tuning.simulation import PairMeasurements
-from specgen.types import Context, SamplingParams
-from specgen.ui.terminal import pair_report
+from specgen.methods.table import METHODS, resolve
+from specgen.pair import preparation
+from specgen.pair.pair import Pair
+from specgen.tune import pair_inspection, simulation, tuner
+from specgen.tune.candidates import grid
+from specgen.tune.recorded_drafts import Recorder, record_reference
+from specgen.tune.request import Deadline, TuningRequest
+from specgen.tune.round_timing import ParallelProbe
+from specgen.tune.simulation import PairMeasurements
+from specgen.view.terminal import pair_report
 from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 
@@ -250,7 +251,7 @@ def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatc
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":
-        monkeypatch.setattr("specgen.environment.os.sched_getaffinity", lambda _: range(17), raising=False)
+        monkeypatch.setattr("specgen.base.environment.os.sched_getaffinity", lambda _: range(17), raising=False)
     else:
         monkeypatch.setenv(changed, "17")
     now = keys_of(monkeypatch, near)

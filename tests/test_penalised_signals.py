@@ -13,16 +13,16 @@ from families import make_model, near_copy, save
 from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.drafters import Drafter, DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken
 from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
-from specgen.pair import Pair
-from specgen.tuning.recorded_drafts import Recorder, record_reference
-from specgen.tuning.simulated_runs import MemoisedRunner
-from specgen.types import Context, SamplingParams
+from specgen.pair.pair import Pair
+from specgen.tune.recorded_drafts import Recorder, record_reference
+from specgen.tune.simulated_runs import MemoisedRunner
 
 OWN, PENALISED = 2.0, 3.0  # the largest logit of either distribution; the other nine are 0
 

@@ -15,11 +15,11 @@ import torch
 import transformers
 from transformers import generation as rules
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine import logits_processors
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
-from specgen.errors import SpecgenError
-from specgen.types import Context
 
 WIDTH = 13  # few tokens, so that n-grams and biased sequences occur often
 CPU = torch.device("cpu")

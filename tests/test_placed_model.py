@@ -16,8 +16,8 @@ from native_models import BOUNDARY, VARIANTS, make, save, variant
 from safetensors.torch import load_file
 from static_checks import random_calls
 
+from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.early_exit import EarlyExit
 from specgen.engine.exit_parts import Predictor
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
@@ -25,7 +25,7 @@ from specgen.engine.native.architecture import read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.placed_layers import PlacedKVCache
-from specgen.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from graph_checks import on_gpu
 from runner_checks import four_layers
 from static_checks import random_calls
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.transformers_backend import loading
-from specgen.engine.transformers_backend.device_map import module_devices
-from specgen.engine.transformers_backend.transformers_model import TransformersModel
-from specgen.errors import SpecgenError
-from specgen.types import Context
+from specgen.engine.transformers import loading
+from specgen.engine.transformers.device_map import module_devices
+from specgen.engine.transformers.transformers_model import TransformersModel
 
 accelerate = pytest.importorskip("accelerate")
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specgen.engine.placement import ModelMemory, Placement, Room, plan
+from specgen.engine.spread.placement import ModelMemory, Placement, Room, plan
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

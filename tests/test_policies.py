@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, SelfSD
 from specgen.decoding.prompt_lookup import PromptLookupDrafter
 from specgen.engine.model_runner import ModelOutput
-from specgen.errors import RunError, SpecgenError
-from specgen.types import Context, SamplingParams
 
 GREEDY = SamplingParams()
 NO_EOS: frozenset[int] = frozenset()

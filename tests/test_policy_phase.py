@@ -12,15 +12,15 @@ import pytest
 import traces
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
+from specgen.base.types import SamplingParams
 from specgen.decoding import drafters
 from specgen.decoding import run as run_module
 from specgen.decoding.policies import CaliTS
 from specgen.engine.devices import WaitingTimer
-from specgen.traces.summary import Summary
+from specgen.pair.figures import Summary
 from specgen.traces.trace_reader import read_trace
-from specgen.types import SamplingParams
-from specgen.ui.html.charts import time_shares
-from specgen.ui.terminal.footer import footer
+from specgen.view.html.charts import time_shares
+from specgen.view.terminal.footer import footer
 from specgen.workers.thread_worker import ThreadWorker
 
 PASS, DECIDE, UPDATE, BEGIN, SCORE = 1000.0, 100.0, 10.0, 1.0, 0.125  # seconds that each takes

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from scripted_models import TableRunner, scripted_run
 
-from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.base.types import Draft, SamplingParams
 from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken
 from specgen.decoding.parallel import _joined
 from specgen.decoding.policies import Fixed
-from specgen.traces.trace_writer import round_line
-from specgen.types import Draft, SamplingParams
+from specgen.pair.records import round_line
 from specgen.workers.thread_worker import ThreadWorker
 
 GREEDY = SamplingParams(max_new_tokens=30)

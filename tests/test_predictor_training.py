@@ -14,15 +14,15 @@ from runner_checks import every
 from safetensors.torch import load_file
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
-from specgen.engine.early_exit import EarlyExit
-from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
-from specgen.training import exit_training, predictor_training
-from specgen.training.corpus import Part
-from specgen.training.exit_training import retrain_predictor, train_exit
-from specgen.training.generated_text import GeneratedText
-from specgen.training.predictor_training import judged_tokens, measure, train_predictor
-from specgen.training.training_task import TrainingStopped, TrainingTask
-from specgen.types import Context
+from specgen.base.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
+from specgen.train import exit_training, predictor_training
+from specgen.train.corpus import Part
+from specgen.train.exit_training import retrain_predictor, train_exit
+from specgen.train.generated_text import GeneratedText
+from specgen.train.predictor_training import judged_tokens, measure, train_predictor
+from specgen.train.training_task import TrainingStopped, TrainingTask
 
 WIDTH, LENGTH = 16, 30
 
@@ -158,7 +158,7 @@ def trained_exit(folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
 def test_a_new_predictor_leaves_the_exit_as_it_is(
     folder: Path, corpus: Path, trained_exit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.training.text_generation._HIDDEN_STATE_TOKENS", 2000)
+    monkeypatch.setattr("specgen.train.text_generation._HIDDEN_STATE_TOKENS", 2000)
     target = opened(folder)
     task = TrainingTask(tmp_path, replace(TINY, steps=None, seed=3), corpus=corpus_of(corpus, target), command="specgen tune")
     with pytest.raises(TrainingStopped):
@@ -182,7 +182,7 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
 def test_generation_for_a_predictor_makes_no_text_of_other_parts(
     folder: Path, corpus: Path, trained_exit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.training.text_generation._HIDDEN_STATE_TOKENS", 2000)
+    monkeypatch.setattr("specgen.train.text_generation._HIDDEN_STATE_TOKENS", 2000)
     seen: list[GeneratedText] = []
     monkeypatch.setattr(exit_training, "train_predictor", lambda outputs, texts, seed: seen.extend(texts))
     target = opened(folder)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 from cli_helpers import run_main
 
+from specgen.base.prefill_progress import prefill_reports
+from specgen.base.types import SamplingParams
 from specgen.engine import cached_prefix
-from specgen.pair import Pair
-from specgen.prefill_progress import prefill_reports
-from specgen.types import SamplingParams
-from specgen.ui import theme
-from specgen.ui.terminal.prefill_line import DELAY, PrefillLine
+from specgen.pair.pair import Pair
+from specgen.view import theme
+from specgen.view.terminal.prefill_line import DELAY, PrefillLine
 from specgen.workers.process import DraftProcess
 from specgen.workers.shared_flags import SharedFlags
 

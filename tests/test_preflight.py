@@ -15,22 +15,24 @@ from families import CONTEXT, LETTERS, NATIVE, VOCAB, WORDS, make_model, make_to
 from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
-from specgen import demo, factory, methods
+from specgen import demo
+from specgen.base.environment import Launch
+from specgen.base.settings import Setting
+from specgen.base.types import Context
 from specgen.cli.app import main
-from specgen.cost_model.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.cost_model.speedup import WIDTHS, SpeedupModel
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.environment import Launch
-from specgen.method import Method
-from specgen.setting_parsing import Setting
-from specgen.tuning import pair_inspection
-from specgen.types import Context
-from specgen.ui.terminal import pair_report
+from specgen.engine.transformers.reference import transformers_module
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.methods.method import Method
+from specgen.tune import pair_inspection
+from specgen.view.terminal import pair_report
 
 Inspect = Callable[..., tuple[str, str]]
 CPU = torch.device("cpu")

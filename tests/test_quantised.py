@@ -19,16 +19,16 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.device_map import model_memory
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
 from specgen.engine.quantisation import FORMATS, read_quantisation
-from specgen.engine.transformers_backend import quantisers
-from specgen.engine.transformers_backend.quantisers import quantisation_on
-from specgen.engine.transformers_backend.structure import count_parameters
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.engine.spread.device_map import model_memory
+from specgen.engine.transformers import quantisers
+from specgen.engine.transformers.quantisers import quantisation_on
+from specgen.engine.transformers.structure import count_parameters
+from specgen.pair.pair import Pair
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 TORCHAO = {"quant_method": "torchao"}

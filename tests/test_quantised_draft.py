@@ -18,6 +18,7 @@ from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output
 from worker_helpers import posix
 
 import specgen
+from specgen.base.types import QUANTISED, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.draft_dtype import choose_draft_dtype
@@ -37,8 +38,7 @@ from specgen.engine.native.quantised_products import (
     with_int8_weights,
     with_rounded_activations,
 )
-from specgen.pair import Pair
-from specgen.types import QUANTISED, SamplingParams
+from specgen.pair.pair import Pair
 
 CPU = torch.device("cpu")
 PREPARATIONS = {"int8": (with_rounded_activations, with_int8_weights), "int4": (with_int4_weights,)}
@@ -305,7 +305,7 @@ def test_mistakes_get_one_line(
 
 @int8
 def test_costs_of_a_rounded_draft_are_not_those_of_the_stored_one() -> None:
-    from specgen.preparation import conditions
+    from specgen.pair.preparation import conditions
 
     with specgen.load(device="cpu", dtype="float32", draft_dtype="int8") as rounded, specgen.load(device="cpu") as stored:
         assert rounded.draft is not None

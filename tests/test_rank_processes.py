@@ -16,8 +16,8 @@ from processes import Forked, is_running, wait_until
 from rank_processes import RankPair, commands
 
 import specgen
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.base.types import SamplingParams
+from specgen.pair.pair import Pair
 
 PROMPT = [1, 20, 5, 9, 14, 33, 7, 5, 9, 14]
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)

@@ -14,14 +14,14 @@ from comparisons import Compare
 from tuning_helpers import outcome
 
 import specgen
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.engine.native.families import FAMILIES
-from specgen.methods import METHODS
-from specgen.pair import Pair
-from specgen.tuning import profile as profiles
-from specgen.tuning.export import ENGINES
-from specgen.types import SamplingParams
+from specgen.methods.table import METHODS
+from specgen.pair.pair import Pair
+from specgen.tune import profile as profiles
+from specgen.tune.export import ENGINES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}  # vLLM's, torchrun's, and an option of tests/benchmark.py

@@ -10,7 +10,7 @@ from families import VOCAB, make_model, near_copy, save
 from runner_checks import every
 
 from specgen import Pair, SamplingParams, load
-from specgen.traces.trace_writer import round_line
+from specgen.pair.records import round_line
 
 METHODS = ("svip", "sd:width=3", "pearl:window=3", "mtad:beams=3", "bild:fallback=0.1", "spectr:drafts=3", "specinfer:drafts=3")
 PROMPT = [5, 9, 7, 3]

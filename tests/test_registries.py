@@ -12,17 +12,17 @@ import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.app import app
 from specgen.decoding import policies
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.errors import SpecgenError
-from specgen.method import Method
-from specgen.setting_parsing import Setting, Settings
-from specgen.tuning import candidates
-from specgen.types import Context, Draft, SamplingParams
+from specgen.methods import table as methods
+from specgen.methods.method import Method
+from specgen.tune import candidates
 
 
 class Margin(LengthPolicy):
@@ -95,7 +95,7 @@ def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyP
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, specgen.factory, specgen.tuning.candidates; sys.exit('torch' in sys.modules)"
+    code = "import sys, specgen.methods.factory, specgen.tune.candidates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

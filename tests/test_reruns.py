@@ -17,23 +17,23 @@ from tuning_helpers import COSTS, PROMPTS, PairOf, really
 from typer.testing import CliRunner
 
 import specgen
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.cost_model.round_costs import RoundCosts
-from specgen.engine.heads.head_files import load_head
-from specgen.pair import Pair
-from specgen.traces.summary import Summary
-from specgen.tuning import profile as profiles
-from specgen.tuning import simulated_runs as module
-from specgen.tuning import tuner
-from specgen.tuning.outcome import Candidate, TuningOutcome
-from specgen.tuning.recorded_drafts import record_reference
-from specgen.tuning.request import BY_SPEED, Deadline, Objective, TuningRequest
-from specgen.tuning.round_timing import RoundProbe
-from specgen.tuning.settings_search import SearchResult, search
-from specgen.tuning.simulated_runs import SimulatedRuns
-from specgen.tuning.tuner import tune
-from specgen.types import SamplingParams
+from specgen.decoding.costs.round_costs import RoundCosts
+from specgen.engine.parts.head_files import load_head
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
+from specgen.tune import profile as profiles
+from specgen.tune import simulated_runs as module
+from specgen.tune import tuner
+from specgen.tune.outcome import Candidate, TuningOutcome
+from specgen.tune.recorded_drafts import record_reference
+from specgen.tune.request import BY_SPEED, Deadline, Objective, TuningRequest
+from specgen.tune.round_timing import RoundProbe
+from specgen.tune.settings_search import SearchResult, search
+from specgen.tune.simulated_runs import SimulatedRuns
+from specgen.tune.tuner import tune
 
 GREEDY = SamplingParams(max_new_tokens=20, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.0, top_k=8)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
-from specgen.engine.transformers_backend.reference import transformers_module
-from specgen.engine.transformers_backend.transformers_model import TransformersModel
-from specgen.methods import METHODS
-from specgen.pair import Pair, Result
-from specgen.types import Round, SamplingParams
+from specgen.base.types import Round, SamplingParams
+from specgen.engine.transformers.reference import transformers_module
+from specgen.engine.transformers.transformers_model import TransformersModel
+from specgen.methods.table import METHODS
+from specgen.pair.pair import Pair, Result
 from specgen.workers.thread_worker import ThreadWorker
 
 METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)

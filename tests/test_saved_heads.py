@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from training_helpers import invoke, opened, train_command
 
-from specgen import demo, paths
+from specgen import demo
+from specgen.base import paths
+from specgen.base.errors import SpecgenError
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.heads.head_description import describe_head
-from specgen.engine.heads.head_files import FoundHead, check_head_folder, find_head, load_head, save_head
-from specgen.engine.heads.weights import EagleWeights, MedusaWeights
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import SpecgenError
+from specgen.engine.parts.head_description import describe_head
+from specgen.engine.parts.head_files import FoundHead, check_head_folder, find_head, load_head, save_head
+from specgen.engine.parts.weights import EagleWeights, MedusaWeights
 
 WIDTH, LAYERS = 32, 8
 

@@ -14,14 +14,14 @@ from families import BACKENDS, make_model, model_of, save
 from runner_checks import LAYERED, TOLERANCE, check, four_layers, quick
 
 import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.paths import cache_folder
+from specgen.base.types import Context, SamplingParams
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.paths import cache_folder
-from specgen.skip_search import search_skips
-from specgen.types import Context, SamplingParams
+from specgen.pair.pair import Pair
+from specgen.pair.skip_search import search_skips
 
 
 def test_skipped_layers_are_parsed_and_printed() -> None:
@@ -105,11 +105,11 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def test_a_search_result_is_cached_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.preparation.SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr("specgen.pair.preparation.SEARCH_SECONDS", 0.0)
     sampling = SamplingParams(max_new_tokens=12)
     pair.prepare([1, 5, 6], "selfsd", sampling)
     first = pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"]
-    monkeypatch.setattr("specgen.preparation.search_skips", lambda *_: pytest.fail("it was searched for already"))
+    monkeypatch.setattr("specgen.pair.preparation.search_skips", lambda *_: pytest.fail("it was searched for already"))
     monkeypatch.setattr(pair, "_fastest_skips", None)
     pair.prepare([1, 5, 6], "selfsd", sampling)
     assert pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"] == first

@@ -10,7 +10,7 @@ import torch
 from runner_checks import every
 from static_checks import LENGTH, Copies, HostReads, OnlyDevice, Recording, Uploads, random_calls, random_model, random_tokens
 
-from specgen.engine.early_exit import EarlyExit
+from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, LayerPart, TreeNodes, chain_parents
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import FAMILIES
@@ -18,7 +18,7 @@ from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.native_model import NativeForward
 from specgen.engine.native.static_forward import WIDTHS, StaticForward, pick_bucket, pick_width, use_static_passes
 from specgen.engine.native.static_pass import StaticPass
-from specgen.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},

@@ -13,17 +13,17 @@ from fake_devices import fake, fake_devices
 from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen import preparation
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.output_writers import _window
 from specgen.compare import machine_description
-from specgen.cost_model.pearl_window import ParallelCosts
 from specgen.decoding import verifiers
 from specgen.decoding.components import Components
+from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.length_policy import Always
 from specgen.decoding.logits_ops import TIES
 from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.forward_pass import ModelOutput
-from specgen.types import Context, Draft, SamplingParams
+from specgen.pair import preparation
 from specgen.workers import draft_streams
 from specgen.workers.draft_streams import HostDraft, streams_for
 from specgen.workers.shared_drafts import SharedDrafts

@@ -11,19 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen import drafting_knowledge, measurement_cache, methods
+from specgen.base import measurement_cache
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding import suffix_index
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.length_sweep import RepeatDrafter
 from specgen.decoding.run import Run
 from specgen.decoding.suffix_drafter import SuffixDrafter
 from specgen.decoding.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixHistory, SuffixIndex
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.tuning.candidates import SIMULATED, grid
-from specgen.types import Context, Round, SamplingParams
+from specgen.methods import table as methods
+from specgen.pair import drafting_knowledge
+from specgen.pair.pair import Pair
+from specgen.tune.candidates import SIMULATED, grid
 
 PROMPT = [3, 5, 4, 9]
 BORDER = -1

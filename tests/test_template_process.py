@@ -23,8 +23,8 @@ from cli_helpers import POSIX, run_main
 from processes import is_running, wait_until
 from tokenizer_helpers import LLAMA, byte_level, load, write
 
-from specgen.engine import chat_template, template_process
-from specgen.engine.template_process import LIMITS, Limits, TemplateError, TemplateProcess
+from specgen.engine.text import chat_template, template_process
+from specgen.engine.text.template_process import LIMITS, Limits, TemplateError, TemplateProcess
 
 pytestmark = POSIX
 CONTENT = "{{ messages[0].content }}"
@@ -208,7 +208,7 @@ def test_several_threads_use_one_process(process: TemplateProcess, started: Star
 
 PARENT = """
 import json, os, sys, threading
-from specgen.engine.template_process import Limits, TemplateProcess
+from specgen.engine.text.template_process import Limits, TemplateProcess
 doing, seconds = sys.argv[1], float(sys.argv[2])
 process, messages = TemplateProcess(Limits(seconds)), [{"role": "user", "content": "x"}]
 def show():
@@ -307,7 +307,7 @@ def test_its_own_timer_runs_while_it_renders_only(monkeypatch: pytest.MonkeyPatc
 def test_generate_starts_it_before_it_loads_models_and_ends_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...], started: Started
 ) -> None:
-    from specgen import loading
+    from specgen.pair import loading
 
     load_pair, before = loading.load, []
     monkeypatch.setattr(loading, "load", lambda *args, **options: (before.extend(started), load_pair(*args, **options))[1])

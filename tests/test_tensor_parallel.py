@@ -10,14 +10,14 @@ import torch
 from native_models import CASES, make, save, variant
 from thread_ranks import run_on, thread_ranks
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, TreeNodes
 from specgen.engine.native.architecture import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.tensor_parallel.messages import Operation, pass_numbers, read_pass, receive, send
-from specgen.engine.tensor_parallel.sharded_model import ShardedModel, load_shard
-from specgen.engine.tensor_parallel.shards import Shard
-from specgen.errors import SpecgenError
-from specgen.types import Context
+from specgen.engine.spread.messages import Operation, pass_numbers, read_pass, receive, send
+from specgen.engine.spread.sharded_model import ShardedModel, load_shard
+from specgen.engine.spread.shards import Shard
 
 CPU = torch.device("cpu")
 IDS = [5, 17, 3, 80, 44, 95, 0, 61, 12, 33, 33, 7]

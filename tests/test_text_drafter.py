@@ -17,17 +17,17 @@ from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafters import DraftSetup
 from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Run
 from specgen.decoding.text_drafter import TextDrafter
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.retokenized_context import RetokenizedContext
-from specgen.engine.token_bytes import token_bytes
-from specgen.engine.tokenizer import Tokenizer
-from specgen.errors import SpecgenError
-from specgen.types import Context, Round, SamplingParams
+from specgen.engine.text.retokenized_context import RetokenizedContext
+from specgen.engine.text.token_bytes import token_bytes
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.methods import table as methods
 
 TokenizerOf = Callable[[str], Tokenizer]
 

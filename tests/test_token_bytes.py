@@ -14,9 +14,9 @@ from tokenizer_helpers import CORPUS, LLAMA, TEXTS, byte_level, load, metaspace,
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
-from specgen.engine.token_bytes import NoTokenBytes, _of_byte_level, token_bytes
-from specgen.engine.tokenizer import Tokenizer
-from specgen.engine.translation import Translation, same_tokens
+from specgen.engine.text.token_bytes import NoTokenBytes, _of_byte_level, token_bytes
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.translation import Translation, same_tokens
 
 KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

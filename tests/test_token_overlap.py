@@ -16,14 +16,14 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import specgen
-from specgen.cost_model.speedup import SpeedupModel
-from specgen.engine import token_overlap as overlaps
-from specgen.engine.token_bytes import NoTokenBytes, token_bytes
-from specgen.engine.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
-from specgen.engine.tokenizer import Tokenizer
-from specgen.tuning import pair_inspection
-from specgen.types import SamplingParams
-from specgen.ui.terminal import token_overlap as words
+from specgen.base.types import SamplingParams
+from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.engine.text import token_overlap as overlaps
+from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
+from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.tune import pair_inspection
+from specgen.view.terminal import token_overlap as words
 
 TokenizerOf = Callable[..., Tokenizer]
 

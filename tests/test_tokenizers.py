@@ -14,10 +14,10 @@ from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, meta
 from transformers import AutoTokenizer
 
 from specgen import demo
+from specgen.base.errors import SpecgenError
 from specgen.engine import model_loading
-from specgen.engine.tokenizer import Tokenizer
-from specgen.engine.tokenizer_class import CLASS_OF_MODEL_TYPE, CLASSES
-from specgen.errors import SpecgenError
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.tokenizer_class import CLASS_OF_MODEL_TYPE, CLASSES
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
@@ -213,7 +213,7 @@ def test_the_demo_tokenizer_needs_no_transformers() -> None:
     program = """
 import json, sys
 from pathlib import Path
-from specgen.engine.tokenizer import load_tokenizer
+from specgen.engine.text.tokenizer import load_tokenizer
 folder = Path(sys.argv[1])
 tokenizer = load_tokenizer(folder, json.loads((folder / "config.json").read_text()), trust_remote_code=False)
 ids = tokenizer.encode("def f(x):")

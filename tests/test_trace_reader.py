@@ -15,11 +15,11 @@ import pytest
 import traces
 
 import specgen
-from specgen.errors import SpecgenError
-from specgen.traces import trace_writer as writing
-from specgen.traces.summary import Summary
+from specgen.base.errors import SpecgenError
+from specgen.base.types import TokenStatus
+from specgen.pair import records as writing
+from specgen.pair.figures import Summary
 from specgen.traces.trace_reader import read_trace
-from specgen.types import TokenStatus
 
 Change = Callable[[list[dict[str, Any]]], Any]
 
@@ -219,9 +219,9 @@ def test_half_characters_and_control_characters_come_through_as_text(tmp_path: P
 _READ = r"""
 import re, sys
 from pathlib import Path
-from specgen.traces.summary import Summary
+from specgen.pair.figures import Summary
 from specgen.traces.trace_reader import read_trace
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 try:
     print(sum(len(run.rounds) for run in read_trace(Path(sys.argv[1]))))
 except SpecgenError as error:

@@ -14,10 +14,10 @@ import pytest
 import traces
 from scipy import stats
 
+from specgen.base.types import Draft, Round, Verdict
 from specgen.traces import acceptance_bounds, statistics
 from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
-from specgen.types import Draft, Round, Verdict
 
 
 @pytest.fixture

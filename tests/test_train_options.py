@@ -11,9 +11,9 @@ import torch
 from families import CHAT_TEMPLATE, LETTERS, make_model, make_tokenizer, save
 from training_helpers import invoke, opened, refused, trained
 
-from specgen.errors import SpecgenError
-from specgen.training.corpus import chat_prompts
-from specgen.training.generated_text import load_batches
+from specgen.base.errors import SpecgenError
+from specgen.train.corpus import chat_prompts
+from specgen.train.generated_text import load_batches
 
 SIZES = ["--steps", "1", "--window", "64", "--batch-size", "2", "--device", "cpu", "--dtype", "float32"]
 
@@ -121,7 +121,7 @@ def test_with_chat_all_training_text_is_templated(
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": f"{letter} hello"} for letter in LETTERS[10:30]])
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # the generated text stays
     batches: list[torch.Tensor] = []
-    monkeypatch.setattr("specgen.training.training_loop.Training.backward", recording(batches))
+    monkeypatch.setattr("specgen.train.training_loop.Training.backward", recording(batches))
     trained(["tune", "--train", *pair, "-m", method, option, str(path), "--chat", "--out", str(tmp_path / "out"), *SIZES])
     tokenizer = opened(pair[1]).tokenizer
     prompts = {tuple(tokenizer.chat(f"{letter} hello", None)) for letter in LETTERS[10:30]}
@@ -134,7 +134,7 @@ def test_with_chat_all_training_text_is_templated(
 
 
 def recording(batches: list[torch.Tensor]) -> Any:
-    from specgen.training.training_loop import Training
+    from specgen.train.training_loop import Training
 
     backward = Training.backward
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from training_helpers import opened
 
 from specgen import demo
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.early_exit import EarlyExit
-from specgen.engine.exit_files import WEIGHTS, Description, load_exit, save_exit
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import Model, TrainableExit
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import SpecgenError
-from specgen.training.exit_training import exit_outputs
-from specgen.training.training_loop import autocast_for
-from specgen.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts.exit_files import WEIGHTS, Description, load_exit, save_exit
+from specgen.train.exit_training import exit_outputs
+from specgen.train.training_loop import autocast_for
 
 LENGTH = 20  # tokens; more than the sliding windows
 

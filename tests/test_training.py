@@ -20,19 +20,19 @@ from runner_checks import every
 from safetensors.torch import load_file
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
+from specgen.base.errors import RunError, SpecgenError
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import TrainableExit
 from specgen.engine.model_loading import LoadedModel
-from specgen.errors import RunError, SpecgenError
-from specgen.training.corpus import Corpus, Part, read_corpus
-from specgen.training.distillation import DistillationBatches
-from specgen.training.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
-from specgen.training.generated_text import generate_texts
-from specgen.training.packing import IGNORED, pack
-from specgen.training.training_loop import TrainingBatches, greedy_agreement
-from specgen.training.training_task import TrainingStopped, TrainingTask, check_same_run
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
+from specgen.train.corpus import Corpus, Part, read_corpus
+from specgen.train.distillation import DistillationBatches
+from specgen.train.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
+from specgen.train.generated_text import generate_texts
+from specgen.train.packing import IGNORED, pack
+from specgen.train.training_loop import TrainingBatches, greedy_agreement
+from specgen.train.training_task import TrainingStopped, TrainingTask, check_same_run
 
 pytestmark = pytest.mark.usefixtures("short_fit")
 
@@ -83,9 +83,9 @@ def test_packed_texts_do_not_attend_to_each_other(folder: Path, backend: str) ->
 def test_gradients_do_not_depend_on_the_piece_size(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for logits, tokens in ((1 << 26, 1 << 20), (1 << 26, 5), (96 * 7, 1 << 20)):  # one piece; 5 tokens; a sequence, 7 tokens
-        monkeypatch.setattr("specgen.training.training_loop.MAX_LOGITS", logits)
-        monkeypatch.setattr("specgen.training.exit_training.MAX_LOGITS", logits)
-        monkeypatch.setattr("specgen.training.exit_training._CPU_TOKENS", tokens)
+        monkeypatch.setattr("specgen.train.training_loop.MAX_LOGITS", logits)
+        monkeypatch.setattr("specgen.train.exit_training.MAX_LOGITS", logits)
+        monkeypatch.setattr("specgen.train.exit_training._CPU_TOKENS", tokens)
         target, layer = parts(folder)
         ExitTraining(target.model, 1, layer, TrainingBatches(corpus_of(corpus, target), [], TINY)).advance()
         weights.append({name: weight.detach().clone() for name, weight in layer.module.named_parameters()})
@@ -267,8 +267,8 @@ def test_the_command_trains_an_exit(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
-        monkeypatch.setattr("specgen.engine.transformers_backend.loading.load_module", None)
-        monkeypatch.setattr("specgen.engine.transformers_backend.reference.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)
     result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
     line = json.loads(result.stdout)
     assert line["type"] == "train"
@@ -331,7 +331,7 @@ def test_a_full_disk_is_reported_and_the_run_resumes(
         raise OSError(28, "No space left on device")
 
     arguments = command(folder, corpus, tmp_path / "out", "--steps", "2", "-q")
-    monkeypatch.setattr("specgen.training.exit_training.save_exit", full)
+    monkeypatch.setattr("specgen.train.exit_training.save_exit", full)
     result = invoke(arguments)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr

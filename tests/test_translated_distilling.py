@@ -17,17 +17,17 @@ from tokenizers import decoders, models
 from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
 from transformers import PreTrainedTokenizerFast
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.token_overlap import token_overlap
-from specgen.engine.translation import Translation
-from specgen.errors import SpecgenError
-from specgen.training.corpus import Part
-from specgen.training.distillation import DraftTraining, distill
-from specgen.training.divergence import divergence, overlap_divergence
-from specgen.training.generated_text import GeneratedText, generate_texts, read_texts
-from specgen.training.packing import IGNORED
-from specgen.training.training_task import TrainingStopped, TrainingTask
-from specgen.training.translated_text import (
+from specgen.engine.text.token_overlap import token_overlap
+from specgen.engine.text.translation import Translation
+from specgen.train.corpus import Part
+from specgen.train.distillation import DraftTraining, distill
+from specgen.train.divergence import divergence, overlap_divergence
+from specgen.train.generated_text import GeneratedText, generate_texts, read_texts
+from specgen.train.packing import IGNORED
+from specgen.train.training_task import TrainingStopped, TrainingTask
+from specgen.train.translated_text import (
     TranslatedBatches,
     check_overlap,
     overlap_shares,

@@ -14,10 +14,10 @@ from translated_pairs import DRAFTS
 
 import specgen
 from specgen import demo
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.pair import Pair
-from specgen.setting_parsing import parse_pairs
-from specgen.types import Context, SamplingParams
+from specgen.base.settings import parse_pairs
+from specgen.base.types import Context, SamplingParams
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.pair.pair import Pair
 
 METHODS = [
     *("sd:k=4", "heuristic", "confidence", "svip", "adaptive:draft_cost=0.1:verify_cost=0.05", "beta-ts"),

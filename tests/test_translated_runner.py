@@ -15,14 +15,14 @@ from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding import signals
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.tokenizer import Tokenizer
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.engine.translation import Translation
-from specgen.types import Context, SamplingParams
+from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.text.translation import Translation
 
 TARGET = {"a": 0, "b": 1, "ab": 2}
 DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}  # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`

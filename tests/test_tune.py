@@ -12,25 +12,25 @@ import pytest
 from families import EOS
 from tuning_helpers import COSTS, GREEDY, PROMPTS, TEXTS, PairOf, finished, really
 
-from specgen import factory
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Settings, written
+from specgen.base.types import SamplingParams
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration
 from specgen.decoding.adaptive import AdaptiveInputs
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.length_policy import LengthPolicy
-from specgen.errors import SpecgenError
-from specgen.methods import METHODS, resolve
-from specgen.pair import Pair
-from specgen.setting_parsing import Settings, written
-from specgen.tuning import tuner
-from specgen.tuning.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, trees
-from specgen.tuning.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
-from specgen.tuning.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
-from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe, measure_costs
-from specgen.tuning.settings_search import simulate_grids, tuned_skips
-from specgen.tuning.simulation import PairMeasurements, simulate
-from specgen.tuning.tuner import outcome_of, select_methods, tune
-from specgen.types import SamplingParams
+from specgen.methods import factory
+from specgen.methods.table import METHODS, resolve
+from specgen.pair.pair import Pair
+from specgen.tune import tuner
+from specgen.tune.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, trees
+from specgen.tune.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
+from specgen.tune.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
+from specgen.tune.request import Deadline, TuningRequest
+from specgen.tune.round_timing import SIGNALS, WINDOWS, LengthSweep, ParallelProbe, RoundProbe, measure_costs
+from specgen.tune.settings_search import simulate_grids, tuned_skips
+from specgen.tune.simulation import PairMeasurements, simulate
+from specgen.tune.tuner import outcome_of, select_methods, tune
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
 
 def test_one_run_of_pearl_times_every_window(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a machine that is slow for a moment would make one window slow. The costs add up to the measured seconds."""
-    monkeypatch.setattr("specgen.tuning.round_timing.PARALLEL_ROUNDS", 2 * len(WINDOWS))
+    monkeypatch.setattr("specgen.tune.round_timing.PARALLEL_ROUNDS", 2 * len(WINDOWS))
     probe = ParallelProbe(near, PROMPTS[:1], GREEDY)
     probe.run(Deadline.after(0, count().__next__))
     costs = probe.costs

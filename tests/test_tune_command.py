@@ -11,12 +11,12 @@ import pytest
 from tuning_helpers import CURVES, outcome
 from typer.testing import CliRunner
 
-from specgen import preparation
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
-from specgen.cost_model.speedup import SpeedupModel
-from specgen.tuning.outcome import Candidate
+from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.pair import preparation
+from specgen.tune.outcome import Candidate
 
 
 def test_the_json_line_by_hand(tmp_path: Path) -> None:

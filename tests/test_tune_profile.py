@@ -23,19 +23,20 @@ from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
 import specgen
-from specgen import files, methods
+from specgen.base import files
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
-from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.learned_drafting import Learned
-from specgen.errors import SpecgenError
-from specgen.pair import Pair
-from specgen.tuning import profile as profiles
-from specgen.tuning.outcome import Candidate, TuningOutcome
-from specgen.types import SamplingParams
-from specgen.ui import theme
-from specgen.ui.terminal.tune_report import TuneProgress, report
+from specgen.methods import table as methods
+from specgen.pair.pair import Pair
+from specgen.tune import profile as profiles
+from specgen.tune.outcome import Candidate, TuningOutcome
+from specgen.view import theme
+from specgen.view.terminal.tune_report import TuneProgress, report
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -370,7 +371,7 @@ def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
 WRITES_ON = """
 import sys
 from pathlib import Path
-from specgen.tuning import profile
+from specgen.tune import profile
 folder = Path(sys.argv[1])
 found = profile.load(folder)
 print(flush=True)

@@ -17,14 +17,14 @@ import specgen
 from specgen.cli import tune_run
 from specgen.cli.app import app
 from specgen.cli.model_options import ModelOptions
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.engine.native.quantised_products import refusal
-from specgen.loading import with_draft_dtype
-from specgen.pair import Pair
-from specgen.tuning import draft_dtypes, tuner
-from specgen.tuning import profile as profiles
-from specgen.tuning.request import Deadline, TuningRequest
-from specgen.tuning.round_timing import MeasuredCosts
+from specgen.pair.loading import with_draft_dtype
+from specgen.pair.pair import Pair
+from specgen.tune import draft_dtypes, tuner
+from specgen.tune import profile as profiles
+from specgen.tune.request import Deadline, TuningRequest
+from specgen.tune.round_timing import MeasuredCosts
 
 pytestmark = pytest.mark.skipif(
     refusal("int8", __import__("torch").device("cpu")) is not None, reason="this torch or this processor has no int8 products"

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.energy import Energy
-from specgen.json_lines import json_line
-from specgen.sanitize import inline, one_line, streamed
-from specgen.traces.summary import Summary
-from specgen.types import Draft, Round, Verdict
-from specgen.ui import theme
-from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
-from specgen.ui.terminal.footer import footer
-from specgen.ui.terminal.rounds import RoundsView
+from specgen.base.energy import Energy
+from specgen.base.json_lines import json_line
+from specgen.base.sanitize import inline, one_line, streamed
+from specgen.base.types import Draft, Round, Verdict
+from specgen.pair.figures import Summary
+from specgen.view import theme
+from specgen.view.terminal.answer_stream import AnswerText, AnswerView, Piece
+from specgen.view.terminal.footer import footer
+from specgen.view.terminal.rounds import RoundsView
 
 WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n", " wor", "ld"]
 

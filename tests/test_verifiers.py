@@ -8,11 +8,11 @@ import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft, Round, SamplingParams, TokenStatus, Verdict
 from specgen.decoding import logits_ops, verifiers
 from specgen.decoding.verifiers import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput
-from specgen.errors import RunError
-from specgen.types import Context, Draft, Round, SamplingParams, TokenStatus, Verdict
 
 
 def rows(*choices: int, size: int = 8) -> ModelOutput:

@@ -17,11 +17,11 @@ from scripted_models import TableRunner, scripted_run
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
-from specgen import heartbeat
-from specgen.errors import RunError
-from specgen.heartbeat import LONGEST_SILENCE, SilenceWatch
-from specgen.pair import Pair
-from specgen.types import SamplingParams
+from specgen.base import heartbeat
+from specgen.base.errors import RunError
+from specgen.base.heartbeat import LONGEST_SILENCE, SilenceWatch
+from specgen.base.types import SamplingParams
+from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
 from specgen.workers.thread_worker import ThreadWorker
 

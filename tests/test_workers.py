@@ -19,10 +19,10 @@ from runner_checks import every
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
-from specgen import methods
-from specgen.errors import RunError, SpecgenError
-from specgen.pair import Pair
-from specgen.types import Round, SamplingParams
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.types import Round, SamplingParams
+from specgen.methods import table as methods
+from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
 
 
@@ -228,7 +228,7 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 _PUPPET = """
 import sys
 from multiprocessing.connection import Connection
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 from specgen.workers.messages import DraftAnswer, DraftRequest, LoadModel
 connection = Connection(int(sys.argv[1]))
 while True:

@@ -15,13 +15,13 @@ from runner_checks import RUN_BY, few
 from safetensors.torch import load_file, save_file
 from training_helpers import TINY, Recorder, corpus_of, opened
 
-from specgen.errors import SpecgenError
-from specgen.training.batched_generation import continuations
-from specgen.training.corpus import CYCLE, Corpus, Part
-from specgen.training.exit_training import train_exit
-from specgen.training.generated_text import GeneratedText, generate_texts, load_batches, save_batch
-from specgen.training.text_generation import Purpose, TextGeneration, largest_batch
-from specgen.training.training_task import TrainingStopped, TrainingTask
+from specgen.base.errors import SpecgenError
+from specgen.train.batched_generation import continuations
+from specgen.train.corpus import CYCLE, Corpus, Part
+from specgen.train.exit_training import train_exit
+from specgen.train.generated_text import GeneratedText, generate_texts, load_batches, save_batch
+from specgen.train.text_generation import Purpose, TextGeneration, largest_batch
+from specgen.train.training_task import TrainingStopped, TrainingTask
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_every_text_continues_a_document_of_its_part(folder: Path, tmp_path: Pat
     """Also once the predictor has enough text; a distilled draft has no predictor."""
     target = opened(folder)
     corpus = Corpus([[5 + number] * 6 for number in range(24)])
-    monkeypatch.setattr("specgen.training.text_generation._HIDDEN_STATE_TOKENS", 600)
+    monkeypatch.setattr("specgen.train.text_generation._HIDDEN_STATE_TOKENS", 600)
     for keep_top_k in (False, True):
         task = TrainingTask(tmp_path / str(keep_top_k), replace(TINY, steps=2000, training_length=24), corpus=corpus)
         texts = TextGeneration(target, task, {}, Recorder(), Purpose.DRAFT if keep_top_k else Purpose.EXIT).run()
@@ -154,17 +154,17 @@ def test_the_batch_size_follows_free_memory(folder: Path, corpus: Path, tmp_path
     target = opened(folder)
     per_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
     for free, expected in ((None, 64), (2 * 64 * per_text, 64), (2 * 63 * per_text, 32), (2 * 5 * per_text, 4), (0, 2)):
-        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _, free=free: free)
+        monkeypatch.setattr("specgen.train.text_generation.free_memory", lambda _, free=free: free)
         assert largest_batch(target, 24) == expected
     # A resumed run keeps the batch size of the interrupted one, although more memory is free now.
     weights = []
     for name in ("straight", "resumed"):
-        monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: 2 * 5 * per_text)
+        monkeypatch.setattr("specgen.train.text_generation.free_memory", lambda _: 2 * 5 * per_text)
         task = TrainingTask(tmp_path / name, TINY, corpus=corpus_of(corpus, target))
         if name == "resumed":
             with pytest.raises(TrainingStopped):
                 train_exit(opened(folder), task, Recorder(stop_at_batch=1))
-            monkeypatch.setattr("specgen.training.text_generation.free_memory", lambda _: None)
+            monkeypatch.setattr("specgen.train.text_generation.free_memory", lambda _: None)
         weights.append(train_exit(opened(folder), task, Recorder())[0].read_bytes())
     assert weights[0] == weights[1]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specgen.base.types import Context, Draft
 from specgen.decoding.length_policy import Always
 from specgen.engine.model_runner import ModelOutput
-from specgen.types import Context, Draft
 
 
 class SlowTarget:

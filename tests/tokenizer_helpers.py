@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 
-from specgen.engine.tokenizer import Tokenizer, load_tokenizer
+from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog is not amused: 12345 times!",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specgen.types import PHASES
+from specgen.base.types import PHASES
 
 Line = dict[str, Any]
 WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n    ", " wor", "ld"]

@@ -14,8 +14,8 @@ from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 
 from specgen import demo
-from specgen.engine.token_bytes import token_bytes
-from specgen.engine.tokenizer import load_tokenizer
+from specgen.engine.text.token_bytes import token_bytes
+from specgen.engine.text.tokenizer import load_tokenizer
 
 _EMBEDDING = "model.embed_tokens.weight"
 _ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"

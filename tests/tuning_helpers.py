@@ -8,16 +8,16 @@ from unittest.mock import Mock
 
 from typer.testing import CliRunner
 
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt
-from specgen.cost_model.drafting_costs import DraftingCosts
-from specgen.cost_model.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.learned_drafting import Learned
-from specgen.pair import Pair
-from specgen.traces.summary import Summary
-from specgen.tuning.outcome import Candidate, TuningOutcome
-from specgen.tuning.simulation import run_seed
-from specgen.types import SamplingParams
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
+from specgen.tune.outcome import Candidate, TuningOutcome
+from specgen.tune.simulation import run_seed
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]

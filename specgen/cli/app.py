@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from specgen.base.environment import WAIT_PASSIVELY, __version__, launch
 from specgen.cli.compare import compare
 from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.interrupts import interrupt_watch
 from specgen.cli.tune import tune
-from specgen.environment import WAIT_PASSIVELY, __version__, launch
 
 _NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
 
@@ -101,7 +101,7 @@ def _main_of_ranks() -> int:
     end = None
     try:
         with interrupt_watch():
-            from specgen.engine.tensor_parallel import processes  # imports torch, which takes seconds
+            from specgen.engine.spread import processes  # imports torch, which takes seconds
 
             end = processes.end
             processes.follow_unless_first()

@@ -58,6 +58,7 @@ def compare(
     display: options.OutputOptions,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
+    from specgen.base.paths import examples_file
     from specgen.cli import overlap_notice, profile_lookup
     from specgen.cli.compare_run import Comparison
     from specgen.cli.model_options import open_pair
@@ -66,9 +67,8 @@ def compare(
     from specgen.compare.prompts import load_prompts
     from specgen.compare.results import BenchmarkConfig
     from specgen.compare.resume import read_comparison
-    from specgen.paths import examples_file
-    from specgen.traces.trace_writer import TraceWriter
-    from specgen.ui import theme
+    from specgen.pair.records import TraceWriter
+    from specgen.view import theme
 
     models = profile_lookup.with_exit(models, profile)
     prompts = prompts or examples_file()

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from specgen.base.errors import SpecgenError
+from specgen.base.files import file_identity
 from specgen.cli import options
-from specgen.errors import SpecgenError
-from specgen.files import file_identity
 
 _output = partial(typer.Option, rich_help_panel="Output")
 

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from specgen.base.environment import versions
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import write_pieces
+from specgen.base.json_lines import print_json
 from specgen.cli.error_reporting import INTERRUPTED, report
 from specgen.cli.interrupts import Interrupts
 from specgen.compare.columns import as_json, csv_text
@@ -18,19 +22,15 @@ from specgen.compare.predictions import PassCosts, measure_costs, with_predictio
 from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, Prediction, method_results
 from specgen.compare.resume import RecordedComparison
 from specgen.compare.runner import Runner
-from specgen.environment import versions
-from specgen.errors import RunError, SpecgenError
-from specgen.files import write_pieces
-from specgen.json_lines import print_json
-from specgen.traces import trace_writer as traces
-from specgen.ui import theme
-from specgen.ui.terminal import comparison as views
-from specgen.ui.terminal.live_table import live_lines, live_table
+from specgen.pair import records as traces
+from specgen.view import theme
+from specgen.view.terminal import comparison as views
+from specgen.view.terminal.live_table import live_lines, live_table
 
 if TYPE_CHECKING:
     from specgen.cli.compare_output import CompareOutput
     from specgen.cli.options import OutputOptions
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
 
 OUTPUT_DIFFERS = 3  # exit code if a lossless method's output differs from plain decoding's
 
@@ -168,12 +168,12 @@ class Comparison:
         return [csv_text(shown.made, by_category=self._output.by_category)]
 
     def _svg(self, shown: views.Report) -> Iterable[str]:
-        from specgen.ui.svg_export import svg
+        from specgen.view.svg_export import svg
 
         return [svg(views.page(shown, theme.PIPED_WIDTH), theme.PIPED_WIDTH)]
 
     def _page(self, shown: views.Report) -> Iterable[str]:
-        from specgen.ui.html import compare_page
+        from specgen.view.html import compare_page
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = f"specgen {shlex.join(sys.argv[1:])}"

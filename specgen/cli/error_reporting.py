@@ -12,10 +12,10 @@ from typing import ParamSpec, TextIO
 
 import typer
 
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.input_files import waits_reported
+from specgen.base.sanitize import one_line
 from specgen.cli.interrupts import interrupt_watch
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.input_files import waits_reported
-from specgen.sanitize import one_line
 
 INTERRUPTED = 130
 _LONGEST = 1000  # characters of a message
@@ -59,7 +59,7 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
     """
     from rich.text import Text
 
-    from specgen.ui.theme import console
+    from specgen.view.theme import console
 
     out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:

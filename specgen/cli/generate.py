@@ -8,26 +8,26 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.input_files import waiting_for
+from specgen.base.settings import parse_pairs
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
-from specgen.errors import SpecgenError
-from specgen.input_files import waiting_for
-from specgen.method import Method
-from specgen.missing_parts import no_draft_model, no_exit_layer, no_head
-from specgen.setting_parsing import parse_pairs
+from specgen.methods import table as methods
+from specgen.methods.method import Method
+from specgen.methods.missing_parts import no_draft_model, no_exit_layer, no_head
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.base.types import SamplingParams
     from specgen.cli.output_writers import OutputWriter
     from specgen.cli.profile_lookup import Choice
-    from specgen.pair import Pair
-    from specgen.plan import Plan
-    from specgen.types import SamplingParams
-    from specgen.ui.terminal.prefill_line import PrefillLine
+    from specgen.pair.pair import Pair
+    from specgen.pair.request import Plan
+    from specgen.view.terminal.prefill_line import PrefillLine
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
@@ -52,10 +52,10 @@ def generate(
     from specgen.cli import profile_lookup
     from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
-    from specgen.traces.trace_writer import TraceWriter
-    from specgen.ui import theme
-    from specgen.ui.terminal import method_catalogue
-    from specgen.ui.terminal.prefill_line import PrefillLine
+    from specgen.pair.records import TraceWriter
+    from specgen.view import theme
+    from specgen.view.terminal import method_catalogue
+    from specgen.view.terminal.prefill_line import PrefillLine
 
     if help_method:
         shown = methods.DEFAULT_METHOD if method is None else method
@@ -96,7 +96,7 @@ def _planned(
     from rich.text import Text
 
     from specgen.cli import overlap_notice
-    from specgen.ui.terminal.loading_line import LoadingLine
+    from specgen.view.terminal.loading_line import LoadingLine
 
     chosen = methods.find(choice.method)
     settings = methods.resolve(chosen, choice.settings)

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.json_lines import print_json
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
-from specgen.errors import SpecgenError
-from specgen.json_lines import print_json
+from specgen.methods import table as methods
 
 _trace = partial(typer.Option, rich_help_panel="Recorded runs")
 _pair = partial(typer.Option, rich_help_panel="A pair of models")
@@ -86,8 +86,8 @@ def inspect(
 
 
 def _list_methods(display: options.OutputOptions) -> None:
-    from specgen.ui import theme
-    from specgen.ui.terminal.method_catalogue import method_card, method_line
+    from specgen.view import theme
+    from specgen.view.terminal.method_catalogue import method_card, method_line
 
     out = theme.console(no_color=display.no_color)
     for method in methods.METHODS.values():

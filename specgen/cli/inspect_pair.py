@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from specgen.base.json_lines import print_json
 from specgen.cli.model_options import ModelOptions, disable_hub_progress, open_pair
 from specgen.cli.options import OutputOptions
-from specgen.json_lines import print_json
-from specgen.ui import theme
-from specgen.ui.terminal import pair_report as view
-from specgen.ui.terminal.loading_line import LoadingLine
+from specgen.view import theme
+from specgen.view.terminal import pair_report as view
+from specgen.view.terminal.loading_line import LoadingLine
 
 if TYPE_CHECKING:
-    from specgen.tuning.pair_inspection import PairReport
+    from specgen.tune.pair_inspection import PairReport
 
 
 def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool) -> None:
@@ -40,9 +40,9 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     with LoadingLine(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
         from specgen.engine.hub import head_folder
-        from specgen.loading import model_sources
-        from specgen.tuning.method_readiness import TrainedParts
-        from specgen.tuning.pair_inspection import inspect_files
+        from specgen.pair.loading import model_sources
+        from specgen.tune.method_readiness import TrainedParts
+        from specgen.tune.pair_inspection import inspect_files
 
         device = pick_device(models.device)
         draft_device = pick_draft_device(models.draft_device, models.device, device)
@@ -64,8 +64,8 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tuning.method_readiness import planned
-    from specgen.tuning.pair_inspection import engine_choices, measure, measure_parallel, with_output
+    from specgen.tune.method_readiness import planned
+    from specgen.tune.pair_inspection import engine_choices, measure, measure_parallel, with_output
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1 and models.draft_dtype is None:  # already measured

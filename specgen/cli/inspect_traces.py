@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specgen.base.errors import SpecgenError
+from specgen.base.files import write_pieces
+from specgen.base.json_lines import print_json
+from specgen.base.sanitize import one_line
 from specgen.cli.options import OutputOptions
 from specgen.cli.output_checks import check_outputs
-from specgen.errors import SpecgenError
-from specgen.files import write_pieces
-from specgen.json_lines import print_json
-from specgen.sanitize import one_line
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.traces.trace_reader import TracedRun, read_trace
-from specgen.ui import theme
+from specgen.view import theme
 
 if TYPE_CHECKING:
-    from specgen.ui.recorded_methods import RecordedMethod
+    from specgen.view.recorded_methods import RecordedMethod
 
 START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
 
@@ -70,8 +70,8 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
     `html` is the file for an HTML page; None means no page. At most `rounds` rounds are listed; None means 40 for a
     single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
-    from specgen.ui.html import trace_page
-    from specgen.ui.terminal import trace_report
+    from specgen.view.html import trace_page
+    from specgen.view.terminal import trace_report
 
     if rounds is not None and rounds < 0:
         raise SpecgenError(f"--rounds is {rounds}", "It has to be a whole number, 0 for none")
@@ -113,7 +113,7 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
     The label is the method's name. Where several groups have the same method, it also has the settings in which they differ, or
     the file's name. `(lossy)` follows the name of a lossy method. Raises SpecgenError for a group without run `number`.
     """
-    from specgen.ui.recorded_methods import RecordedMethod
+    from specgen.view.recorded_methods import RecordedMethod
 
     for group in groups:
         run, statistics = group.run, group.statistics

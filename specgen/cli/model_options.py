@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen.base.errors import SpecgenError
+from specgen.base.paths import kept_exit, kept_head
+from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli import options
 from specgen.cli.interrupts import interrupt_watch
-from specgen.errors import SpecgenError
-from specgen.methods import METHODS
-from specgen.paths import kept_exit, kept_head
-from specgen.types import check_backend, check_draft_dtype
+from specgen.methods.table import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
     from specgen.workers.process import DraftProcess
 
 
@@ -136,8 +136,8 @@ def open_pair(
     """
     from rich.text import Text
 
-    from specgen.engine.template_process import TemplateProcess
-    from specgen.ui.terminal.loading_line import LoadingLine
+    from specgen.engine.text.template_process import TemplateProcess
+    from specgen.view.terminal.loading_line import LoadingLine
     from specgen.workers.process import DraftProcess, is_possible
 
     disable_hub_progress(err, quiet=quiet)
@@ -146,7 +146,7 @@ def open_pair(
         templates = TemplateProcess() if chat else None
         if templates is not None:
             templates.start()
-        from specgen.loading import load
+        from specgen.pair.loading import load
 
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from specgen.errors import SpecgenError
-from specgen.types import SamplingParams
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
 
 _model = partial(typer.Option, rich_help_panel="Models")
 _sampling = partial(typer.Option, rich_help_panel="Sampling and limits")

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.errors import SpecgenError
-from specgen.files import check_writable, file_identity
+from specgen.base.errors import SpecgenError
+from specgen.base.files import check_writable, file_identity
 
 if TYPE_CHECKING:
     from specgen.cli.model_options import ModelOptions
@@ -30,7 +30,7 @@ def check_outputs(
     """
     if not any(outputs.values()):
         return
-    from specgen.ui import theme  # imports Rich
+    from specgen.view import theme  # imports Rich
 
     written: dict[Hashable, str] = {}
     streams = _redirected()

@@ -6,22 +6,22 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from specgen.base.energy import energy_meter_for
+from specgen.base.errors import RunError
+from specgen.base.json_lines import print_json
+from specgen.base.types import QUANTISED, Round
 from specgen.cli.options import GenerateOutput
-from specgen.energy import energy_meter_for
-from specgen.errors import RunError
-from specgen.json_lines import print_json
-from specgen.traces import trace_writer as traces
-from specgen.traces.summary import Summary
-from specgen.types import QUANTISED, Round
-from specgen.ui import theme
-from specgen.ui.terminal.answer_stream import AnswerText, AnswerView, Piece
-from specgen.ui.terminal.footer import footer
-from specgen.ui.terminal.rounds import RoundsView
+from specgen.pair import records as traces
+from specgen.pair.figures import Summary
+from specgen.view import theme
+from specgen.view.terminal.answer_stream import AnswerText, AnswerView, Piece
+from specgen.view.terminal.footer import footer
+from specgen.view.terminal.rounds import RoundsView
 
 if TYPE_CHECKING:
     from specgen.decoding.parallel import Parallel
-    from specgen.pair import Pair
-    from specgen.plan import Plan
+    from specgen.pair.pair import Pair
+    from specgen.pair.request import Plan
 
 
 _NOTED_CAPTURES = 0.1  # seconds of a run; the footer says it if captures took longer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
 
 
 def show(pair: Pair, err: Console, *, quiet: bool) -> None:
@@ -16,7 +16,7 @@ def show(pair: Pair, err: Console, *, quiet: bool) -> None:
         return
     from rich.text import Text
 
-    from specgen.engine.token_overlap import overlap_of_examples
-    from specgen.ui.terminal import token_overlap as words
+    from specgen.engine.text.token_overlap import overlap_of_examples
+    from specgen.view.terminal import token_overlap as words
 
     err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)

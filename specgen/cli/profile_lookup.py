@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from specgen import methods
-from specgen.errors import SpecgenError
-from specgen.paths import EXIT_WEIGHTS, pair_folder
-from specgen.setting_parsing import written
+from specgen.base.errors import SpecgenError
+from specgen.base.paths import EXIT_WEIGHTS, pair_folder
+from specgen.base.settings import written
+from specgen.methods import table as methods
 
 if TYPE_CHECKING:
+    from specgen.base.types import SamplingParams
     from specgen.cli.model_options import ModelOptions
     from specgen.compare.method_specs import MethodSpec
-    from specgen.pair import Pair
-    from specgen.tuning.profile import Profile
-    from specgen.types import SamplingParams
+    from specgen.pair.pair import Pair
+    from specgen.tune.profile import Profile
     from specgen.workers.process import DraftProcess
 
 Options = TypeVar("Options", bound="ModelOptions")
@@ -59,7 +59,7 @@ def with_tuned_draft(pair: Pair, process: DraftProcess | None, *, sampling: Samp
 
     `process` is the one that was started for PEARL's draft model, which keeps running.
     """
-    from specgen.loading import with_draft_dtype
+    from specgen.pair.loading import with_draft_dtype
 
     console = Console(quiet=True)
     with suppress(SpecgenError):
@@ -79,7 +79,7 @@ def find(
     note. With `any_draft_dtype`, one that was made with rounded draft weights also fits a pair whose draft is as it is stored.
     Raises SpecgenError where `folder` is given and its profile cannot be read.
     """
-    from specgen.tuning import profile as profiles
+    from specgen.tune import profile as profiles
 
     key = profiles.profile_key_of(pair)
     found_in = folder or profiles.default_folder(key, sampling)
@@ -189,7 +189,7 @@ def likely_parallel(models: ModelOptions, folder: Path | None) -> bool:
     folders = [folder] if folder is not None else _possible_folders(models)
     if not folders:
         return False
-    from specgen.tuning import profile as profiles
+    from specgen.tune import profile as profiles
 
     for candidate in folders:
         with suppress(SpecgenError):

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from specgen.base.errors import SpecgenError
 from specgen.cli.model_options import ModelOptions
 from specgen.cli.train_request import DEFAULT_MINUTES, DRAFT, PREDICTOR, TrainRequest
 from specgen.compare.prompts import Prompt
-from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     import torch
 
     from specgen.engine.model_loading import LoadedModel
-    from specgen.training.corpus import Corpus
-    from specgen.training.training_task import TrainingTask
+    from specgen.train.corpus import Corpus
+    from specgen.train.training_task import TrainingTask
 
 _DEMO_CORPUS = Path("demo")  # a file of that name has to be given as ./demo or by its absolute path
 _DEMO_TOKENS = 600_000
@@ -37,11 +37,11 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     target."""
     import torch
 
-    from specgen.engine.device_map import place
     from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
     from specgen.engine.model_loading import load_model, translation_between
-    from specgen.engine.token_bytes import NoTokenBytes
-    from specgen.loading import model_sources, prepare_models
+    from specgen.engine.spread.device_map import place
+    from specgen.engine.text.token_bytes import NoTokenBytes
+    from specgen.pair.loading import model_sources, prepare_models
 
     needs_draft = request.part is DRAFT
     if needs_draft and not models.has_draft:
@@ -81,8 +81,8 @@ def training_task(models: ModelOptions, request: TrainRequest, loaded: LoadedMod
 
     `prompts` are those of `--prompts`.
     """
-    from specgen.engine.heads.head_files import check_head_folder
-    from specgen.training.training_task import Recipe, TrainingTask
+    from specgen.engine.parts.head_files import check_head_folder
+    from specgen.train.training_task import Recipe, TrainingTask
 
     part, (target, draft, _) = request.part, loaded
     share = part.self_text if request.self_text is None else request.self_text
@@ -118,9 +118,9 @@ def _seconds(request: TrainRequest) -> float | None:
 
 def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> Path:
     """Returns the folder for the result if the user names none."""
-    from specgen.engine.exit_files import DESCRIPTION, WEIGHTS
+    from specgen.base.paths import head_folder, pair_folder
     from specgen.engine.fingerprint import weights_fingerprint
-    from specgen.paths import head_folder, pair_folder
+    from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS
 
     if request.exit_layer is not None:
         if request.exit_layer.is_dir():
@@ -142,7 +142,7 @@ def _prompts(request: TrainRequest, given: Sequence[Prompt], target: LoadedModel
     With --chat, they are in the model's chat template and may also be in the corpus file. Longer ones than three quarters of a
     training sequence are then left out, because a template cannot be cut.
     """
-    from specgen.training.corpus import chat_prompts
+    from specgen.train.corpus import chat_prompts
 
     if not request.chat:
         return [target.tokenizer.encode(prompt.text) for prompt in given]
@@ -161,7 +161,7 @@ def _prompts(request: TrainRequest, given: Sequence[Prompt], target: LoadedModel
 
 def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
     """Reads the corpus. Returns None if only prompts are given. Raises SpecgenError if there is no text."""
-    from specgen.training.corpus import demo_corpus, read_corpus
+    from specgen.train.corpus import demo_corpus, read_corpus
 
     encode = target.tokenizer.encode
     if request.chat:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from specgen.base.errors import RunError
+from specgen.base.files import make_writable_folder
+from specgen.base.json_lines import print_json
+from specgen.base.sanitize import print_result
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
 from specgen.cli.train_request import TrainRequest
 from specgen.compare.prompts import load_prompts
-from specgen.errors import RunError
-from specgen.files import make_writable_folder
-from specgen.json_lines import print_json
-from specgen.sanitize import print_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +30,9 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
 
     from specgen.cli.train_inputs import load_models, training_task
     from specgen.cli.trainers import TRAINERS
-    from specgen.training.training_task import TrainingStopped
-    from specgen.ui.terminal.loading_line import LoadingLine
-    from specgen.ui.terminal.training_progress import TrainingBars
+    from specgen.train.training_task import TrainingStopped
+    from specgen.view.terminal.loading_line import LoadingLine
+    from specgen.view.terminal.training_progress import TrainingBars
 
     with LoadingLine(err, quiet=quiet) as loading:
         loaded = load_models(models, request, loading.announce)

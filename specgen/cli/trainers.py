@@ -10,8 +10,8 @@ from specgen.cli.train_inputs import LoadedModels
 from specgen.cli.train_request import DRAFT, EXIT, PARTS, PREDICTOR, TrainedPart, TrainRequest
 
 if TYPE_CHECKING:
-    from specgen.engine.exit_files import Description
-    from specgen.training.training_task import TrainingObserver, TrainingTask
+    from specgen.engine.parts.exit_files import Description
+    from specgen.train.training_task import TrainingObserver, TrainingTask
 
 _NOTHING_HELD_OUT = " Nothing was held out to measure it: there are fewer than eight different documents or prompts."
 
@@ -32,13 +32,13 @@ class Trainer(NamedTuple):
 
 
 def _check_exit(loaded: LoadedModels, request: TrainRequest) -> None:
-    from specgen.training.exit_training import exit_depth
+    from specgen.train.exit_training import exit_depth
 
     exit_depth(loaded.target, request.layer)
 
 
 def _train_exit(loaded: LoadedModels, request: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
-    from specgen.training.exit_training import train_exit
+    from specgen.train.exit_training import train_exit
 
     own_head = request.exit_head == "own"
     path, description = train_exit(
@@ -48,14 +48,14 @@ def _train_exit(loaded: LoadedModels, request: TrainRequest, task: TrainingTask,
 
 
 def _check_predictor(loaded: LoadedModels, request: TrainRequest) -> None:
-    from specgen.engine.exit_files import load_exit
+    from specgen.engine.parts.exit_files import load_exit
 
     assert request.exit_layer is not None
     load_exit(request.exit_layer, loaded.target)
 
 
 def _train_predictor(loaded: LoadedModels, request: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
-    from specgen.training.exit_training import retrain_predictor
+    from specgen.train.exit_training import retrain_predictor
 
     assert request.exit_layer is not None
     path, description = retrain_predictor(loaded.target, request.exit_layer, task, observer)
@@ -84,7 +84,7 @@ def _exit(path: Path, description: Description, what: str) -> Trained:
 
 def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
     """Distils the draft. It is recommended only if it predicts more of the target's greedy tokens than before."""
-    from specgen.training.distillation import distill
+    from specgen.train.distillation import distill
 
     assert loaded.draft is not None
     figures = distill(loaded.target, loaded.draft, task, observer, loaded.draft_dtype)
@@ -102,8 +102,8 @@ def _train_draft(loaded: LoadedModels, _: TrainRequest, task: TrainingTask, obse
 
 
 def _check_head(loaded: LoadedModels, request: TrainRequest) -> None:
-    from specgen.engine.heads.head_files import check_head_folder
-    from specgen.training.heads import objective_of
+    from specgen.engine.parts.head_files import check_head_folder
+    from specgen.train.heads import objective_of
 
     objective_of(request.part.method).check(loaded.target)
     if request.out is not None:
@@ -111,7 +111,7 @@ def _check_head(loaded: LoadedModels, request: TrainRequest) -> None:
 
 
 def _train_head(loaded: LoadedModels, request: TrainRequest, task: TrainingTask, observer: TrainingObserver) -> Trained:
-    from specgen.training.heads import objective_of, train_head
+    from specgen.train.heads import objective_of, train_head
 
     part = request.part
     description = train_head(loaded.target, objective_of(part.method), task, observer)

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
+from specgen.base.environment import launch
+from specgen.base.errors import SpecgenError
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
 from specgen.cli.train_request import DEFAULT_MINUTES, TrainRequest
-from specgen.environment import launch
-from specgen.errors import SpecgenError
 
 _METHODS = "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."
 _PROMPTS = (
@@ -97,7 +97,7 @@ def tune(
     """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
     begin = time.perf_counter()
     from specgen.cli import train_run, tune_run
-    from specgen.ui import theme
+    from specgen.view import theme
 
     err = theme.console(stderr=True, no_color=display.no_color)
     _check_given(called, train=train)

@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from specgen import methods
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import make_writable_folder
+from specgen.base.json_lines import print_json
+from specgen.base.paths import data_folder
+from specgen.base.sanitize import print_result
+from specgen.base.types import SamplingParams
 from specgen.cli import overlap_notice, profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
-from specgen.errors import RunError, SpecgenError
-from specgen.files import make_writable_folder
-from specgen.json_lines import print_json
-from specgen.missing_parts import no_draft_model
-from specgen.paths import data_folder
-from specgen.sanitize import print_result
-from specgen.tuning import export as exports
-from specgen.tuning.request import BY_SPEED, Objective
-from specgen.types import SamplingParams
-from specgen.ui.terminal import tune_report as view
+from specgen.methods import table as methods
+from specgen.methods.missing_parts import no_draft_model
+from specgen.tune import export as exports
+from specgen.tune.request import BY_SPEED, Objective
+from specgen.view.terminal import tune_report as view
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair
-    from specgen.tuning.outcome import TuningOutcome
-    from specgen.tuning.profile import Profile
+    from specgen.pair.pair import Pair
+    from specgen.tune.outcome import TuningOutcome
+    from specgen.tune.profile import Profile
 
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
@@ -137,9 +137,9 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
                 _export(request.export, pair, existing, err, quiet)
                 return
         overlap_notice.show(pair, err, quiet=quiet)
-        from specgen.tuning import profile as profiles
-        from specgen.tuning.request import Deadline, TuningRequest
-        from specgen.tuning.tuner import tune
+        from specgen.tune import profile as profiles
+        from specgen.tune.request import Deadline, TuningRequest
+        from specgen.tune.tuner import tune
 
         key = profiles.profile_key_of(pair)
         default = profiles.default_folder(key, sampling)
@@ -172,8 +172,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
 @contextmanager
 def _rounded(models: ModelOptions, pair: Pair) -> Iterator[Pair | None]:
     """Yields the pair with its draft's weights rounded to int8; None if the user chose the draft's dtype, or it cannot gain."""
-    from specgen.loading import with_draft_dtype
-    from specgen.tuning.draft_dtypes import worth_rounding
+    from specgen.pair.loading import with_draft_dtype
+    from specgen.tune.draft_dtypes import worth_rounding
 
     rounded = None
     if models.draft_dtype is None and worth_rounding(pair):

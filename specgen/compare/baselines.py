@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specgen.environment import launch
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.setting_parsing import Setting, Value
+from specgen.base.environment import launch
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.settings import Setting, Value
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from specgen.pair import Pair
-    from specgen.types import SamplingParams
+    from specgen.base.types import SamplingParams
+    from specgen.pair.pair import Pair
 
 BASELINES: Mapping[str, Mapping[str, Setting]] = {
     "transformers": {},
@@ -58,8 +58,8 @@ def run_baseline(
 
     if (launched := launch()) is not None:
         raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
-    from specgen.engine.transformers_backend.reference import transformers_module
-    from specgen.engine.translation import same_tokens
+    from specgen.engine.text.translation import same_tokens
+    from specgen.engine.transformers.reference import transformers_module
 
     draft = pair.draft if name == "transformers-assisted" else None
     if name == "transformers-assisted" and draft is None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from specgen.base.sanitize import one_line
+from specgen.base.types import PHASES
 from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction
 from specgen.compare.verdict import OUTCOMES, outcome_text
-from specgen.sanitize import one_line
-from specgen.traces.summary import Summary
-from specgen.types import PHASES
+from specgen.pair.figures import Summary
 
 _FORMULA = re.compile(r"(^|;)(?=[\s␀-␡⇥↵�]*[=+\-@＝＋－＠])")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specgen.environment import machine_in_words
+from specgen.base.environment import machine_in_words
 
 if TYPE_CHECKING:
     from specgen.engine.deferred_model import DraftModel
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
 
 
 def describe(pair: Pair) -> list[tuple[str, str]]:

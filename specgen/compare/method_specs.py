@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from specgen import methods
+from specgen.base.errors import SpecgenError, nearest
 from specgen.compare.baselines import BASELINES, baseline_settings
-from specgen.errors import SpecgenError, nearest
+from specgen.methods import table as methods
 
 REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"

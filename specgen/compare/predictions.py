@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Prediction, Results, Run, median_runs
-from specgen.cost_model.round_costs import Curve
-from specgen.cost_model.speedup import eesd_speedup
-from specgen.methods import METHODS
+from specgen.decoding.costs.round_costs import Curve
+from specgen.decoding.costs.speedup import eesd_speedup
+from specgen.methods.table import METHODS
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tokens in a timed pass; the widths between are interpolated
 

@@ -15,10 +15,10 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from specgen.errors import SpecgenError, nearest
-from specgen.files import load_yaml
-from specgen.input_files import open_input
-from specgen.paths import examples_file
+from specgen.base.errors import SpecgenError, nearest
+from specgen.base.files import load_yaml
+from specgen.base.input_files import open_input
+from specgen.base.paths import examples_file
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Round, SamplingParams
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
-from specgen.errors import SpecgenError
-from specgen.traces.summary import Summary
+from specgen.pair.figures import Summary
 from specgen.traces.trace_reader import TracedRun
-from specgen.types import Round, SamplingParams
 
 RESAMPLES = 2000
 FEW_RESAMPLES = 200  # for the live table, whose intervals still change

@@ -9,13 +9,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from specgen.base.environment import versions
+from specgen.base.errors import SpecgenError
+from specgen.base.types import PHASES
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
 from specgen.compare.runner import Runner
-from specgen.environment import versions
-from specgen.errors import SpecgenError
 from specgen.traces.trace_reader import TracedRun, read_trace
-from specgen.types import PHASES
 
 _UNCHANGED = "Name a trace as --trace writes it, unchanged"
 

@@ -21,23 +21,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specgen.base.energy import energy_meter_for
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.types import Round, SamplingParams
 from specgen.compare.baselines import baseline_settings, run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.energy import energy_meter_for
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.factory import derive_seed
-from specgen.plan import RESERVED
-from specgen.traces import trace_writer as traces
-from specgen.traces.summary import Summary
+from specgen.methods.factory import derive_seed
+from specgen.pair import records as traces
+from specgen.pair.figures import Summary
+from specgen.pair.request import RESERVED
 from specgen.traces.trace_reader import TracedRound, TracedRun
-from specgen.types import Round, SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair
-    from specgen.plan import Plan
+    from specgen.pair.pair import Pair
+    from specgen.pair.request import Plan
 
 
 @dataclass(frozen=True, slots=True)

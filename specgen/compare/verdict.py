@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specgen.pair import Pair
+    from specgen.pair.pair import Pair
 
 OUTCOMES = ("identical", "tied", "diverged")  # from best to worst; JSON and CSV count prompts under these keys
 

@@ -16,12 +16,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specgen.cost_model.drafting_costs import DraftingCosts
+from specgen.base.settings import Setting, Value
 from specgen.decoding.acceptance_calibration import features
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.learned_drafting import OPTION, Learned
 from specgen.decoding.length_policy import MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
 from specgen.decoding.lookup_gain import LookupPlan, best_plan
-from specgen.setting_parsing import Setting, Value
 
 AUTO = "auto"
 

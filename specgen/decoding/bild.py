@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from specgen.base.types import Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import Signals, comparison
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
-from specgen.types import Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

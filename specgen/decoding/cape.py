@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from specgen.base.types import Draft
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.devices import upload
-from specgen.types import Draft
 
 MOST_CANDIDATES = 7
 _BY_TOP_PROB = ((0.3, MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates

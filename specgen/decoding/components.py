@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specgen.types import SamplingParams
+from specgen.base.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specgen.cost_model.pearl_window import Window
     from specgen.decoding.adaptive import AdaptiveInputs
+    from specgen.decoding.costs.pearl_window import Window
     from specgen.decoding.drafters import AcceptancePredictor
     from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.model_runner import DraftRunner, ModelRunner
-    from specgen.engine.tokenizer import Tokenizer
+    from specgen.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Self
 
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.distributions import Distributions
 from specgen.decoding.length_policy import DraftedToken, Signals
 from specgen.engine.model_runner import ChoosingRunner
-from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams
 
 _ROWS = 16  # tokens; the host reads them before more are chosen
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from specgen.base.types import Context
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.length_policy import Signals
 from specgen.engine.devices import upload
 from specgen.engine.model_runner import ChoosingRunner
 from specgen.engine.native.kernels.kernel_set import SPAN
-from specgen.types import Context
 
 
 class Level(NamedTuple):

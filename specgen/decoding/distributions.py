@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from specgen.base.types import SamplingParams
 from specgen.decoding import logits_ops
-from specgen.types import SamplingParams
 
 
 class Distributions(NamedTuple):

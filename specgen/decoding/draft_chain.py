@@ -8,10 +8,10 @@ from typing import overload
 
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import Draft, SamplingParams
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.length_policy import DraftedToken, Signals
-from specgen.errors import nan_logits
-from specgen.types import Draft, SamplingParams
 
 
 class DraftChain:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from specgen.base.types import Context, Draft
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, draft_statistics
 from specgen.engine.devices import upload
-from specgen.types import Context, Draft
 
 
 class DraftTree:

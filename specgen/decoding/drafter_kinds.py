@@ -11,8 +11,8 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specgen.base.settings import Settings
 from specgen.decoding.length_policy import MATCH_LENGTH, MODEL_SIGNALS, Signals
-from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter, DraftSetup

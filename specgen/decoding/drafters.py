@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ChoosingRunner, longest_draft, room
-from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.suffix_index import SuffixHistory
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner
-    from specgen.engine.tokenizer import Tokenizer
+    from specgen.engine.text.tokenizer import Tokenizer
 
 
 class Drafter(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specgen.base.types import Context, Draft
 from specgen.decoding.length_policy import LengthPolicy
-from specgen.types import Context, Draft
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.base.errors import RunError, nan_logits
+from specgen.base.types import Context, Draft, Round, Verdict
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
-from specgen.errors import RunError, nan_logits
-from specgen.types import Context, Draft, Round, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Clock, Run

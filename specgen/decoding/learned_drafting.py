@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.drafting_guard import DraftingGuard
 from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.lookup_gain import LearnedLookup

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
-from specgen.setting_parsing import Setting, Value
+from specgen.base.settings import Setting, Value
 
 Signals = frozenset[str]
 MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`

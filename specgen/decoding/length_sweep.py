@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specgen.base.types import Context, Draft
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
-from specgen.types import Context, Draft
 
 WARM_UP = 2  # rounds at the beginning of a run that are not counted
 

@@ -8,9 +8,9 @@ from math import isfinite, isnan, log, nan
 import numpy as np
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import SamplingParams
 from specgen.engine.devices import move
-from specgen.errors import nan_logits
-from specgen.types import SamplingParams
 
 TIES = 64  # further tokens that may have the k-th largest logit, too, and are sorted with the top k
 _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, LearningDrafter
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.decoding.ngram_pool import NgramPool, Phrase
 from specgen.decoding.token_tree import TokenTree
 from specgen.engine.devices import upload
-from specgen.types import Context, Draft, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

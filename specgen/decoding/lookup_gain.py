@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from specgen.cost_model.drafting_costs import DraftingCosts
 from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior
+from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.drafting_guard import DraftingGuard
 from specgen.decoding.length_policy import comparison
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft
 from specgen.decoding import signals
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.errors import nan_logits
-from specgen.types import Context, Draft
 
 RankPath = tuple[int, ...]  # a node of the tree: entry m is the rank (0: likeliest) among head m's predictions
 

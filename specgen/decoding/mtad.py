@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
@@ -16,8 +18,6 @@ from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
-from specgen.errors import nan_logits
-from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

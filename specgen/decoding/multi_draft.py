@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
@@ -14,7 +15,6 @@ from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.verifiers import make_verdict
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
-from specgen.types import Context, Draft, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

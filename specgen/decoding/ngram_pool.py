@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.types import Context
+from specgen.base.types import Context
 
 Phrase = tuple[int, ...]
 

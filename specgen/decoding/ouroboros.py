@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafters import DraftSetup, LearningDrafter, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy
@@ -20,7 +21,6 @@ from specgen.decoding.verifiers import match_path, own_tokens
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
-from specgen.types import Context, Draft, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specgen.cost_model.cost_check import CostCheck
-from specgen.cost_model.pearl_window import Window
+from specgen.base.settings import Settings
+from specgen.base.types import Context, Draft, Mode, Round
 from specgen.decoding.components import Components
+from specgen.decoding.costs.cost_check import CostCheck
+from specgen.decoding.costs.pearl_window import Window
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
-from specgen.setting_parsing import Settings
-from specgen.types import Context, Draft, Mode, Round
 
 if TYPE_CHECKING:
     from specgen.decoding.length_policy import LengthPolicy

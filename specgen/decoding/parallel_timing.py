@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.cost_model.pearl_window import LONGEST_WINDOW, ROUGH_WIDTH, ParallelCosts, settled
-from specgen.types import Context
+from specgen.base.types import Context
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ROUGH_WIDTH, ParallelCosts, settled
 
 if TYPE_CHECKING:
     from specgen.decoding.parallel import ParallelDrafter

@@ -14,10 +14,10 @@ import random
 from collections.abc import Mapping
 from typing import ClassVar
 
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting, Settings
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals, comparison
-from specgen.errors import SpecgenError
-from specgen.setting_parsing import Setting, Settings
 
 _TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SVIP_THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)

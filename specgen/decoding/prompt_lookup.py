@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from time import perf_counter
 
+from specgen.base.types import Context, Draft
 from specgen.decoding.drafters import extend_draft
 from specgen.decoding.length_policy import MATCH_LENGTH, DraftedToken, LengthPolicy
-from specgen.types import Context, Draft
 
 
 class PromptLookupDrafter:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specgen.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
+from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 
 if TYPE_CHECKING:
     from specgen.decoding.drafters import Drafter

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specgen.cost_model.cost_check import CostCheck
+from specgen.base.types import Round
+from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.drafters import LearningDrafter
 from specgen.decoding.run import Run
 from specgen.engine.inference_mode import inference
-from specgen.types import Round
 
 
 def sequential(run: Run) -> Iterator[Round]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from specgen.types import Context
+from specgen.base.types import Context
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
 MOST_OCCURRENCES = 16  # the latest ones of an n-gram, which are compared with the context; 64 gain nothing and cost more

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
 from specgen.decoding.length_policy import LengthPolicy
 from specgen.engine.inference_mode import inference
-from specgen.engine.retokenized_context import RetokenizedContext
-from specgen.types import Context, Draft, SamplingParams
+from specgen.engine.text.retokenized_context import RetokenizedContext
 
 _PIECES = 4  # of the draft model's tokens that are drafted for one of the target's, at most
 

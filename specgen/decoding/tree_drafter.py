@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from specgen.base.types import Context, Draft
 from specgen.decoding import signals
 from specgen.decoding.device_tree import DeviceTree, Level, LevelsOnDevice
 from specgen.decoding.draft_tree import DraftTree
@@ -16,7 +17,6 @@ from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ChoosingRunner
-from specgen.types import Context, Draft
 
 
 class _Candidate(NamedTuple):

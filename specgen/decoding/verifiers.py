@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.distributions import Distributions
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
-from specgen.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from specgen.base.prefill_progress import prefill_reports
+from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
-from specgen.prefill_progress import prefill_reports
-from specgen.types import Context
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _SMALLEST_CHUNK = 256  # fewer would be slower

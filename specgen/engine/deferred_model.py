@@ -7,14 +7,14 @@ from threading import Lock
 
 import torch
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.devices import device_name
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, PreparedModel, load_model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.engine.translation import Translation
-from specgen.errors import SpecgenError
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.text.translation import Translation
 
 
 class DeferredModel:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `device_map.place`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
@@ -22,8 +24,6 @@ from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory, last_level_cache
 from specgen.engine.native.tensor_names import layer_tensors
-from specgen.errors import SpecgenError
-from specgen.types import Context
 
 Passes = Mapping[int, Callable[[], object]]
 """For each number of tokens, a function that runs a forward pass over so many."""

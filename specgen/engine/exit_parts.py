@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 # Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
 # does not depend on: heads that predict several tokens, value heads, and encoders of pictures and sound.

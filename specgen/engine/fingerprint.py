@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 _SAMPLE_BYTES = 256  # read at three places of each tensor; this is enough, as further training changes nearly every number
 _MAX_HEADER_BYTES = 1 << 28

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from specgen.types import Context
+from specgen.base.types import Context
 
 
 class TreeNodes(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 _FILE = "generation_config.json"
 _LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or the inverse of one, would overflow

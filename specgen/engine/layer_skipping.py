@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart, ModelOutput, chain_parents
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.errors import SpecgenError
-from specgen.types import Context
 
 _PART = re.compile(r"(\d+)([am]?)")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.generation_config import GenerationConfig
-from specgen.errors import SpecgenError
-from specgen.types import Context
 
 # Settings that change the logits and are not supported, with the values that mean "off".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

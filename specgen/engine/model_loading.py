@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.types import Context
 from specgen.engine.devices import DTYPES, device_name
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
@@ -24,12 +26,10 @@ from specgen.engine.native.architecture import Architecture, UnsupportedConfig, 
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.engine.quantisation import GGUF_HINT, Quantisation, read_quantisation
-from specgen.engine.token_bytes import NoTokenBytes, token_bytes
-from specgen.engine.tokenizer import Tokenizer, load_tokenizer
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.engine.translation import Translation, same_tokens
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.types import Context
+from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
+from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.text.translation import Translation, same_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class PreparedModel:
         if quantisation is None:
             return choose_dtype(name, self.shape, self.folder, device, config.architecture)
         if quantisation.dequantises:
-            from specgen.engine.transformers_backend.structure import count_parameters
+            from specgen.engine.transformers.structure import count_parameters
 
             parameters = count_parameters(config.transformers_config, self.source.trust_remote_code)
             return choose_dtype(name, self.shape, self.folder, device, narrow_bytes=parameters and 2 * parameters)
@@ -281,7 +281,7 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
         raise SpecgenError(
             f"--exact needs the native backend, and {source.name} runs on transformers: {fallback}", "Leave it out"
         )
-    from specgen.engine.transformers_backend.loading import read_transformers_config
+    from specgen.engine.transformers.loading import read_transformers_config
 
     config = read_transformers_config(folder, source.name, source.trust_remote_code)
     return ModelConfig(raw, of_transformers(config), None, config, fallback, quantisation)
@@ -290,7 +290,7 @@ def describe(folder: Path, source: ModelSource) -> ModelConfig:
 def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSource) -> Quantisation | None:
     if config.quantisation is None:
         return None
-    from specgen.engine.transformers_backend.quantisers import quantisation_on
+    from specgen.engine.transformers.quantisers import quantisation_on
 
     return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
 
@@ -338,7 +338,7 @@ def load_weights(
             if device.type == "cuda" and layer_devices is None:  # a graph is of one device
                 use_cuda_graphs(native)
             return native
-        from specgen.engine.transformers_backend.loading import load_transformers_model
+        from specgen.engine.transformers.loading import load_transformers_model
 
         kept = _quantisation_on(device, config, source)
         return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept, layer_devices)

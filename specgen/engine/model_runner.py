@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
 from specgen.engine.devices import release, upload
 from specgen.engine.forward_pass import (
@@ -26,7 +27,6 @@ from specgen.engine.forward_pass import (
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
-from specgen.types import Context
 
 _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 

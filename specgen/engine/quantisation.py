@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 GGUF_HINT = "llama.cpp runs GGUF files: specgen tune --export llama.cpp prints its options. Here, name the safetensors model"
 

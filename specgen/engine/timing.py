@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+from specgen.base.types import Context
 from specgen.engine.devices import synchronizer
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.types import Context
+from specgen.engine.text.translated_runner import TranslatedRunner
 
 _WARM_UP, _MAX_SAMPLES, _MIN_SAMPLES = 2, 15, 3
 _MAX_SECONDS = 6.0  # measuring ends after this time, but not before each width has `_MIN_SAMPLES` samples

@@ -11,7 +11,7 @@ from textwrap import shorten
 
 import torch
 
-from specgen.errors import is_out_of_memory
+from specgen.base.errors import is_out_of_memory
 
 FLOAT32_TIE = 1e-3  # logits
 _NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as fractions of the largest logit

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.native.quantised_products import quantised_bytes
 from specgen.engine.native.tensor_names import EMBEDDING, HEAD
-from specgen.errors import SpecgenError
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -39,7 +39,7 @@ def weight_sizes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
     quantisation = prepared.quantisation_on(device)
     if quantisation is None:
         return parameters, plain
-    from specgen.engine.transformers_backend.structure import parameter_counts
+    from specgen.engine.transformers.structure import parameter_counts
 
     counts = parameter_counts(prepared.config.transformers_config, prepared.source.trust_remote_code) or numbers
     parameters = sum(counts.values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple, Protocol, TypeVar
 
-from specgen.types import TokenStatus
+from specgen.base.types import TokenStatus
 
 EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy ranges, in nats
 LEAST_ENTROPY = 0.01  # nats; the ratio of cross-entropy to entropy is noise below

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from specgen.types import Round
+from specgen.base.types import Round
 
 INTERVALS = 10  # of the predicted probability, of equal width
 _Z95 = 1.959964

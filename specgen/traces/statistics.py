@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from statistics import StatisticsError, correlation, fmean, median
 from typing import Any, NamedTuple, cast
 
+from specgen.base.types import Round, TokenStatus
+from specgen.pair.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
+from specgen.pair.figures import Summary
 from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
-from specgen.traces.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.traces.calibration import AcceptanceBin, Calibration, Prediction, calibration_of, judged_predictions
-from specgen.traces.summary import Summary
 from specgen.traces.trace_reader import TracedRound, TracedRun
-from specgen.types import Round, TokenStatus
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens

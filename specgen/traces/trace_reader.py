@@ -17,10 +17,10 @@ from typing import IO, Annotated, Any, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specgen.errors import SpecgenError, first_problem
-from specgen.input_files import open_input
-from specgen.traces.summary import Summary
-from specgen.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
+from specgen.base.errors import SpecgenError, first_problem
+from specgen.base.input_files import open_input
+from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
+from specgen.pair.figures import Summary
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
 _DEEPEST = 100  # levels of nesting; specgen's own lines have four

@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Connection
 from threading import Thread
 
-from specgen.heartbeat import beat_while_parent_lives
+from specgen.base.heartbeat import beat_while_parent_lives
 from specgen.workers.shared_flags import SharedFlags
 
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from specgen.base.settings import Settings
 from specgen.decoding.components import Components
-from specgen.setting_parsing import Settings
 
 if TYPE_CHECKING:
     from specgen.engine.generation_config import GenerationConfig
-    from specgen.engine.translation import Translation
+    from specgen.engine.text.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)

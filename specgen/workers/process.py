@@ -21,10 +21,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any
 
-from specgen import heartbeat
-from specgen.environment import WAIT_PASSIVELY
-from specgen.errors import RunError, SpecgenError
-from specgen.prefill_progress import prefill_reports
+from specgen.base import heartbeat
+from specgen.base.environment import WAIT_PASSIVELY
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.prefill_progress import prefill_reports
 from specgen.workers.shared_flags import SIZE, SharedFlags
 
 _POLL = 1e-3  # seconds between two looks at the shared memory

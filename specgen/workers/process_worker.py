@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specgen import factory
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft
 from specgen.decoding.components import Components
 from specgen.decoding.length_policy import Always, LengthPolicy
 from specgen.engine.devices import split_threads
-from specgen.errors import RunError
-from specgen.types import Context, Draft
+from specgen.methods import factory
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, ForgetCache, LoadModel
 from specgen.workers.process import DraftProcess, cannot_start
 from specgen.workers.shared_drafts import SharedDrafts
 from specgen.workers.shared_flags import SIZE
 
 if TYPE_CHECKING:
+    from specgen.base.settings import Settings
     from specgen.engine.generation_config import GenerationConfig
     from specgen.engine.model_loading import LoadedModel, PreparedModel
-    from specgen.engine.translation import Translation
-    from specgen.setting_parsing import Settings
+    from specgen.engine.text.translation import Translation
 
 
 class ProcessWorker:

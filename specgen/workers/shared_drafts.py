@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from specgen.base.types import Draft
 from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
 from specgen.engine.devices import download, upload
-from specgen.types import Draft
 
 _PACKED = -1.0  # no probability
 

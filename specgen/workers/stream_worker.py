@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen import factory
+from specgen.base.types import Context, Draft
 from specgen.decoding import logits_ops
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
-from specgen.types import Context, Draft
+from specgen.methods import factory
 from specgen.workers.draft_streams import Streams
 
 if TYPE_CHECKING:
+    from specgen.base.settings import Settings
     from specgen.engine.model_runner import DraftRunner
-    from specgen.setting_parsing import Settings
 
 
 class StreamWorker:

@@ -8,17 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specgen import factory
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft
 from specgen.decoding.components import Components
 from specgen.decoding.drafters import ModelDrafter
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
-from specgen.errors import RunError
-from specgen.types import Context, Draft
+from specgen.methods import factory
 
 if TYPE_CHECKING:
+    from specgen.base.settings import Settings
     from specgen.engine.model_runner import DraftRunner
-    from specgen.setting_parsing import Settings
 
 
 _POLL = 5e-5  # seconds between two looks at a draft that is being made

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from specgen import factory
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.prefill_progress import prefill_reports
+from specgen.base.types import Context
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.learned_drafting import Learned
@@ -24,11 +26,9 @@ from specgen.engine.devices import DTYPES, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
-from specgen.engine.translated_runner import TranslatedRunner
-from specgen.engine.translation import Translation
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.prefill_progress import prefill_reports
-from specgen.types import Context
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.text.translation import Translation
+from specgen.methods import factory
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts
 from specgen.workers.shared_flags import SharedFlags

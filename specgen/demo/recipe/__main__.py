@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
 
+from specgen.base.errors import SpecgenError
 from specgen.demo import ROLES, folder
 from specgen.demo.recipe.hyperparameters import BUNDLED
-from specgen.errors import SpecgenError
 
 
 class _Parser(argparse.ArgumentParser):

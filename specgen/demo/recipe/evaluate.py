@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
+from specgen.base.errors import SpecgenError
 from specgen.demo import ROLES
 from specgen.demo.corpus.documents import DOMAINS, documents
 from specgen.demo.recipe.fresh_prompts import SEED, FreshPrompt, fresh_prompts
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
-from specgen.engine.translation import same_tokens
-from specgen.errors import SpecgenError
-from specgen.training.batched_generation import continuations
+from specgen.engine.text.translation import same_tokens
+from specgen.train.batched_generation import continuations
 
 _NEW_TOKENS = 160
 _BATCH_SIZE = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specgen.errors import SpecgenError
+from specgen.base.errors import SpecgenError
 
 CONTEXT_LENGTH = 1024
 WARMUP_STEPS = 100

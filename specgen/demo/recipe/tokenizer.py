@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specgen.base.errors import SpecgenError
 from specgen.demo import ROLES
 from specgen.demo.corpus.documents import sample
 from specgen.demo.recipe.hyperparameters import CONTEXT_LENGTH
-from specgen.errors import SpecgenError
 
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
 _MIN_VOCABULARY = len((_PAD, _BOS, _EOS)) + 256  # a token for each byte, so that any text can be encoded

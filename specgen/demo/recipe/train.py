@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.files import whole_file
 from specgen.demo import ROLES
 from specgen.demo.recipe.hyperparameters import CONTEXT_LENGTH, DECAY_SHARE, Recipe, Shape, learning_rate_factor
 from specgen.demo.recipe.token_stream import TokenStream
 from specgen.demo.recipe.tokenizer import load_tokenizer
 from specgen.engine.devices import pick_device
-from specgen.engine.transformers_backend.quiet import quiet_transformers
-from specgen.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.files import whole_file
+from specgen.engine.transformers.quiet import quiet_transformers
 
 
 @dataclass(frozen=True, slots=True)

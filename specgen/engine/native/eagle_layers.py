@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.native.architecture import read_architecture
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.description import Architecture, UnsupportedConfig
@@ -24,7 +25,6 @@ from specgen.engine.native.layer_weights import TakeTensor, layer_weights
 from specgen.engine.native.products import Product
 from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
 from specgen.engine.native.tensor_names import FINAL_NORM, HEAD, bias_of, layer_tensors
-from specgen.errors import SpecgenError
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"

@@ -20,7 +20,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from specgen.types import QUANTISED
+from specgen.base.types import QUANTISED
 
 GROUP = 32  # numbers that share a scale in int4
 OPERATOR_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)

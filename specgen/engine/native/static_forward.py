@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 
+from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, ChoiceRule, ForwardFunction, ForwardPass, ModelOutput, TokenChooser
 from specgen.engine.native.ancestry import base_of
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs, Work, with_attention_of_graphs
@@ -22,7 +23,6 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.self_feeding import SelfFeedingPass, TokenChoice
 from specgen.engine.native.static_pass import StaticPass, StaticWork
 from specgen.engine.tolerances import logits_error
-from specgen.types import Context
 
 WIDTHS = (1, 2, 4, 8, 16)
 _MAX_RULES = 24  # rules for choosing tokens for which graphs are kept

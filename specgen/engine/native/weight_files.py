@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from specgen.base.errors import SpecgenError
+from specgen.base.sanitize import one_line
 from specgen.engine.extra_tensors import check_no_extra
-from specgen.errors import SpecgenError
-from specgen.sanitize import one_line
 
 _PREFIX = "model."
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

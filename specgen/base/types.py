@@ -1,0 +1,303 @@
+"""Data types shared by all packages. Imports no torch: fields that hold tensors are typed `Any`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, Literal, Self
+
+from specgen.base.errors import SpecgenError
+
+Source = Literal["correction", "bonus"]
+Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
+FinishReason = Literal["length", "eos", "stop", "interrupted"]
+LARGEST = 1 << 40  # tokens that `SamplingParams` may name
+BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
+QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to
+DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --draft-dtype
+# The phases of a round, by which its seconds are reported.
+# - prefill: the target's pass over the prompt.
+# - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for drafts.
+# - policy: the length policy (the decision after each token, the update after verification) and the acceptance predictor; EESD's
+#   Table 8 calls it sampling. On a GPU only the time to start the predictor's kernels: waiting for them would slow drafting.
+#   In PEARL only the update, because the decisions are made during the target's pass.
+# - verify: the target's pass. sample: accepting tokens and choosing the target's own. other: the rest.
+PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
+
+
+def check_backend(name: str) -> None:
+    """Raises SpecgenError unless `name` is one of `BACKENDS`."""
+    if name not in BACKENDS:
+        raise SpecgenError(f"there is no backend {name!r}", f"Take {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+
+
+def check_draft_dtype(name: str | None, *, has_draft: bool) -> None:
+    """Raises SpecgenError unless `name` is None, or one of `DRAFT_DTYPES` and there is a draft model."""
+    if name is None:
+        return
+    if name not in DRAFT_DTYPES:
+        raise SpecgenError(f"there is no draft dtype {name!r}", f"Take {', '.join(DRAFT_DTYPES[:-1])} or {DRAFT_DTYPES[-1]}")
+    if not has_draft:
+        raise SpecgenError(f"--draft-dtype {name} is given without --draft", "Name the draft model too")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
+
+    `seed` None stands for a random seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
+    an end-of-sequence token. Raises SpecgenError for a value out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        self._check()
+        for name, kind in {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kind(value))  # NumPy's numbers cannot be written as JSON
+
+    def _check(self) -> None:
+        for name in ("max_new_tokens", "top_k"):
+            if _is_integer(number := getattr(self, name)) and number > LARGEST:
+                raise SpecgenError(f"{name} is above 2^40", "Take a smaller number")
+        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise SpecgenError(f"max_new_tokens is {self.max_new_tokens}", "It has to be a whole number of at least 1")
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= 100:
+            raise SpecgenError(
+                f"temperature is {self.temperature}",
+                "It has to lie between 0 (greedy decoding) and 100; 1 is the model's own",
+            )
+        if 0 < self.temperature < 1e-3:
+            raise SpecgenError(f"temperature is {self.temperature}", "Take 0 for greedy decoding, or at least 0.001")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise SpecgenError(f"top_p is {self.top_p}", "It has to be above 0 and at most 1 (1: no cut)")
+        if not _is_integer(self.top_k) or self.top_k < 0:
+            raise SpecgenError(f"top_k is {self.top_k}", "It has to be a whole number, 0 for no cut")
+        if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**63):
+            raise SpecgenError(f"seed is {self.seed}", "It has to be a whole number from 0 to 2^63 - 1")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise SpecgenError(f"stop holds {self.stop!r}", "Each stop text needs at least one character")
+        if any("\ud800" <= character <= "\udfff" for text in self.stop for character in text):
+            raise SpecgenError(f"stop holds {self.stop!r}, which is not UTF-8", "Convert it first, for instance with iconv")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Context:
+    """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens join once they are accepted.
+
+    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is -1 without tokens.
+    """
+
+    __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self.ids: list[int] = list(prompt_ids)
+        self.prompt_length = len(self.ids)
+        self.largest_id = max(self.ids, default=-1)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.ids.extend(tokens)
+        self.largest_id = max((self.largest_id, *tokens))
+
+
+class TokenStatus(Enum):
+    """What verification did with a drafted token. A DISCARDED token came after a rejected token or was never verified."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    DISCARDED = "discarded"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
+
+    Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
+    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from: all nodes, or a chain before nodes that
+    were not drawn. None if no node was drawn.
+    `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
+    `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
+    `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
+    no penalties, top-k or top-p); both are empty for a drafter without a model.
+    `stop_reason` says in a few words why drafting ended; None only for an empty draft.
+    `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
+    None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a
+    tree), given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
+    Only the first `judged` nodes are candidates for the output (None: all). The target runs the others too, but they are not
+    verified: the drafter learns from the logits after them (lookahead decoding).
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    probs: Any = None
+    entropies: Sequence[float] = ()
+    top_probs: Sequence[float] = ()
+    stop_reason: str | None = None
+    draws: Sequence[int] | None = None
+    log_likelihoods: Sequence[float] = ()
+    logits: Any = None
+    predicted: Sequence[float] = ()
+    judged: int | None = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
+        """Returns a draft in which each token follows the previous token; `fields` are further fields of `Draft` by name."""
+        return cls(tokens, range(-1, len(tokens) - 1), **fields)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the token before it. A tree with one node at each level is a chain too."""
+        line = range(-1, len(self.tokens) - 1)
+        return self.parents == line if isinstance(self.parents, range) else list(self.parents) == list(line)
+
+    @property
+    def levels(self) -> int:
+        """The number of tokens on the longest path from the context to a leaf."""
+        if self.is_chain:
+            return len(self.tokens)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+    @property
+    def candidates(self) -> Draft:
+        """The draft without the nodes that are not verified."""
+        if self.judged is None:
+            return self
+        return replace(self, tokens=self.tokens[: self.judged], parents=self.parents[: self.judged], judged=None)
+
+    def part(self, start: int, stop: int | None = None) -> Draft:
+        """Returns a chain of this chain's tokens `start` to `stop` - 1, with their probabilities and other per-token fields.
+
+        As in a slice, `stop` None means up to the end. Only for chains.
+        """
+        return Draft.chain(
+            self.tokens[start:stop],
+            probs=None if self.probs is None else self.probs[start:stop],
+            entropies=self.entropies[start:stop],
+            top_probs=self.top_probs[start:stop],
+            stop_reason=self.stop_reason,
+            logits=None if self.logits is None else self.logits[start:stop],
+            predicted=self.predicted[start:stop],
+        )
+
+    def with_predictions(self, predictions: Sequence[float]) -> Draft:
+        """Returns this draft with the `predictions` for its first tokens (levels, for a tree) as `predicted`."""
+        if not predictions or not self.tokens:
+            return self
+        levels = self.levels
+        return replace(self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions))))
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionOverlap:
+    """How close the target's probabilities p and the draft's probabilities q are at each drafted token.
+
+    Both are taken at temperature 1, without penalties, top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary:
+    the acceptance probability at temperature 1 without penalties. `kl` is KL(q||p) in nats.
+    """
+
+    overlap: Sequence[float]
+    kl: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of verifying a draft: the accepted nodes, in order, and the token that the target chose after them.
+
+    `source` says whether that token is a correction (after a rejection) or a bonus (after a whole accepted path). It is None for
+    an empty draft. `token` is None if the output ended inside the draft, or if the target's logits after its last token are
+    missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
+    tokens of the target's choice that rounding may have decided: in half precision, its two largest logits were equal.
+    """
+
+    path: tuple[int, ...] = ()
+    token: int | None = None
+    source: Source | None = None
+    agreement: DistributionOverlap | None = None
+    ties: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One forward pass of the target, the draft that it verified, and the verdict. All output is computed from rounds.
+
+    Only the search of joint decoding takes several passes of the target in a round: `target_passes`.
+    `seconds` maps each phase of the round (see `PHASES`) to its duration. `policy_state` are numbers that the length policy (the
+    rule that ends drafts) has learned; None if it learns nothing. `unjudged` counts the nodes that the pass ran and that were no
+    candidates for the output (see `Draft.judged`); they are not in `draft`.
+    """
+
+    index: int
+    mode: Mode
+    draft: Draft
+    verdict: Verdict
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    policy_state: Mapping[str, float] | None = None
+    target_passes: int = 1
+    unjudged: int = 0
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of the target's pass in the schedule `sequential`: the last token of the context and all nodes."""
+        return 1 + len(self.draft.tokens) + self.unjudged
+
+    @property
+    def drafting_seconds(self) -> float:
+        """The seconds of drafting, with the length policy's."""
+        return self.seconds["draft"] + self.seconds["policy"]
+
+    @property
+    def verification_seconds(self) -> float:
+        """The seconds of the target's pass and of all that follows it."""
+        return self.seconds["verify"] + self.seconds["sample"] + self.seconds["other"]
+
+    @property
+    def accepted_ids(self) -> list[int]:
+        return [self.draft.tokens[node] for node in self.verdict.path]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that this round added to the output, in order."""
+        return self.accepted_ids if self.verdict.token is None else [*self.accepted_ids, self.verdict.token]
+
+    @property
+    def statuses(self) -> tuple[TokenStatus, ...]:
+        """The status of each drafted node. With a correction, all children of the last accepted node are REJECTED."""
+        accepted = set(self.verdict.path)
+        last = self.verdict.path[-1] if self.verdict.path else -1
+        corrected = self.verdict.source == "correction"
+        return tuple(
+            TokenStatus.ACCEPTED
+            if node in accepted
+            else TokenStatus.REJECTED
+            if corrected and parent == last
+            else TokenStatus.DISCARDED
+            for node, parent in enumerate(self.draft.parents)
+        )

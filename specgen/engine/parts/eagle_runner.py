@@ -1,0 +1,238 @@
+"""Runs an EAGLE head as a draft model: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
+from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import (
+    NO_NODES,
+    ChoiceRule,
+    ForwardFunction,
+    ForwardPass,
+    ModelOutput,
+    SelfFeeding,
+    TokenChooser,
+    TreeNodes,
+    draft_nodes,
+)
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.parts.eagle_decoder import EagleDecoder
+from specgen.engine.parts.eagle_forward import EagleForward
+from specgen.engine.parts.feature_runner import FeatureRunner
+from specgen.engine.parts.head_runners import HeadRunners
+from specgen.engine.parts.weights import EagleWeights
+
+_OTHER_HEAD = "Take a head that was made for this model"
+
+
+class EagleRunner:
+    """Drafts with an EAGLE head. Implements `DraftRunner`; `target` keeps the features that the head reads.
+
+    The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
+    logits after the context come from the last of them. A drafted token is paired with the predicted feature of its parent, so
+    each level of a draft takes a pass. The KV cache has the pairs of the context, made from the target's features, then those of
+    the draft. The latter are dropped when the context grows, also where tokens were accepted: the pass over their pairs with
+    the target's features also computes the next draft's first logits.
+
+    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. A context of
+    one token has no pair; in its place, the token is paired with zeros.
+    """
+
+    def __init__(
+        self,
+        decoder: EagleDecoder,
+        model: Model,
+        target: FeatureRunner,
+        vocabulary: Tensor | None,
+        penalties: PenaltyProcessor | None,
+    ) -> None:
+        eager = EagleForward(decoder, model, vocabulary, self._features)
+        self._forward: ForwardFunction = model.wrapped(eager) if isinstance(model, NativeModel) else eager
+        function = self._forward
+        self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
+        self.context_limit, self.vocab_size, self.device = target.context_limit, model.vocab_size, model.device
+        table = decoder.embedding
+        self.num_embeddings = model.num_embeddings if table is None else min(model.num_embeddings, table.shape[0])
+        self._target, self._penalties = target, penalties
+        self.cache = decoder.new_cache()
+        self._cached = CachedPrefix(self.cache, decoder.rope_boundary)
+        self._context: Context | None = None  # the last call's
+        self._first: int | None = None  # its first token, None if it has no other
+        self._pairs = Context(())  # the tokens of its pairs: all but the first
+        # The predicted features [draft tokens + 1, width] of the cached draft, after those of the context's last pair.
+        self._rows = torch.empty(0, decoder.width, dtype=model.dtype, device=model.device)
+        self._root = -1  # the number of pairs in the context whose last one `_rows[0]` belongs to
+        self._logits: list[tuple[int, Tensor]] = []  # of the call's passes, each with the index of its first row
+
+    def clear_cache(self) -> None:
+        """Empties the KV cache, so that the next call runs its whole context. For measurements."""
+        self._cached.clear()
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need not grow during a run."""
+        self.cache.capacity = max(self.cache.capacity, capacity)
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+
+        The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
+        """
+        tokens = list(draft)
+        nodes = draft_nodes(tokens, parents)
+        pairs, cached = self._follow(context), self._cached
+        if cached.committed != len(pairs):
+            cached.truncate(cached.committed)  # drops the draft, also the part that was accepted
+        cached.truncate_for(pairs, nodes, start if self._root == len(pairs) else 0)
+        self._logits.clear()
+        self._run_context(pairs)
+        self._run_draft(pairs, nodes)
+        hidden = self._rows[start : len(tokens) + 1]
+        wanted = [rows[max(start - first, 0) :] for first, rows in self._logits if first + rows.shape[0] > start]
+        logits = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        if self._penalties is None:
+            return ModelOutput(logits, hidden)
+        return ModelOutput(self._penalties(logits, context, tokens, nodes.parents, start), hidden, logits)
+
+    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
+        """Whether tokens after the chain `draft` can be chosen on the device; see `ChoosingRunner`."""
+        return self._self_feeding is not None
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule."""
+        assert self._self_feeding is not None
+        return self._self_feeding.chooser(rule)
+
+    @inference
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
+        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
+        forward, pairs = self._self_feeding, self._pairs
+        assert forward is not None
+        if level == 0:
+            output = self.logits(context, draft, start=len(draft))
+            forward.choose(rule, output.logits, output.hidden_states)
+        else:
+            root, is_long = len(pairs) + len(draft), self._cached.uses_long_rope(pairs)
+            forward.feed(rule, self.cache, root, level - 1, levels - 1, long_rope=is_long)
+
+    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Does nothing: their predicted features are not kept, and drafted pairs are dropped when the context grows."""
+
+    def _follow(self, context: Context) -> Context:
+        """Returns the tokens of the context's pairs, as an object that stays the same as long as the context does."""
+        ids = context.ids
+        first = ids[0] if len(ids) > 1 else None
+        if context is not self._context or first != self._first:
+            self._context = None  # until the rest agrees: an interruption may come between any two lines
+            if first != self._first:
+                self._cached.clear()
+            self._first, self._pairs = first, Context(ids[1:] or ids)
+            self._pairs.prompt_length = context.prompt_length
+            self._context = context
+        elif len(ids) > len(self._pairs) + 1:
+            self._pairs.extend(ids[len(self._pairs) + 1 :])
+        return self._pairs
+
+    def _features(self, forward_pass: ForwardPass) -> Tensor:
+        """Returns the features [n, width] of a pass's n pairs: the target's, or those predicted for drafted tokens."""
+        first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
+        if first >= length:
+            return self._parent_rows(forward_pass.draft.parents[first - length : last - length])
+        if self._first is None:
+            return self._rows.new_zeros(1, self._rows.shape[1])
+        assert self._context is not None
+        return self._target.features(self._context)[first:last]
+
+    def _run_context(self, pairs: Context) -> None:
+        """Runs the pairs of the context that the KV cache lacks."""
+        cached = self._cached
+        if cached.committed == len(pairs):
+            return
+        self._root = -1
+        for forward_pass in cached.missing_passes(pairs, NO_NODES, len(pairs)):
+            output = self._forward(forward_pass, 1)
+            if forward_pass.last == len(pairs):
+                self._keep_rows(0, output)
+                self._root = forward_pass.last
+
+    def _run_draft(self, pairs: Context, nodes: TreeNodes) -> None:
+        """Runs the draft tokens that the KV cache lacks: one pass for each level."""
+        cached, tokens, parents = self._cached, nodes.tokens, nodes.parents
+        count, first = len(pairs), len(self._cached.draft.tokens)
+        long_rope = cached.uses_long_rope(pairs)
+        while first < len(tokens):
+            last = first + 1
+            while last < len(tokens) and parents[last] < first:
+                last += 1
+            if self._logits:  # the next pass may overwrite them
+                self._logits[-1] = self._logits[-1][0], self._logits[-1][1].clone()
+            run = nodes if last == len(tokens) else TreeNodes(tokens[:last], parents[:last])
+            self.cache.length = count + first
+            forward_pass = ForwardPass(pairs, run, count + first, count + last, self.cache, long_rope)
+            self._keep_rows(first + 1, self._forward(forward_pass, last - first))
+            cached.draft = run
+            first = last
+
+    def _parent_rows(self, parents: Sequence[int]) -> Tensor:
+        """Returns the predicted features [n, width] of the draft tokens with these n indices (-1: of the context)."""
+        lowest = parents[0] + 1
+        if len(parents) == 1:
+            return self._rows[lowest : lowest + 1]
+        return self._rows.index_select(0, upload(torch.tensor(parents) + 1, self.device))
+
+    def _keep_rows(self, first: int, output: ModelOutput) -> None:
+        """Keeps the predicted features of a pass, as the rows from `first` on, and its logits until the call ends."""
+        hidden = output.hidden_states
+        assert hidden is not None
+        end = first + hidden.shape[0]
+        if end > self._rows.shape[0]:
+            larger = self._rows.new_empty(max(end, 2 * self._rows.shape[0], 32), self._rows.shape[1])
+            larger[:first] = self._rows[:first]
+            self._rows = larger
+        self._rows[first:end] = hidden
+        self._logits.append((first, output.logits))
+
+
+def make_runners(
+    weights: EagleWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+) -> HeadRunners:
+    """Returns a target that keeps the head's features, and the head. `penalties` makes the processor for each of the two.
+
+    `target` is a runner of the model, which the result replaces. Raises SpecgenError if the head does not fit the model.
+    """
+    shape = model.shape
+    layers = (shape.num_layers,) if weights.version == 1 else weights.feature_layers
+    if not layers or not all(0 <= layer <= shape.num_layers for layer in layers):
+        named = ", ".join(map(str, layers)) or "no layers"
+        raise SpecgenError(f"the EAGLE head reads {named}, but the model has layers 0 to {shape.num_layers}", _OTHER_HEAD)
+    decoder = EagleDecoder(weights, len(layers) * shape.hidden_size, model.dtype, model.device)
+    _check_fits(weights, decoder, model)
+    keeping = FeatureRunner(model, layers, penalties(), decoder.fuse if weights.version == 3 else None)
+    vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+    return HeadRunners(keeping, EagleRunner(decoder, model, keeping, vocabulary, penalties()))
+
+
+def _check_fits(weights: EagleWeights, decoder: EagleDecoder, model: Model) -> None:
+    """Raises SpecgenError unless the head's sizes fit the model's."""
+    width, count = model.shape.hidden_size, model.vocab_size
+    if decoder.width != width and (weights.version == 1 or decoder.embedding is None):
+        raise SpecgenError(f"the EAGLE head is for a model of width {decoder.width:,}, not {width:,}", _OTHER_HEAD)
+    known = weights.vocabulary
+    if known is None:
+        if decoder.head_vocab_size not in (0, count):
+            raise SpecgenError(f"the EAGLE head has {decoder.head_vocab_size:,} tokens, but the model {count:,}", _OTHER_HEAD)
+    elif not (known.numel() and int(known.min()) >= 0 and int(known.max()) < count):
+        raise SpecgenError(f"the EAGLE head's vocabulary names tokens beyond the model's {count:,}", _OTHER_HEAD)

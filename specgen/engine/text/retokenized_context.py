@@ -1,0 +1,123 @@
+"""A context of the target as the tokens of another tokenizer, by its text, and text as tokens that continue the context."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+
+from specgen.base.types import Context
+from specgen.engine.text.tokenizer import Detokenizer, Tokenizer
+
+_KEPT = 24  # characters at the end of the text, at least, whose tokens may still change
+_LONGEST = 96  # characters; tokens of a longer text are fixed up to its last words
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")  # hardly any tokenizer has a token that crosses such a place
+
+
+class RetokenizedContext:
+    """A target's context in the tokens of the draft model: `context`, which only grows, followed by `tail`.
+
+    The tail are the tokens of the last words. They are encoded again in each round, because more text can change them: `inter`
+    becomes `international`. Beginning-of-text tokens are replaced by the draft's own, end-of-sequence tokens too, and other
+    special tokens by their names. A character of which the target's last tokens, `unfinished`, are only the beginning is left
+    out.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self._target, self._draft = target, draft
+        self._followed: Context | None = None
+        self._special: dict[int, bool] = {}
+
+    def follow(self, context: Context) -> None:
+        """Reads the tokens that the target's context has more than at the last call. Another context is read from its start."""
+        if context is not self._followed:
+            self._followed, self._read = context, 0
+            self.context, self.tail, self.unfinished = Context(()), list[int](), list[int]()
+            self._before, self._text, self._is_begun = "", "", False
+            self._detokenizer: Detokenizer = self._target.detokenizer(())
+            self._settled = list(self._draft.opening)
+        for is_special, group in groupby(context.ids[self._read :], self._is_special):
+            if is_special:
+                for token in group:
+                    self._add_special(token)
+            else:
+                self._add(list(group))
+        self._read = len(context)
+        self._settle_first_words()
+        if not self.context.ids:  # a draft model needs a token that it can continue
+            if not self._settled:
+                self._settle(len(self._text))
+            self.context = Context(self._settled)
+        else:
+            self.context.extend(self._settled)
+        self._settled = []
+        self.tail = self._encoded(self._text)
+
+    @property
+    def text(self) -> str:
+        """The end of the context's text, without the unfinished character."""
+        return (self._before + self._text)[-_KEPT:]
+
+    def text_after(self, tokens: list[int]) -> str:
+        """Returns the text that the draft's `tokens` add to the context, up to the last whole character.
+
+        Empty if the draft's tokenizer does not keep the text before them as it is.
+        """
+        known = self.tail or self.context.ids[-_KEPT:]
+        before, text = self._draft.text_of(known), self._draft.text_of([*known, *tokens])
+        if not text.startswith(before):
+            return ""
+        added = text[len(before) :].partition("\N{REPLACEMENT CHARACTER}")[0]
+        missing = _spaces_at_end(self.text)[len(_spaces_at_end(before)) :]  # some tokenizers leave out spaces
+        return added[len(missing) :] if added.startswith(missing) else ""
+
+    def target_tokens(self, text: str) -> list[int]:
+        """Returns the target's tokens of `text` where it continues the context; empty if it has none that do.
+
+        The first tokens complete the unfinished character, if there is one.
+        """
+        ids, known = self._target.encode_after(self.text, text) if text else [], self.unfinished
+        return ids[len(known) :] if ids[: len(known)] == known else []
+
+    def _is_special(self, token: int) -> bool:
+        if token not in self._special:
+            self._special[token] = self._target.is_special(token)
+        return self._special[token]
+
+    def _add(self, tokens: list[int]) -> None:
+        """Adds tokens that are not special."""
+        first = tokens[:-_KEPT]
+        for part in (*([first] if first else []), *([token] for token in tokens[-_KEPT:])):
+            self._text += self._detokenizer.push(*part)
+            self.unfinished = [*self.unfinished, *part] if self._detokenizer.is_held else []
+
+    def _add_special(self, token: int) -> None:
+        self._text += self._detokenizer.flush()
+        self.unfinished = []
+        if token == self._target.eos_id and self._draft.eos_id is not None:
+            self._settle(len(self._text))
+            self._before = ""
+            self._settled.append(self._draft.eos_id)
+        elif token not in self._target.opening:
+            self._text += self._target.text_of([token])
+
+    def _settle_first_words(self) -> None:
+        """Fixes the tokens of a long text up to its last words."""
+        if len(self._text) > _LONGEST:
+            ends = [found.start() for found in _BETWEEN_WORDS.finditer(self._text, 0, len(self._text) - _KEPT)]
+            if ends or len(self._text) > 8 * _LONGEST:
+                self._settle(ends[-1] if ends else len(self._text) - _KEPT)
+
+    def _settle(self, length: int) -> None:
+        """Fixes the tokens of the next `length` characters."""
+        text, self._text = self._text[:length], self._text[length:]
+        self._settled += self._encoded(text)
+        self._before, self._is_begun = (self._before + text)[-_KEPT:], True
+
+    def _encoded(self, text: str) -> list[int]:
+        """Returns the draft's tokens of `text`, which follows the text with fixed tokens."""
+        following = self._draft.encode_after(self._before, text) if self._is_begun and text else []
+        return following or self._draft.encode_plain(text)  # a tokenizer that changes text, or the beginning of the context
+
+
+def _spaces_at_end(text: str) -> str:
+    return text[len(text.rstrip()) :]

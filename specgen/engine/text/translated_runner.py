@@ -1,0 +1,245 @@
+"""Runs a draft model with another tokenizer than the target's, and answers in the target's token ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from specgen.base.types import Context
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import ChoiceRule, ModelOutput, TokenChooser, chain_parents
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_runner import ChoosingRunner, ModelRunner, room
+from specgen.engine.text.translation import Translation
+
+
+class TranslatedRunner:
+    """A runner of a draft model by token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202, Algorithm 4).
+
+    Contexts and drafts come in the target's ids, and logits [n, the target's vocabulary] go back. Tokens that the draft model
+    lacks have the logit -inf, so the softmax is the draft's distribution restricted to the common tokens. If several of its
+    tokens are one token of the target, their probabilities are added. `penalties` are the target's and apply to the result.
+
+    The draft model has a context of its own for each of the target's: the prompt as its own tokenizer would encode it, then each
+    new token as the draft's token with the same bytes, or as several that make them up. It only grows, so the KV cache stays
+    valid. Tokens for which the draft model has no embedding are left out of it. `own` runs it in its own ids. `context_limit`
+    counts the draft's tokens: `room` says how many tokens fit. Every id of the target can be run.
+    """
+
+    num_embeddings = sys.maxsize
+
+    def __init__(self, runner: ModelRunner, translation: Translation, penalties: PenaltyProcessor | None = None) -> None:
+        self.context_limit, self.device = runner.context_limit, runner.device
+        self.vocab_size = translation.width
+        self.own, self._translation, self._penalties = runner, translation, penalties
+        singles = enumerate(translation.target_to_draft)
+        self._single = {id_: other for id_, other in singles if 0 <= other < runner.num_embeddings}
+        self._widening = Widening(translation, runner.vocab_size, runner.device)
+        choosing = runner if penalties is None and isinstance(runner, ChoosingRunner) else None
+        self._choosing = choosing if self._widening.common <= self._single.keys() else None  # what can be drafted, can be run
+        self._to_draft = upload(torch.tensor([self._single.get(id_, 0) for id_ in range(self.vocab_size)]), runner.device)
+        self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
+        self._last_prompt: tuple[list[int], list[int]] = [], []  # the last prompt, and its translation
+
+    def clear_cache(self) -> None:
+        """Empties the KV cache, so that the next call runs its whole context. For measurements."""
+        self.own.clear_cache()
+        self._contexts.clear()
+        self._last_prompt = [], []
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV cache's next buffers large enough for `capacity` tokens."""
+        self.own.reserve(capacity)
+
+    def room(self, context: Context) -> int:
+        """Returns how many tokens can be drafted after the context; see `model_runner.room`."""
+        return room(self.own, self._translated(context))
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+
+        Drafts need not consist of common tokens: a token that the draft model lacks is run as the tokens that make up its bytes.
+        `unrestricted` of the output has the logits of the draft's other tokens, too.
+        """
+        own = self._translated(context)
+        find = self._single.get
+        tokens = [find(token, -1) for token in draft]
+        if -1 in tokens:
+            output = self._spelled_logits(own, draft, parents, start)
+        else:
+            output = self.own.logits(own, tokens, parents, start=start)
+        wide = self._widening(output.logits)
+        logits, unpenalised = wide[:, : self.vocab_size], None
+        if self._penalties is not None:
+            unpenalised, ids = logits, list(draft)
+            logits = self._penalties(logits, context, ids, chain_parents(len(ids)) if parents is None else parents, start)
+            if logits.shape[1] < self.vocab_size:  # narrower than the tokenizer's vocabulary
+                unpenalised = unpenalised[:, : logits.shape[1]]
+            nothing = logits.amax(dim=-1, keepdim=True) == -torch.inf  # all common tokens are forbidden: draft one regardless
+            logits = torch.where(nothing, unpenalised.float(), logits)
+        unrestricted = wide if wide.shape[1] > self.vocab_size else None
+        return ModelOutput(logits, output.hidden_states, unpenalised, unrestricted=unrestricted)
+
+    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
+        """Whether tokens after the chain `draft` can be chosen on the device: not after tokens that the draft model lacks."""
+        return self._choosing is not None and self._choosing.chooses_on_device() and self._single.keys() >= {*draft}
+
+    def chooser(self, rule: ChoiceRule) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule, in the target's ids."""
+        assert self._choosing is not None
+        chooser = self._choosing.chooser(_TranslatedRule(rule, self._widening, self._to_draft))
+        assert isinstance(chooser, _TranslatedChooser)
+        return chooser.of_target
+
+    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
+        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
+        assert self._choosing is not None
+        own, tokens = self._translated(context), [self._single[token] for token in draft]
+        self._choosing.choose_next(_TranslatedRule(rule, self._widening, self._to_draft), own, tokens, level, levels)
+
+    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Counts draft nodes after the context as cached, which `choose_next` has run; see `ChoosingRunner`."""
+        assert self._choosing is not None
+        self._choosing.count_chosen([self._single.get(token, 0) for token in tokens], parents)
+
+    def _translated(self, context: Context) -> Context:
+        """Returns the draft model's context, after adding the tokens that have joined the target's since the last call."""
+        own, done = self._contexts.get(context) or (Context(self._prompt(context)), context.prompt_length)
+        new = context.ids[done:]
+        if new or done == context.prompt_length:
+            spelled = [id_ for token in new for id_ in self._spelling(token)]
+            if spelled:
+                own.extend(spelled)
+            self._contexts[context] = own, done + len(new)
+        return own
+
+    def _prompt(self, context: Context) -> list[int]:
+        """Returns the draft's ids of the context's prompt: at least one, as a model can run no empty context."""
+        ids = context.ids[: context.prompt_length]
+        if self._last_prompt[0] != ids:
+            self._last_prompt = ids, self._embedded(self._translation.prompt(ids))
+        special = self._translation.draft.special
+        return (
+            self._last_prompt[1] or [*self._embedded(special[role] for role in ("bos", "eos", "unk") if role in special), 0][:1]
+        )
+
+    def _spelling(self, token: int) -> list[int]:
+        return self._embedded(self._translation.spelling(token))
+
+    def _embedded(self, ids: Iterable[int]) -> list[int]:
+        """Returns the ids that the draft model has embeddings for. Its tokenizer may have more: tokens added later."""
+        return [id_ for id_ in ids if id_ < self.own.num_embeddings]
+
+    def _spelled_logits(self, own: Context, draft: Sequence[int], parents: Sequence[int] | None, start: int) -> ModelOutput:
+        """Returns the draft model's output for drafted tokens of which it lacks some, which become several nodes each."""
+        parents = chain_parents(len(draft)) if parents is None else parents
+        nodes: list[int] = []
+        node_parents: list[int] = []
+        levels: list[int] = []
+        ends: list[int] = []  # the last node of each drafted token; its parent's if it has none
+        for token, parent in zip(draft, parents, strict=True):
+            end = ends[parent] if parent >= 0 else -1
+            for id_ in self._spelling(token):
+                nodes.append(id_)
+                node_parents.append(end)
+                levels.append(1 if end < 0 else levels[end] + 1)
+                end = len(nodes) - 1
+            ends.append(end)
+        if len(own) + max(levels, default=0) > self.context_limit:  # one node for each token, its last: there is room for these
+            spelled = [self._spelling(token) for token in draft]
+            nodes, node_parents, ends = (
+                [each[-1] if each else own.ids[-1] for each in spelled],
+                list(parents),
+                list(range(len(draft))),
+            )
+        wanted = [end + 1 for end in [-1, *ends][start:]]
+        first = min(wanted)
+        output = self.own.logits(own, nodes, node_parents, start=first)
+        rows = upload(torch.tensor([row - first for row in wanted]), self.device)
+        hidden = output.hidden_states
+        return ModelOutput(output.logits[rows], None if hidden is None else hidden[rows])
+
+
+class Widening:
+    """Moves logits of the draft's vocabulary to columns of the target's, followed by columns for the draft's other tokens.
+
+    `width` is the number of the target's columns, `common` are the target's tokens that the draft has.
+    """
+
+    def __init__(self, translation: Translation, columns: int, device: torch.device) -> None:
+        width = translation.width
+        first = [-1] * width  # the draft token of each target token
+        others: list[int] = []  # the draft's other tokens, in the order of their columns
+        again: list[list[tuple[int, int]]] = []  # columns of target tokens, with those of a second, third, ... draft token
+        counts: dict[int, int] = {}
+        for id_ in range(columns):
+            target = translation.draft_to_target[id_] if id_ < len(translation.draft_to_target) else -1
+            if 0 <= target < width:
+                number = counts[target] = counts.get(target, -1) + 1
+                if not number:
+                    first[target] = id_
+                    continue
+                if number > len(again):
+                    again.append([])
+                again[number - 1].append((target, width + len(others)))
+            others.append(id_)
+        self.width, self.common = width, counts.keys()
+        missing = [target for target, id_ in enumerate(first) if id_ < 0]
+        self._origins = torch.tensor([*(max(id_, 0) for id_ in first), *others], device=device)
+        self._missing = torch.tensor(missing, device=device) if missing else None
+        self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in again]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens].
+
+        If several draft tokens are one token of the target, its column has their sum (of probabilities), and they have none.
+        """
+        wide = logits.index_select(1, self._origins)
+        if self._missing is not None:
+            wide.index_fill_(1, self._missing, -torch.inf)
+        for kept, added in self._again:
+            total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, added))
+            wide.index_copy_(1, kept, total).index_fill_(1, added, -torch.inf)
+        return wide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TranslatedRule:
+    """Chooses among the target's tokens by `rule`, from a draft model's logits. Implements `forward_pass.ChoiceRule`.
+
+    `to_draft` [target vocabulary] has the draft's id of each of the target's tokens that can be drafted.
+    """
+
+    rule: ChoiceRule
+    widening: Widening
+    to_draft: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TranslatedRule) and self.rule == other.rule and self.widening is other.widening
+
+    def __hash__(self) -> int:
+        return hash((self.rule, id(self.widening)))
+
+    def chooser(self, vocab_size: int, device: torch.device) -> _TranslatedChooser:
+        return _TranslatedChooser(self, self.rule.chooser(self.widening.width, device))
+
+
+class _TranslatedChooser:
+    """Lets `of_target` choose among the target's tokens, and returns the draft's ids of those. Implements `TokenChooser`."""
+
+    def __init__(self, rule: _TranslatedRule, of_target: TokenChooser) -> None:
+        self.of_target, self._widening, self._to_draft = of_target, rule.widening, rule.to_draft
+        self.width, self.parents, self.state = of_target.width, of_target.parents, of_target.state
+
+    def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
+        wide, width = self._widening(logits), self._widening.width
+        tokens = self.of_target(wide[:, :width], wide if wide.shape[1] > width else None)
+        return self._to_draft.index_select(0, tokens)

@@ -1,0 +1,243 @@
+"""Loads a target and, if there is one, its draft model, for `specgen.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from specgen import demo
+from specgen.base import environment
+from specgen.base.errors import SpecgenError
+from specgen.base.types import check_backend, check_draft_dtype
+from specgen.engine.deferred_model import DeferredModel
+from specgen.engine.devices import pick_device, pick_draft_device
+from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype, choose_dtypes
+from specgen.engine.hub import head_folder
+from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
+from specgen.engine.parts.exit_files import FoundExit, load_exit
+from specgen.engine.spread.device_map import place
+from specgen.engine.text.token_bytes import NoTokenBytes
+from specgen.pair.pair import Pair
+from specgen.workers.process import DraftProcess, is_possible
+from specgen.workers.process_worker import ProcessWorker
+
+
+def load(
+    target: str | None = None,
+    draft: str | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    draft_device: str | None = None,
+    draft_dtype: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    offline: bool = False,
+    backend: str = "auto",
+    exact: bool = False,
+    context: int | None = None,
+    announce: Callable[[str], None] = lambda _: None,
+    process: DraftProcess | None = None,
+    exit_layer: str | Path | None = None,
+    head: str | Path | None = None,
+) -> Pair:
+    """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
+
+    If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
+    and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
+    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
+    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
+    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
+    head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
+    `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
+    alike: on a CPU or one CUDA device, and not in draft trees. `context` is the most tokens of prompt and output together, at
+    most the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
+    `int4` round its weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it
+    is first needed. Under torchrun, the target is split over its processes; in all but the first this function ends the process
+    when the first one ends. Raises SpecgenError.
+    """
+    if target is None and draft is not None:
+        raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
+    if (target is None and revision is not None) or (draft is None and draft_revision is not None):
+        raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
+    check_backend(backend)
+    check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
+    devices = _devices(device, draft_device, exact=exact)
+    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
+    sources[0] = replace(sources[0], exact=exact, context=context)
+    sources = [replace(source, on_mps=each.type == "mps") for source, each in zip(sources, devices, strict=False)]
+    try:
+        pair = _load(sources, devices, (device, draft_device), (dtype, draft_dtype), announce, process)
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+    _add_trained_parts(pair, exit_layer, head, offline, announce, is_bundled=target is None)
+    return pair
+
+
+def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
+    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` needs another.
+
+    Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
+    """
+    launched = environment.launch()
+    if launched is not None:
+        from specgen.engine.spread import processes
+
+        processes.follow_unless_first()
+        device = processes.device_of_rank(launched, device)
+    target_device = pick_device(device)
+    if exact and target_device.type not in ("cpu", "cuda"):
+        raise _not_exact(f"the target would run on {target_device}")
+    if exact and target_device.type == "cuda" and launched is not None:
+        raise _not_exact("torchrun splits the target over several")
+    return target_device, pick_draft_device(draft_device, device, target_device)
+
+
+def _not_exact(why: str) -> SpecgenError:
+    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
+
+
+def _add_trained_parts(
+    pair: Pair,
+    exit_layer: str | Path | None,
+    head: str | Path | None,
+    offline: bool,
+    announce: Callable[[str], None],
+    *,
+    is_bundled: bool,
+) -> None:
+    """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed.
+
+    Closes the pair if it cannot be loaded.
+    """
+    try:
+        if exit_layer is not None:
+            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+        else:
+            pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
+        pair.heads.is_bundled = is_bundled
+        if head is not None:
+            pair.heads.name(head_folder(head, offline, announce))
+    except BaseException:
+        pair.close()
+        raise
+
+
+def model_sources(
+    target: str | None,
+    draft: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    trust_remote_code: bool,
+    offline: bool,
+    backend: str = "auto",
+) -> list[ModelSource]:
+    """Returns where to load the target from, then the draft model if there is one.
+
+    If `target` is None, these are the two models that come with specgen.
+    """
+    if target is None:
+        return [ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend) for role in demo.ROLES]
+    sources = [ModelSource(target, None, revision, trust_remote_code, offline, backend)]
+    if draft is not None:
+        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline, backend))
+    return sources
+
+
+def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
+    """Reads the config and the tokenizer of each model, without its weights.
+
+    `sources` holds a target, or a target and a draft model. Raises SpecgenError as `prepare` does.
+    """
+    return [prepare(source, announce) for source in sources]
+
+
+def _load(
+    sources: Sequence[ModelSource],
+    devices: tuple[torch.device, torch.device],
+    named: tuple[str, str | None],
+    dtypes: tuple[str, str | None],
+    announce: Callable[[str], None],
+    process: DraftProcess | None,
+) -> Pair:
+    """Loads the models. `named` are the names that the user gave the target's and the draft's device.
+
+    `dtypes` are that of both models and that of the draft model, if it has one of its own.
+    """
+    prepared = prepare_models(sources, announce)
+    choices = choose_dtypes(prepared, devices, dtypes)
+    placement = place(named[0], prepared, choices, named[1])
+    if placement is not None:
+        if sources[0].exact and placement.layer_devices is not None:
+            raise _not_exact(f"{prepared[0].name} needs several devices")
+        devices = placement.device, placement.draft_device or devices[1]
+        choices = choose_dtypes(prepared, devices, dtypes)
+    target, *drafts = prepared
+    draft = worker = None
+    for model in drafts:
+        chosen, translation, refusal = choices[1], None, None
+        try:
+            translation = translation_between(target, model)
+        except NoTokenBytes as error:
+            refusal = error
+        draft = DeferredModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+    layer_devices = None if placement is None else placement.layer_devices
+    is_queued = _is_queued(devices[0], target.config.backend, layer_devices)
+    if draft is not None and draft.refusal is None and _needs_process(*devices, is_queued=is_queued):
+        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
+    elif process is not None:
+        process.close()
+    load_target: WeightLoader | None = None
+    if environment.launch() is not None:
+        if placement is not None:
+            raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
+        from specgen.engine.spread.processes import load_distributed
+
+        load_target = load_distributed
+    loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
+    if worker is not None:
+        worker.follow(loaded)
+    return Pair(loaded, draft, worker)
+
+
+def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
+    """Returns another pair of the same target, trained parts and draft model, whose weights are rounded to `int8` or `int4`.
+
+    `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
+    SpecgenError if the draft model cannot be quantised.
+    """
+    assert isinstance(pair.draft, DeferredModel)
+    target, device = pair.target, pair.draft.device
+    chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
+    if chosen.warning is not None:
+        raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
+    translation = pair.draft.translation
+    draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
+    worker = None
+    is_queued = _is_queued(target.device, target.backend, target.layer_devices)
+    if draft.refusal is None and _needs_process(target.device, device, is_queued=is_queued):
+        worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
+        worker.follow(target)
+    other = Pair(target, draft, worker)
+    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    return other
+
+
+def _is_queued(device: torch.device, backend: str, layer_devices: Sequence[torch.device] | None) -> bool:
+    """Whether a pass of the target is queued on its GPU at once, as a CUDA graph, and not kernel by kernel."""
+    return device.type == "cuda" and backend == "native" and layer_devices is None and environment.launch() is None
+
+
+def _needs_process(target: torch.device, draft: torch.device, *, is_queued: bool) -> bool:
+    """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
+
+    Not if the target's pass `is_queued` on a GPU and leaves this process free to draft. Also not if both are on the same
+    accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one process run concurrently.
+    """
+    return is_possible() and not is_queued and (target.type == "cpu" or target != draft)

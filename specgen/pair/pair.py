@@ -1,0 +1,420 @@
+"""A loaded target and, if there is one, its draft model, with the functions that decode with them. `specgen.load` returns it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Settings
+from specgen.base.types import Context, Round, SamplingParams
+from specgen.decoding.adaptive import Adaptive
+from specgen.decoding.components import Components
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.parallel import DraftWorker, Parallel
+from specgen.decoding.run import Clock, StopTexts
+from specgen.decoding.sequential import Checked
+from specgen.decoding.suffix_index import SuffixHistory
+from specgen.engine.deferred_model import DraftModel, DraftModelRunner
+from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
+from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.engine.parts.exit_files import Exit
+from specgen.methods import factory
+from specgen.methods import table as methods
+from specgen.methods.method import Method
+from specgen.pair import preparation
+from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
+from specgen.pair.exits import Exits
+from specgen.pair.figures import Summary, speed_without_prefill
+from specgen.pair.heads import Heads
+from specgen.pair.request import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared, run_info
+from specgen.pair.skip_search import NEW_TOKENS
+from specgen.workers.draft_streams import streams_for
+from specgen.workers.process_worker import ProcessWorker
+from specgen.workers.stream_worker import StreamWorker
+from specgen.workers.thread_worker import ThreadWorker
+
+
+class Pair:
+    """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
+
+    The models' KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the
+    process that runs the draft model for PEARL; None if this process does. `exit_layer` is EESD's exit; None if none was loaded.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: DraftModel | None,
+        worker: ProcessWorker | None = None,
+        exit_layer: Exit | None = None,
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.exits = Exits(target, self._penalties)
+        if exit_layer is not None:
+            self.exit_layer = exit_layer
+        self._is_closed = False
+        self._reserved = 0  # tokens
+        self._process_worker = worker
+        self._thread_worker: ThreadWorker | StreamWorker | None = None
+        self.tokenizer = target.tokenizer
+        self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
+        self.heads = Heads(target, self._target_runner, self._penalties)
+        self._draft_runner: DraftModelRunner | None = None
+        self._skipping: dict[str, LayerSkippingRunner] = {}
+        self._pearl_costs = preparation.PearlCosts(target, draft)
+        self._fastest_skips: str | None = None
+        self._history = SuffixHistory()
+        models = [model for model in (target, draft) if model is not None]
+        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
+        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
+
+    @property
+    def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
+        """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+        self.load_draft()
+        return self._target_runner, self._draft_runner
+
+    def load_draft(self) -> None:
+        """Loads the draft model's weights in this process, unless it has done so or there is none. Else the first use does it."""
+        if self._draft_runner is None and self.draft is not None:  # with the target's penalties: it has to predict their effect
+            self._draft_runner = self.draft.draft_runner(self._penalties(self.draft.device))
+
+    def drafts_here(self, method: Method) -> bool:
+        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
+        in_worker = method.is_parallel and self._process_worker is not None
+        return self.draft is not None and method.uses_draft_model and not in_worker
+
+    @property
+    def exit_layer(self) -> Exit | None:
+        """EESD's trained exit layer, or None. If the user named none, the first use loads the one found for this target."""
+        return self.exits.default
+
+    @exit_layer.setter
+    def exit_layer(self, exit_layer: Exit) -> None:
+        self.exits.default = exit_layer
+
+    def devices(self, method: Method | None = None) -> list[torch.device]:
+        """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
+        return [device for model in self._models(method) for device in model.devices]
+
+    def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
+        uses_draft = method is None or method.uses_draft_model
+        return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
+
+    # runs
+
+    def rounds(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
+        **parameters: object,
+    ) -> Iterator[Round]:
+        """Decodes, and yields each round: one target pass with the draft that it verified.
+
+        `method` None takes the default method, `sampling` None greedy decoding. `parameters` are the method's settings. `record`
+        adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
+        SpecgenError at the call, before the first round.
+        """
+        self.prepare(prompt, method, sampling, record=record, **parameters)
+        return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
+        record: bool = False,
+        **parameters: object,
+    ) -> Result:
+        """Decodes to the end of the output. Arguments as for `rounds`.
+
+        `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
+        distribution always get it.
+        """
+        self.prepare(prompt, method, sampling, record=record, **parameters)
+        plan = self.plan(prompt, method, sampling, record=record, **parameters)
+        rounds = list(plan.run.rounds())
+        summary = Summary(plan.method.name, rounds)
+        if perplexity or not plan.method.lossless:
+            summary.add_log_likelihood(self.log_likelihood(plan.info.prompt_ids, summary.token_ids))
+        text = self.text(plan, summary.token_ids)
+        return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
+        **parameters: object,
+    ) -> None:
+        """Does the slow work that `plan` with the same arguments needs, if any.
+
+        Loads the draft model, if the method uses it, starts PEARL's process or thread, and measures or searches for settings that
+        are `auto`. Results of earlier calls, also of other processes on this machine, are reused. Raises SpecgenError as `plan`
+        does.
+        """
+        request = self._request(prompt, method, sampling, parameters)
+        if self.drafts_here(request.method):
+            self.load_draft()
+        if request.method.is_parallel and (worker := self._worker) is not None:
+            if request.settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
+                self.parallel_costs(request.typical_length, request.sampling, record=record)
+            worker.ready()
+        if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
+            self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
+        if self.knowledge.lacks_costs(request):
+            values = request.settings.values
+            part = self.exits.digest(values.get("exit")) or self.heads.digest(request.method, values.get("head"))
+            part = self._fastest_skips if request.method.skips_layers else part
+            limit = min(model.context_limit for model in self._models(request.method))
+            self.knowledge.measure(request, self.plan, limit, part, self.capture_passes)
+
+    def plan(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        record: bool = False,
+        **parameters: object,
+    ) -> Plan:
+        """Checks the arguments (as for `rounds`) and returns a run that is ready to start. Decodes and measures nothing.
+
+        Raises SpecgenError for an invalid argument, and if `prepare` has to be called first because a setting is `auto`.
+        """
+        request = self._request(prompt, method, sampling, parameters)
+        chosen, settings, sampling, prompt_ids = request.method, request.settings, request.sampling, request.prompt_ids
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
+        components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
+        worker = measured = passes = None
+        if chosen.needs_exit_layer or chosen.head:
+            components = self._with_trained_part(components, chosen, settings)
+        elif chosen.skips_layers:
+            if settings.values["skip"] == "auto":
+                settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
+            components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
+        elif chosen.is_parallel and self.draft is not None:
+            worker = self._worker
+            assert worker is not None
+            if settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
+                passes = prepared(chosen, self._pearl_costs.find(worker, sampling, request.typical_length, record=record))
+            if settings.values["window"] == "auto":
+                measured, is_flexible = passes, self.has_flexible_window(sampling)
+                assert measured is not None
+                components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
+                settings = settings.with_value("window", measured.costs.window.size)
+        if settings.values.get("history"):
+            components = replace(components, history=self._history)
+        if settings.policy == Adaptive.name:
+            components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
+        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
+        clock = Clock(device_timer(self.target.device))
+        run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
+        if measured is not None:
+            run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
+        elif (check := self.knowledge.check(request)) is not None:
+            run.schedule = Checked(check)
+        info = run_info(request, settings, seed, self.target, self.draft, None if measured is None else measured.costs)
+        return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
+
+    def _with_trained_part(self, components: Components, method: Method, settings: Settings) -> Components:
+        """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
+        if method.head:
+            runners = self.heads.runners(method, str(settings.values["head"]))
+            runners.reserve(components.capacity)
+            return replace(components, target=runners.target, draft=runners.draft)
+        early = self.exits.runners(method, str(settings.values["exit"]))
+        early.reserve(components.capacity)
+        return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
+
+    def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
+        """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
+        detokenizer = self.tokenizer.detokenizer(plan.info.prompt_ids)
+        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        return text[: min((text.index(stop) for stop in plan.info.sampling.stop if stop in text), default=len(text))]
+
+    def _request(
+        self,
+        prompt: str | Sequence[int],
+        method: str | None,
+        sampling: SamplingParams | None,
+        parameters: dict[str, object],
+    ) -> RunRequest:
+        self._check_open()
+        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
+        exit_name = str(parameters.get("exit", methods.DEFAULT_EXIT))
+        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
+        settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
+        sampling = SamplingParams() if sampling is None else sampling
+        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
+        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
+        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
+        return RunRequest(chosen, settings, sampling, prompt_ids, limit, None if self.draft is None else self.draft.refusal)
+
+    def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:
+        """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
+
+        Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
+        """
+        capacity = max(capacity, self._reserved)
+        target, draft = self.runners if self.drafts_here(method) else (self._target_runner, None)
+        for runner in (target, draft):
+            if runner is not None:
+                runner.reserve(capacity)
+        tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
+        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity, tokenizers=tokenizers)
+
+    # early exit and layer skipping
+
+    def skipping_runner(self, skip: str) -> LayerSkippingRunner:
+        """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
+        skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
+        found = self._skipping.get(str(skips))
+        if found is None:
+            self._skipping.clear()  # keep only the last one: a search for the fastest layers makes many
+            found = LayerSkippingRunner(self._target_runner, self.target.model, skips, self._penalties())
+            self._skipping[str(skips)] = found
+        return found
+
+    def skipping_speed(self, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
+        """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+
+        `prompts` are token ids; the speed is measured on all of them together.
+        """
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        runs = (self.plan(ids, "selfsd", sampling, skip=str(skips)).run for ids in prompts)
+        return speed_without_prefill(round_ for run in runs for round_ in run.rounds())
+
+    def _penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
+        return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
+
+    # parallel decoding
+
+    @property
+    def _worker(self) -> DraftWorker | None:
+        """What runs the draft model during the target's passes (PEARL); None without a draft model."""
+        self._check_open()
+        if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
+            self._thread_worker = ThreadWorker(draft)
+            if (target := self.target.device).type == "cuda":
+                self._thread_worker = StreamWorker(draft, streams_for(draft.device, target))
+        return self._process_worker or self._thread_worker
+
+    @property
+    def drafts_in_callers_thread(self) -> bool:
+        """Whether one thread runs both models in PEARL, so that it is measured whether their passes overlap."""
+        return isinstance(self._worker, StreamWorker)
+
+    def has_flexible_window(self, sampling: SamplingParams) -> bool:
+        """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
+        return sampling.greedy and self._process_worker is not None
+
+    def parallel_costs(
+        self, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False
+    ) -> ParallelCosts:
+        """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
+
+        `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `rounds`. Measured once.
+        """
+        worker, sampling = self._worker, SamplingParams() if sampling is None else sampling
+        assert worker is not None
+        components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
+        return self._pearl_costs.measure(worker, replace(components, record=record), context_length).costs
+
+    def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.
+
+        Runs the target on the tokens that its KV cache does not hold.
+        """
+        runner = self.target.runner() if self.target.has_penalties else self._target_runner
+        return runner.log_likelihood(prompt_ids, token_ids)
+
+    def warm_up(self) -> None:
+        """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
+
+        If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
+        library that uses specgen should not call it.
+        """
+        some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
+        if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
+            self.thread_choice = pick_threads(some_passes)
+        else:
+            some_passes()
+        self.forget()
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV caches of all later runs large enough for `capacity` tokens at once, and for those that time rounds.
+
+        Then no cache grows between runs, which would make the passes that were captured invalid.
+        """
+        self._reserved = max(self._reserved, capacity, min(LONGEST_MEASURED, self.target.context_limit))
+
+    def capture_passes(self, shortest: int, longest: int) -> None:
+        """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
+
+        For measurements, before the first measured run of each method and after one that is not.
+        """
+        for model in self._models_here():
+            model.capture_passes(shortest, longest)
+
+    @property
+    def capture_seconds(self) -> float:
+        """The seconds that it took so far in this process to capture passes on a GPU."""
+        return sum(model.capture_seconds for model in self._models_here())
+
+    def _models_here(self) -> list[Model]:
+        """The target and, if its weights are loaded in this process, the draft model."""
+        draft = self.draft if self._draft_runner is not None else None
+        return [self.target.model, *(() if draft is None else (draft.model,))]
+
+    def forget(self) -> None:
+        """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
+        self._history.clear()
+        for runner in (self._target_runner, self._draft_runner):
+            if runner is not None:
+                runner.clear_cache()
+        self.exits.clear_caches()
+        self.heads.clear_caches()
+        if self._process_worker is not None:
+            self._process_worker.forget()
+
+    def close(self) -> None:
+        """Ends the process or thread that runs the draft model, and the process that renders the chat template.
+
+        The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
+        """
+        self._is_closed = True
+        for worker in (self._process_worker, self._thread_worker):
+            if worker is not None:
+                worker.close()
+        self._thread_worker = None
+        self.tokenizer.templates.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SpecgenError("the pair of models is closed", "Load it again, or close it later")
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

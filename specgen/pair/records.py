@@ -1,0 +1,169 @@
+"""Makes the JSON lines that record a run (one generation), for `--json` and for trace files. Their keys are documented in the
+README and do not change."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from specgen.base.environment import versions
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import own_stream, take_lock
+from specgen.base.json_lines import json_line
+from specgen.base.types import Round, SamplingParams
+from specgen.decoding.costs.pearl_window import ParallelCosts
+
+_BINARY = getattr(os, "O_BINARY", 0)  # on Windows
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used, and so is
+    `draft_dtype`, its dtype, which the line has only if it is not `dtype`. `sampling` contains the seed that was really used.
+    `costs` are the measured pass times that determined PEARL's window, None if no window was computed from them."""
+
+    method: str
+    settings: Mapping[str, Any]
+    lossless: bool
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    costs: ParallelCosts | None = None
+    draft_dtype: str | None = None
+
+
+def start_line(run: RunInfo) -> dict[str, Any]:
+    """The first line of a recorded run: method, models, prompt, settings and the installed versions."""
+    line = {"type": "start", **asdict(run), "sampling": asdict(run.sampling) | {"stop": list(run.sampling.stop)}}
+    del line["costs"]
+    if run.draft_dtype in (None, run.dtype):
+        del line["draft_dtype"]
+    return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
+
+
+def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False) -> dict[str, Any]:
+    """The line of a trace for one round, that is one target pass with the draft that it verified. `text_of` turns token ids into
+    text.
+
+    With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p) as `kl`, where p is the
+    target's distribution and q the draft's. Both are null for tokens without known distributions.
+    """
+    draft, verdict = round_.draft, round_.verdict
+    line = {
+        "type": "round",
+        "index": round_.index,
+        "mode": round_.mode,
+        "draft_ids": list(draft.tokens),
+        "draft_texts": [text_of([token]) for token in draft.tokens],
+        "parents": list(draft.parents),
+        "accepted_ids": round_.accepted_ids,
+        "token_id": verdict.token,
+        "token_text": None if verdict.token is None else text_of([verdict.token]),
+        "source": verdict.source,
+        "stop_reason": draft.stop_reason,
+        "entropies": list(draft.entropies),
+        "top_probs": list(draft.top_probs),
+        "predicted": [None if math.isnan(share) else share for share in draft.predicted],
+        "policy": round_.policy_state,
+        "target_passes": round_.target_passes,
+        "seconds": dict(round_.seconds),
+    }
+    if round_.unjudged:
+        line["unjudged"] = round_.unjudged
+    if record:
+        figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
+        for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet
+            line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
+    return line
+
+
+def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The last line of a recorded run, with the given results."""
+    return {"type": "summary", **summary}
+
+
+class TraceWriter:
+    """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
+
+    The file is opened and locked at once, and changed with the first line. With `resumes`, lines are added to an existing file
+    after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
+    SpecgenError if the file cannot be opened, or if another process writes to it. On some network file systems there are no
+    locks, and the second process is not noticed.
+    """
+
+    def __init__(self, path: Path, *, resumes: bool = False) -> None:
+        self._path, self._resumes = path, resumes
+        self.keep = 0
+        self._is_new = not path.exists()
+        self._is_file = False
+        self._is_changed = False
+        try:
+            self._file = self._opened()
+        except OSError as error:
+            verb = "continue" if resumes else "write"
+            raise SpecgenError(f"cannot {verb} the trace {path}: {error.strerror}", "Name another file") from error
+
+    def _opened(self) -> FileIO:
+        stream = None if self._resumes else own_stream(self._path)
+        if stream is not None:
+            return stream
+        self._is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
+        if self._resumes and not self._is_file:
+            raise SpecgenError(f"cannot continue the trace {self._path}: it is not a file", "Name one that --trace wrote")
+        flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
+        while True:
+            file = FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
+            if self._is_file and not take_lock(file):
+                file.close()
+                raise SpecgenError(f"another process writes the trace {self._path}", "Wait for its end, or name another file")
+            if not self._is_file or self._is_at_path(file):
+                return file
+            file.close()  # deleted by the process that had the lock
+
+    def _is_at_path(self, file: FileIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes one line. Raises RunError if the line cannot be written."""
+        data = json_line(line)
+        try:
+            if not self._is_changed:
+                self._is_changed = True
+                self._begin()
+            written = self._file.write(data)
+        except OSError as error:
+            raise RunError(f"cannot write the trace {self._path}: {error.strerror}") from error
+        if written != len(data):
+            raise RunError(f"cannot write the trace {self._path}: the disk is full")
+
+    def _begin(self) -> None:
+        if not self._is_file:
+            return
+        self._file.truncate(self.keep)
+        if self.keep:
+            self._file.seek(self.keep - 1)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def close(self) -> None:
+        """Closes the file, and deletes it if it is new and nothing was written to it. A link to it stays."""
+        if self._is_new and not self._is_changed and os.name == "posix":
+            Path(os.path.realpath(self._path)).unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

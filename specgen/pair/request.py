@@ -1,0 +1,169 @@
+"""The data of one decoding run (one prompt, one method): its checked arguments, its plan, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import index
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specgen.base.errors import SpecgenError
+from specgen.pair.records import RunInfo
+
+if TYPE_CHECKING:
+    from specgen.base.settings import Settings
+    from specgen.base.types import Round, SamplingParams
+    from specgen.decoding.costs.pearl_window import ParallelCosts
+    from specgen.decoding.run import Run
+    from specgen.engine.deferred_model import DraftModel
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.methods.method import Method
+
+T = TypeVar("T")
+RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decoding run that is ready to start: `run.rounds()` decodes.
+
+    `settings` are the method's settings; for the settings `window` and `skip`, `auto` is replaced by what was measured. `info`
+    describes the run (prompt, models, sampling, settings, seed) for the first line of a trace file. `record`: each round also
+    measures how close the target's and the draft's probabilities are at each drafted token.
+    """
+
+    run: Run
+    method: Method
+    settings: Settings
+    info: RunInfo
+    context_ends: bool  # fewer than `max_new_tokens` new tokens fit into the target's context, so the output may end early
+    record: bool = False
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run's random numbers: the caller's, or one chosen at random if the caller gave none."""
+        assert self.info.sampling.seed is not None
+        return self.info.sampling.seed
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The output of a finished decoding run. `text` ends before a stop string; `token_ids` are all new tokens.
+
+    `summary` holds statistics of the run, the same as the last line of a trace file.
+    """
+
+    text: str
+    token_ids: list[int]
+    rounds: list[Round]
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """The checked arguments of a decoding run.
+
+    `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
+    `refusal` says why drafts cannot be in the target's tokens; None if they can. Raises it for a method that has such drafts, and
+    SpecgenError if the method cannot decode with the sampling parameters.
+    """
+
+    method: Method
+    settings: Settings
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    limit: int
+    refusal: SpecgenError | None = None
+
+    def __post_init__(self) -> None:
+        self.method.check_sampling(self.sampling)
+        if self.refusal is not None and self.method.uses_draft_model and not self.settings.drafts_text:
+            raise self.refusal
+        if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
+            raise SpecgenError(
+                f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",
+                "Leave the seed or history out",
+            )
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens for which the KV caches are allocated before the run."""
+        return len(self.prompt_ids) + min(self.limit, RESERVED)
+
+    @property
+    def typical_length(self) -> int:
+        return typical_length(len(self.prompt_ids), self.limit)
+
+
+def run_info(
+    request: RunRequest,
+    settings: Settings,
+    seed: int,
+    target: LoadedModel,
+    draft: DraftModel | None,
+    costs: ParallelCosts | None,
+) -> RunInfo:
+    """Returns what the start line of a trace says about a run of the request with these measured settings and this seed."""
+    method = request.method
+    used = draft if method.uses_draft_model else None
+    return RunInfo(
+        method.name,
+        settings.as_dict(with_policy=method.any_policy),
+        method.lossless,
+        target.name,
+        None if used is None else used.name,
+        str(target.device),
+        target.dtype_name,
+        request.prompt_ids,
+        replace(request.sampling, seed=seed),
+        costs,
+        None if used is None else used.dtype_name,
+    )
+
+
+def typical_length(prompt_length: int, limit: int) -> int:
+    """Returns the context's length when half of `limit` new tokens are generated; PEARL's window is measured for it."""
+    return prompt_length + min(limit, RESERVED) // 2
+
+
+def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
+    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id without embedding."""
+    ids = []
+    for token in prompt_ids:
+        try:
+            id_ = index(token)
+        except TypeError:
+            id_ = -1
+        if not 0 <= id_ < num_embeddings:
+            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}")
+        ids.append(id_)
+    if not ids:
+        raise SpecgenError("the prompt is empty", "Give the model a text to continue")
+    return ids
+
+
+def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
+    """Returns how many of `wanted` new tokens fit into the target's context after the prompt.
+
+    Raises SpecgenError if not even one token fits.
+    """
+    limit = target.max_tokens(prompt_length)
+    room = limit - prompt_length
+    if room >= 1:
+        return min(wanted, room)
+    is_given = limit < target.model.shape.context_limit and limit == target.context_limit
+    raise SpecgenError(
+        f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over "
+        + (f"--context {limit:,}" if is_given else f"the target's {limit:,}"),
+        "Shorten the prompt" + (", or give a larger --context" if is_given else "") + "; a smaller -n alone is not enough",
+    )
+
+
+def prepared(method: Method, value: T | None) -> T:
+    """Returns `value`, which `Pair.prepare` has found for a setting that the user left at `auto`.
+
+    None means that `Pair.prepare` has not been called with these arguments; then raises SpecgenError.
+    """
+    if value is None:
+        raise SpecgenError(f"{method.name} is not prepared for this run", "Call pair.prepare with the same arguments first")
+    return value

@@ -1,0 +1,233 @@
+"""Training text as token ids: the user's files, or the corpus on which the bundled models were trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from hashlib import sha256
+from io import TextIOWrapper
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from specgen.base.errors import SpecgenError
+from specgen.base.input_files import open_input
+
+if TYPE_CHECKING:
+    from specgen.engine.text.tokenizer import Tokenizer
+
+Encode = Callable[[str], list[int]]
+MAX_TOKENS = 8_000_000
+DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
+_LONGEST_LINE = 1 << 22  # characters read at once
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
+_PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
+_MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
+
+
+class Part(IntEnum):
+    """What a document, a prompt or a generated text is used for.
+
+    TRAIN: to train the exit layer or the draft. PREDICTOR: to train the predictor of an exit layer, which needs text that the
+    exit layer was not trained on. HELD_OUT: only to measure.
+    """
+
+    TRAIN = 0
+    HELD_OUT = 1
+    PREDICTOR = 2
+
+
+CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
+"""The parts of eight documents or prompts that follow each other. Fewer than eight are all for training."""
+ALL_PARTS = frozenset(Part)
+
+
+def parts_of(numbers: Sequence[int]) -> list[Part]:
+    """Returns the part of each document or prompt. `numbers` numbers their different contents from 0: equal ones share a part."""
+    if not numbers or max(numbers) + 1 < len(CYCLE):
+        return [Part.TRAIN] * len(numbers)
+    return [CYCLE[number % len(CYCLE)] for number in numbers]
+
+
+class Corpus:
+    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored."""
+
+    def __init__(self, documents: Iterable[Sequence[int]]) -> None:
+        self._ids = array("i")
+        self._starts = [0]
+        numbers: list[int] = []
+        known: dict[bytes, int] = {}
+        for document in documents:
+            if len(document) > 1:  # a single token has no next token to predict
+                self._ids.extend(document)
+                start = self._starts[-1]
+                self._starts.append(len(self._ids))
+                numbers.append(known.setdefault(sha256(self._ids[start:].tobytes()).digest(), len(known)))
+            if len(self._ids) >= MAX_TOKENS:
+                break
+        self._parts = parts_of(numbers)
+        self._chosen: dict[frozenset[Part], tuple[list[int], list[int]]] = {}
+
+    @property
+    def tokens(self) -> int:
+        return len(self._ids)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether documents are held out and reserved for the predictor: there have to be at least eight different ones."""
+        return Part.HELD_OUT in self._parts
+
+    def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
+        """Returns at most `max_tokens` consecutive tokens of a random document that belongs to one of `parts`.
+
+        A document is chosen with probability proportional to its length. `from_start` takes its first tokens, not a random part.
+        A corpus that is not split has only documents for training, and `parts` has no effect.
+        """
+        documents, ends = self._documents(frozenset(parts) if self.is_split else ALL_PARTS)
+        position = rng.randrange(ends[-1])
+        index = bisect_right(ends, position)
+        start, end = self._starts[documents[index] : documents[index] + 2]
+        if end - start > max_tokens and not from_start:
+            start = min(end - (ends[index] - position), end - max_tokens)
+        return self._ids[start : min(end, start + max_tokens)].tolist()
+
+    def _documents(self, parts: frozenset[Part]) -> tuple[list[int], list[int]]:
+        """Returns the indices of the documents in `parts`, and for each one how many tokens it and those before it have."""
+        if parts not in self._chosen:
+            chosen = [index for index, part in enumerate(self._parts) if part in parts]
+            lengths = (self._starts[index + 1] - self._starts[index] for index in chosen)
+            self._chosen[parts] = chosen, list(accumulate(lengths))
+        return self._chosen[parts]
+
+    def digest(self) -> str:
+        """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus again."""
+        return sha256(self._ids.tobytes()).hexdigest()[:8]
+
+
+def read_corpus(path: Path, encode: Encode) -> Corpus:
+    """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or .json, otherwise plain text.
+
+    A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
+    contains no text.
+    """
+    corpus = Corpus(map(encode, _json_texts(path) if is_json_lines(path) else _pieces(path)))
+    if not corpus.tokens:
+        raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
+    return corpus
+
+
+def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """Reads conversations from a file. Returns the prompts (token ids) that they give in the model's chat template.
+
+    The file has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or `text`, or else one user's
+    message per line. A prompt ends with a message of the user, the last one with which it has at most `max_tokens` tokens;
+    conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read, has a wrong line or gives
+    no prompts, or if the model has no chat template.
+    """
+    prompts = []
+    for messages in _conversations(path):
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] == "user"]
+        for end in reversed(ends):
+            ids = tokenizer.conversation(messages[:end])
+            if len(ids) <= max_tokens:
+                prompts.append(ids)
+                break
+    if not prompts:
+        raise SpecgenError(f"{path} has no prompt of at most {max_tokens} tokens", "Give shorter ones or a larger --window")
+    return prompts
+
+
+def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
+    if not is_json_lines(path):
+        yield from ([{"role": "user", "content": line.strip()}] for _, line in _lines(path) if line.strip())
+        return
+    for number, entry in _json_entries(path):
+        text = entry.get("prompt", entry.get("text"))
+        messages = entry.get("messages", [{"role": "user", "content": text}])
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise SpecgenError(
+                f"{path}, line {number}: not a JSON object with messages, a prompt or a text",
+                'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line',
+            )
+        yield [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    texts = [message.get("role"), message.get("content")]
+    return all(isinstance(text, str) and text and not _SURROGATE.search(text) for text in texts)
+
+
+def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
+    """Returns about `tokens` tokens of the generated text that the bundled demo models were trained on (code, math, news, chat).
+
+    Its documents come from other random seeds than the training of the demo models. Only short documents and functions of
+    Python's standard library can be the same.
+    """
+    from specgen.demo.corpus.documents import sample
+
+    return Corpus(sample(tokens, DEMO_SEED + seed, encode))
+
+
+def is_json_lines(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".json")
+
+
+def _json_texts(path: Path) -> Iterator[str]:
+    for number, entry in _json_entries(path):
+        text = entry.get("text")
+        if not isinstance(text, str) or not text.strip() or _SURROGATE.search(text):
+            raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
+        yield text
+
+
+def _json_entries(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields the number of each line that is not empty, and its JSON object; an empty one if the line holds something else."""
+    for number, line in _lines(path):
+        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
+            message = f"{path}, line {number}: longer than {_LONGEST_LINE:,} characters"
+            raise SpecgenError(message, "Write several shorter texts, each on a line")
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            yield number, entry if isinstance(entry, dict) else {}
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """Yields a plain text file in pieces. A piece ends at a line break unless a line is longer.
+
+    The pieces have about _MAX_PIECE characters, fewer in a short file, so that some of them can be held out of training.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    size = max(_MIN_PIECE, min(_MAX_PIECE, size // _PIECES))
+    piece = ""
+    for _, line in _lines(path):
+        piece += line
+        while len(piece) >= size:
+            end = size if len(line) > size else len(piece)
+            yield piece[:end]
+            piece = piece[end:]
+    if piece.strip():
+        yield piece
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
+    try:
+        with TextIOWrapper(open_input(path), encoding="utf-8") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
+                if "\0" in line:
+                    raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")
+                yield number, line
+    except OSError as error:
+        raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
+    except UnicodeDecodeError as error:
+        raise SpecgenError(f"{path} is not UTF-8", "Convert it first, for example with iconv") from error

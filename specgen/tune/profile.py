@@ -1,0 +1,332 @@
+"""The profile: the result of a tuning, stored in `profile.yaml`.
+
+There is one for each combination of models, machine, device and sampling settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import load_yaml, write_whole
+from specgen.base.paths import pair_folder, readable
+from specgen.base.settings import Value
+from specgen.base.types import QUANTISED
+from specgen.decoding.costs.round_costs import RoundCosts
+from specgen.decoding.learned_drafting import Learned
+from specgen.methods import table as methods
+from specgen.tune.outcome import TuningOutcome, Verdict
+
+if TYPE_CHECKING:
+    from specgen.base.types import SamplingParams
+    from specgen.compare.prompts import Prompt
+    from specgen.engine.deferred_model import DraftModel
+    from specgen.pair.drafting_knowledge import DraftingKnowledge
+    from specgen.pair.pair import Pair
+
+FILE = "profile.yaml"
+MAX_BYTES = 1 << 20
+TUNE_AGAIN = "Tune again: specgen tune"
+
+_rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
+Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False), _rounded]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Word = Annotated[str, Field(min_length=1, max_length=4096)]
+Fingerprint = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+GivenSettings = dict[str, bool | int | float | str]
+
+
+class _StrictModel(BaseModel):
+    """Base of the parts of a profile: an unknown key or a value of a wrong type is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(_StrictModel):
+    """A model: its name, a hash of its weights and config (`fingerprint`), and the device and dtype it ran with."""
+
+    name: Word
+    fingerprint: Word
+    device: Word
+    dtype: Word
+
+
+class ProfileKey(_StrictModel):
+    """The conditions under which a profile was made. If any of them has changed, the profile is no longer valid.
+
+    `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `heads` has a hash of each kind of trained head;
+    profiles of older versions do not say. `translation` is a hash of the tokens that both models have, None if their tokenizers
+    are the same. `versions` are those of the installed packages.
+    """
+
+    target: Model
+    draft: Model | None
+    exit_layer: Word | None
+    heads: dict[Word, Word] | None = None
+    translation: Word | None = None
+    versions: dict[str, str]
+    machine: dict[str, str | int | None]
+
+    def with_draft_dtype(self, dtype: str | None) -> ProfileKey:
+        """Returns the same conditions with a draft model of this dtype; None changes nothing."""
+        if dtype is None or self.draft is None:
+            return self
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"dtype": dtype})})
+
+
+class Sampling(_StrictModel):
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    top_k: Annotated[int, Field(ge=0)]
+
+
+class Choice(_StrictModel):
+    """The method that the profile recommends, with its settings."""
+
+    method: Word
+    settings: GivenSettings
+
+
+class Tuned(_StrictModel):
+    """The best settings of one method with their speeds in tokens per second. The fields are explained in `Candidate`."""
+
+    model_config = ConfigDict(from_attributes=True, populate_by_name=True)
+
+    settings: GivenSettings
+    predicted: Positive
+    measured: Positive | None
+    speedup: Positive | None
+    low: Positive | None = Field(alias="speedup_low")
+    high: Positive | None = Field(alias="speedup_high")
+    tried: Count
+    perplexity: Positive | None = None
+
+
+class DrafterCosts(_StrictModel):
+    """The seconds of a round, as in `RoundCosts`; tables are by context length and then by number of tokens.
+
+    `drafting` is the draft cost, `judging` the verification cost, `looking` the signal cost, `together` PEARL's synchronisation.
+    """
+
+    drafting: dict[int, dict[int, Seconds]]
+    judging: dict[int, dict[int, Seconds]]
+    looking: Seconds
+    together: Seconds = 0.0
+
+    @model_validator(mode="after")
+    def _are_costs(self) -> DrafterCosts:
+        self.round_costs()
+        return self
+
+    def round_costs(self) -> RoundCosts:
+        return RoundCosts.of_dict(self.model_dump())
+
+
+class Measured(_StrictModel):
+    """What a tuning measured, and on how many prompts and new tokens per prompt.
+
+    `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
+    `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
+    a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
+    (PEARL). `learned` is what the length policy `adaptive` has learned (`Learned.as_dict`), by drafter; older profiles have none.
+    """
+
+    prompts: Count
+    new_tokens: Count
+    acceptance: Share | None
+    costs: dict[Word, DrafterCosts]
+    prompt_fingerprints: list[Fingerprint] | None = None
+    learned: dict[Word, dict[Word, Annotated[list[Number], Field(max_length=256)]]] = {}
+
+
+class Profile(_StrictModel):
+    """The content of `profile.yaml`.
+
+    `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
+    method, `speedup` that of the chosen method over plain decoding, `verdict` whether speculation is faster than plain decoding.
+    """
+
+    version: Literal[1]
+    written: datetime
+    verdict: Verdict
+    chosen: Choice
+    speedup: Positive
+    sampling: Sampling
+    fits: ProfileKey
+    methods: dict[str, Tuned]
+    measured: Measured
+
+    @model_validator(mode="after")
+    def _methods_and_settings_are_known(self) -> Profile:
+        tuned = [(name, entry.settings) for name, entry in self.methods.items()]
+        for name, settings in ((self.chosen.method, self.chosen.settings), *tuned):
+            try:
+                methods.resolve(methods.find(name), settings)
+            except SpecgenError as error:
+                raise ValueError(f"{name}: {error.message}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _learned_numbers_fit(self) -> Profile:
+        for drafter, numbers in self.measured.learned.items():
+            try:
+                Learned.of_dict(numbers, self.sampling.temperature)
+            except ValueError as error:
+                raise ValueError(f"measured.learned.{drafter}: {error}") from error
+        return self
+
+    def inform(self, knowledge: DraftingKnowledge) -> None:
+        """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
+        knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        knowledge.tuned_learned = {
+            drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
+        }
+
+    @property
+    def draft_dtype(self) -> str | None:
+        """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
+        return self.fits.draft.dtype if self.fits.draft is not None and self.fits.draft.dtype in QUANTISED else None
+
+    def settings_of(self, name: str) -> Mapping[str, Value] | None:
+        """Returns the tuned settings of a method, None if it was not tuned.
+
+        `eesd` stands for `eesd-cali`, and for `eesd-beta` if `eesd-cali` was not tuned.
+        """
+        if name == self.chosen.method:
+            return self.chosen.settings
+        names = ("eesd-cali", "eesd-beta") if name == "eesd" else (name,)
+        return next((self.methods[each].settings for each in names if each in self.methods), None)
+
+    def mismatch(self, now: ProfileKey) -> str | None:
+        """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
+        before, current = self.fits.model_dump(), now.model_dump()
+        changed = (name for name in before if before[name] != current[name])
+        field = next((name for name in changed if name != "heads" or before[name] is not None), None)
+        if field is None:
+            return None
+        name, old, new = field.replace("_", " "), before[field], current[field]
+        if isinstance(old, dict) and isinstance(new, dict):
+            key = next(key for key in old | new if old.get(key) != new.get(key))
+            subject = {"versions": key, "heads": f"the {key} head"}.get(field, f"the {name}'s {key}")
+            return f"{subject} was {old.get(key) or 'none'}, and is {new.get(key) or 'none'}"
+        shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (old, new)]
+        return f"the {name} was {shown[0]}, and is {shown[1]}"
+
+
+def profile_key_of(pair: Pair) -> ProfileKey:
+    """Returns the present conditions, which a profile of this pair has to match."""
+    from specgen.base.environment import machine, versions
+    from specgen.engine.fingerprint import weights_fingerprint
+
+    def described(model: DraftModel) -> Model:
+        fingerprint = weights_fingerprint(model.folder)
+        return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
+
+    return ProfileKey(
+        target=described(pair.target),
+        draft=None if pair.draft is None else described(pair.draft),
+        exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
+        heads=pair.heads.digests(),
+        translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
+        versions=versions(),
+        machine=machine(),
+    )
+
+
+def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
+    """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
+    own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
+    parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
+    if key.draft is not None and key.draft.device != key.target.device:
+        parts.append(f"draft-{key.draft.device}")
+    parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
+    if not sampling.greedy:
+        parts.append(f"t{sampling.temperature:g}")
+        parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []
+        parts += [f"k{sampling.top_k}"] if sampling.top_k else []
+    return own / readable("-".join(part.replace("/", "-") for part in parts if part))
+
+
+def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prompt] | None = None) -> Profile:
+    """Returns the profile of a tuning that was done under the conditions `key` and on `prompts` (None: unknown)."""
+    sampling = outcome.sampling
+    return Profile(
+        version=1,
+        written=datetime.now(UTC).replace(microsecond=0),
+        verdict=outcome.verdict,
+        chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
+        speedup=outcome.speedup_of(outcome.chosen),
+        sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
+        fits=key.with_draft_dtype(outcome.draft_dtype),
+        methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
+        measured=Measured(
+            prompts=outcome.prompts,
+            new_tokens=sampling.max_new_tokens,
+            acceptance=outcome.acceptance_probability,
+            costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            learned={
+                drafter: {name: list(each) for name, each in numbers.items()} for drafter, numbers in outcome.learned.items()
+            },
+            prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
+        ),
+    )
+
+
+def save(profile: Profile, folder: Path) -> Path:
+    """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
+    path = folder / FILE
+    text = yaml.safe_dump(profile.model_dump(by_alias=True), sort_keys=False, allow_unicode=True, width=110)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}", "Make room, or name another folder: --out DIR"
+        ) from error
+    return path
+
+
+def load(folder: Path) -> Profile:
+    """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
+    path = folder / FILE
+    try:
+        if path.exists() and not path.is_file():
+            raise SpecgenError(f"the profile {path} is not a file", "Make one: specgen tune --out DIR")
+        if path.stat().st_size > MAX_BYTES:
+            raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
+        return _parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
+    except ValidationError as error:
+        raise SpecgenError(f"the profile {path} is not valid: {_first_error(error)}", TUNE_AGAIN) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Profile:
+    """Parses a profile's text once, because a command reads it several times: before, while and after the models are loaded."""
+    return Profile.model_validate(load_yaml(text))
+
+
+def _first_error(error: ValidationError) -> str:
+    """Returns the first of pydantic's errors in one line: the key, the problem and the value."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    what = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] not in ("missing", "value_error"):
+        what += f" (it is {shorten(repr(first['input']), 40, placeholder='…')})"
+    return f"{where}: {what}" if where else what
