@@ -1,8 +1,8 @@
 """Reads the files that users and other programs write (profiles, traces, descriptions of trained parts, prompts, generation
 configs) and checks them against a schema: a pydantic model, a dataclass or any annotated type.
 
-Every mistake raises a SpecgenError of one line that names the file, the key and the value. pydantic and PyYAML are imported inside
-the functions, because `--help` imports this module.
+Every mistake raises a SpecgenError of one line that names the file, the key and the value. pydantic and PyYAML are imported
+inside the functions, because `--help` imports this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -68,7 +68,7 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
     from pydantic import ValidationError
 
     try:
-        return cast(T, _adapter(kind).validate_json(text, strict=True))
+        return cast(T, _adapter(cast(Hashable, kind)).validate_json(text, strict=True))
     except ValidationError as error:
         raise SpecgenError(f"{where}: {_first_problem(error)}", hint) from error
 
@@ -129,10 +129,10 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
 
 
 @lru_cache(maxsize=32)
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(cast(Any, kind))
 
 
 def _first_problem(error: ValidationError) -> str:
