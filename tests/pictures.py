@@ -12,13 +12,13 @@ from rich.text import Text
 import specgen
 from specgen.pair.figures import Summary
 from specgen.traces.statistics import TraceStatistics
-from specgen.traces.trace_reader import read_trace
-from specgen.view.recorded_methods import RecordedMethod
-from specgen.view.svg_export import BACKGROUNDS, recorder
-from specgen.view.terminal import trace_report
-from specgen.view.terminal.answer_stream import AnswerText, AnswerView
-from specgen.view.terminal.footer import footer
-from specgen.view.terminal.rounds import RoundsView
+from specgen.traces.reader import read_trace
+from specgen.view.trace_report import RecordedMethod
+from specgen.view.theme import BACKGROUNDS, recorder
+from specgen.view import trace_report
+from specgen.view.generation import AnswerText, AnswerView
+from specgen.view.generation import footer
+from specgen.view.generation import RoundsView
 
 WIDTH = 100  # columns
 FOLDER = Path(__file__).parent.parent / ".github"
@@ -63,7 +63,7 @@ def draw_inspected(flavour: str, folder: Path) -> str:
         )
         run = next(read_trace(path))
         shown.append(RecordedMethod(run.method, path.name, TraceStatistics(run.method), run))
-        shown[-1].statistics.add(run)
+        shown[-1].figures.add(run)
     console = recorder(WIDTH, flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
     trace_report.show(console, shown, None)

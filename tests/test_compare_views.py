@@ -18,12 +18,12 @@ from specgen.compare.ranking import ranked
 from specgen.compare.results import MethodResult, Prediction, method_results
 from specgen.compare.runner import BenchmarkStep
 from specgen.compare.verdict import Difference
-from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view import theme
 from specgen.view.html import compare_page
-from specgen.view.recorded_methods import LOSSY
-from specgen.view.terminal.comparison import headed_table, page
-from specgen.view.terminal.comparison_table import phases_table, speed_table
+from specgen.view.trace_report import LOSSY
+from specgen.view.comparison import headed_table, page
+from specgen.view.comparison import phases_table, speed_table
 from specgen.view.terminal.live_table import duration, live_lines, live_table, progress_line
 
 

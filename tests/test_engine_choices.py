@@ -15,7 +15,7 @@ from specgen.engine.devices import ThreadChoice
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.native.products import ProductChoice
 from specgen.tune.pair_inspection import EngineChoices, engine_choices, inspect_files
-from specgen.view.terminal import pair_report
+from specgen.view import pair_report
 
 CPU = torch.device("cpu")
 

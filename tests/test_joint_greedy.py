@@ -23,7 +23,7 @@ from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 
 PairOf = Callable[..., Pair]
 Block = tuple[list[int], float]  # tokens and joint log-likelihood

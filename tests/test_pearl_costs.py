@@ -42,7 +42,7 @@ from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.request import Deadline, TuningRequest
 from specgen.tune.round_timing import ParallelProbe
 from specgen.tune.simulation import PairMeasurements
-from specgen.view.terminal import pair_report
+from specgen.view import pair_report
 from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 

@@ -32,7 +32,7 @@ from specgen.methods import factory
 from specgen.methods import table as methods
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
-from specgen.view.terminal import pair_report
+from specgen.view import pair_report
 
 Inspect = Callable[..., tuple[str, str]]
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import TokenStatus
 from specgen.pair import records as writing
 from specgen.pair.figures import Summary
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 
 Change = Callable[[list[dict[str, Any]]], Any]
 
@@ -220,7 +220,7 @@ _READ = r"""
 import re, sys
 from pathlib import Path
 from specgen.pair.figures import Summary
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 from specgen.base.errors import SpecgenError
 try:
     print(sum(len(run.rounds) for run in read_trace(Path(sys.argv[1]))))

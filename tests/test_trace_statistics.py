@@ -15,9 +15,10 @@ import traces
 from scipy import stats
 
 from specgen.base.types import Draft, Round, Verdict
-from specgen.traces import acceptance_bounds, statistics
+from specgen.traces import acceptance as acceptance_bounds
+from specgen.traces import statistics
 from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
-from specgen.traces.trace_reader import TracedRun, read_trace
+from specgen.traces.reader import TracedRun, read_trace
 
 
 @pytest.fixture

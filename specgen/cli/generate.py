@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specgen.cli.profile_lookup import Choice
     from specgen.pair.pair import Pair
     from specgen.pair.request import Plan
-    from specgen.view.terminal.prefill_line import PrefillLine
+    from specgen.view.progress import Progress
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
@@ -54,12 +54,12 @@ def generate(
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.records import TraceWriter
     from specgen.view import theme
-    from specgen.view.terminal import method_catalogue
-    from specgen.view.terminal.prefill_line import PrefillLine
+    from specgen.view.methods import method_card
+    from specgen.view.progress import Progress
 
     if help_method:
         shown = methods.DEFAULT_METHOD if method is None else method
-        method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(shown))
+        method_card(theme.console(no_color=output.no_color), methods.find(shown))
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
@@ -86,7 +86,7 @@ def generate(
         formatted = pair.tokenizer.chat(text, system) if chat else text
         plan = _planned(pair, formatted, choice, params, err, record=record, quiet=quiet)
         with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
-            return _run(plan, writer, PrefillLine(err, quiet=quiet))
+            return _run(plan, writer, Progress(err, quiet=quiet))
 
 
 def _planned(
@@ -96,13 +96,13 @@ def _planned(
     from rich.text import Text
 
     from specgen.cli import overlap_notice
-    from specgen.view.terminal.loading_line import LoadingLine
+    from specgen.view.progress import Progress
 
     chosen = methods.find(choice.method)
     settings = methods.resolve(chosen, choice.settings)
     overlap_notice.show(pair, err, quiet=quiet or not chosen.uses_draft_model or settings.drafts_text)
-    with LoadingLine(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
-        loading.still("preparing")
+    with Progress(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
+        loading.announce("preparing")
         pair.prepare(prompt, choice.method, sampling, record=record, **choice.settings)
         plan = pair.plan(prompt, choice.method, sampling, record=record, **choice.settings)
     if (unused := pair.heads.unused(chosen)) is not None and not quiet:
@@ -163,16 +163,18 @@ def _standard_input(*, requested: bool) -> str:
         ) from error
 
 
-def _run(plan: Plan, writer: OutputWriter, prefill: PrefillLine) -> int | None:
+def _run(plan: Plan, writer: OutputWriter, progress: Progress) -> int | None:
+    from specgen.view.progress import reading_prompt
+
     interrupted = False
     with Interrupts() as interrupts:
         try:
             with interrupts.held():
                 writer.start()
-            with prefill.watching():
+            with reading_prompt(progress):
                 for round_ in plan.run.rounds():
                     with interrupts.held():
-                        prefill.clear()
+                        progress.clear()
                         writer.add(round_)
         except KeyboardInterrupt:
             interrupted = True

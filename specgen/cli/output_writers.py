@@ -14,9 +14,7 @@ from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.view import theme
-from specgen.view.terminal.answer_stream import AnswerText, AnswerView, Piece
-from specgen.view.terminal.footer import footer
-from specgen.view.terminal.rounds import RoundsView
+from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
     from specgen.decoding.parallel import Parallel

@@ -33,7 +33,7 @@ from specgen.methods.factory import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.pair.request import RESERVED
-from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.traces.reader import TracedRound, TracedRun
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair

@@ -18,21 +18,24 @@ from typing import Any, NamedTuple, cast
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.pair.figures import Summary
-from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
-from specgen.traces.calibration import AcceptanceBin, Calibration, Prediction, calibration_of, judged_predictions
-from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.traces.acceptance import (
+    ENTROPY_EDGES,
+    AcceptanceBin,
+    Bounds,
+    Calibration,
+    DraftedToken,
+    Judged,
+    acceptance_bins,
+    bounds_of,
+    calibration_of,
+    grouped,
+    judged_predictions,
+)
+from specgen.traces.reader import TracedRound, TracedRun
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens
 _Z90 = 1.644854
-
-
-@dataclass(frozen=True, slots=True)
-class Bin(AcceptanceBin):
-    """How many tokens were accepted among the verified (accepted or rejected) tokens whose draft entropy, in nats, is at least
-    `low` and below `high`."""
-
-    mean_entropy: float
 
 
 class DraftOutcome(NamedTuple):
@@ -79,7 +82,7 @@ class TraceStatistics:
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
-        self.predictions: list[Prediction] = []  # predicted acceptance probabilities of judged tokens
+        self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
         self.accepted_runs = array("l")  # accepted tokens before each rejection
@@ -97,17 +100,10 @@ class TraceStatistics:
             self._add_draft(traced)
         self.accepted_runs.extend(complete_runs(traced.round for traced in run.rounds))
         if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
-            known = {
-                name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
-            }
-            self.summary.include(
-                {
-                    **known,
-                    "rounds": known["target_passes"],
-                    "token_ids": run.summary["token_ids"],
-                    "phase_seconds": {"other": known["seconds"]},
-                }
-            )
+            keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
+            line: dict[str, Any] = {name: known_number(run.summary, name) for name in keys}
+            line |= {"rounds": line["target_passes"], "token_ids": run.summary["token_ids"]}
+            self.summary.include(line | {"phase_seconds": {"other": line["seconds"]}})
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
@@ -145,20 +141,10 @@ class TraceStatistics:
         """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected."""
         return accepted_runs(self.summary, self.accepted_runs)
 
-    def acceptance_by_entropy(self) -> list[Bin]:
-        """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2, top). Ranges without verified tokens
-        are left out."""
-        bins = by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
-        return [
-            Bin(
-                low,
-                high,
-                len(tokens),
-                sum(token.status is TokenStatus.ACCEPTED for token in tokens),
-                fmean(token.entropy for token in tokens),
-            )
-            for low, high, tokens in bins
-        ]
+    def acceptance_by_entropy(self) -> list[AcceptanceBin]:
+        """Returns the acceptance rate of verified tokens for each range of the draft's entropy (SVIP, Figure 2, top)."""
+        verified = (token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
+        return acceptance_bins((Judged(each.entropy, each.status is TokenStatus.ACCEPTED) for each in verified), ENTROPY_EDGES)
 
     def accepted_length_by_entropy(self) -> list[LengthBin]:
         """Returns the accepted tokens per draft for each range of the draft's mean entropy (SVIP, Figures 2, bottom, and 8).
@@ -167,7 +153,7 @@ class TraceStatistics:
         are left out.
         """
         found = []
-        for low, high, drafts in by_entropy(self.drafts):
+        for low, high, drafts in grouped(self.drafts, lambda draft: draft.entropy, ENTROPY_EDGES):
             lengths = [draft.accepted for draft in drafts]
             entropy = fmean(draft.entropy for draft in drafts)
             found.append(LengthBin(low, high, len(drafts), entropy, fmean(lengths), median(lengths), max(lengths)))

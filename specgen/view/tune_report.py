@@ -1,77 +1,19 @@
-"""Shows the progress and the result of `specgen tune`.
-
-Nothing is drawn while model passes are timed, and no background thread draws, because drawing would disturb the times.
-"""
+"""Shows the result of `specgen tune`."""
 
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.sanitize import one_line
 from specgen.tune.outcome import PLAIN, TuningOutcome
 from specgen.view import theme
-from specgen.view.terminal.live_table import duration, live_lines, running_line
-from specgen.view.terminal.text_layout import SHORTEST_WRAP, labelled, wrapped
+from specgen.view.theme import column_width, labelled, table, wrapped
 
 _LEAD = 11  # cells for the label before each text below the table
-_TOOK = 10  # cells at the end of a step's line for its duration
 _FIGURES = 38  # cells of the table to the right of the method's name
-_REDRAW_SECONDS = 0.2  # the least time between two drawings of the bar
-
-
-class TuneProgress:
-    """A `TuningObserver` that prints a line with ✓ for each finished step, and a bar with the time left.
-
-    `show` draws the bar; None means no bar. `begin` is when the tuning began, on the clock of `time.perf_counter`. `budget` is
-    how many seconds the tuning may take.
-    """
-
-    def __init__(
-        self, console: Console, show: Callable[[Sequence[Text]], None] | None, begin: float, budget: float, *, quiet: bool
-    ) -> None:
-        self._console, self._show, self._begin, self._budget, self._quiet = console, show, begin, budget, quiet
-        self._finished = begin  # when the last step ended
-        self._drawn = 0.0
-
-    def done(self, what: str) -> None:
-        if self._quiet:
-            return
-        seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
-        took, width = duration(seconds), theme.width(self._console) - 1
-        lines = wrapped(Text(one_line(what)), max(width - 2 - _TOOK, SHORTEST_WRAP))
-        for number, part in enumerate(lines):
-            line = Text("  ") if number else Text("✓ ", "good")
-            line.append_text(part)
-            if part is lines[-1]:
-                room = width - line.cell_len if self._console.is_terminal else 0
-                line.append(f"{took:>{room}}" if room else f"  {took}", "quiet")
-            self._console.print(line, soft_wrap=True)
-
-    def doing(self, what: str) -> None:
-        now = time.perf_counter()
-        if self._show is None or now - self._drawn < _REDRAW_SECONDS:
-            return
-        self._drawn = now
-        spent = now - self._begin
-        left = f"~{duration(max(0.0, self._budget - spent))} left"
-        self._show([running_line(what, spent / self._budget, left, self._console.width - 1)])
-
-
-@contextmanager
-def tune_progress(console: Console, begin: float, budget: float, *, quiet: bool) -> Iterator[TuneProgress]:
-    """Yields an observer that shows the progress of a tuning.
-
-    `begin` is when the tuning began, on the clock of `time.perf_counter`. `budget` is how many seconds it may take.
-    """
-    with live_lines(console, quiet=quiet) as show:
-        yield TuneProgress(console, show, begin, budget, quiet=quiet)
 
 
 def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True) -> None:
@@ -94,28 +36,27 @@ def report(console: Console, outcome: TuningOutcome, path: Path | None, *, is_de
         console.print(line, soft_wrap=True)
 
 
-def _table(outcome: TuningOutcome, width: int) -> Iterator[Text]:
-    """Yields a line per method: its expected and its measured tokens per second, and its speedup over plain decoding.
+def _table(outcome: TuningOutcome, width: int) -> list[Text]:
+    """Returns a line per method: its expected and its measured tokens per second, and its speedup over plain decoding.
 
     If a method's name with its settings is too long for `width` cells, the settings are left out. Remarks that do not fit
-    follow on a line of their own.
+    follow on lines of their own.
     """
-    names = [method.written if len(method.written) <= width - _FIGURES else method.name for method in outcome.methods]
-    lead = max(map(len, names)) + 2
-    yield Text(f"{'':{lead}}{'expected':>8}  {'measured':>8}  {'speedup':>7}", "quiet")
-    for name, method in zip(names, outcome.methods, strict=True):
-        measured = "" if method.measured is None else f"{method.measured:.1f}"
-        speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
+    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup", ""]]
+    for method in outcome.methods:
+        name = method.written if len(method.written) <= width - _FIGURES else method.name
         remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
         remarks += [] if method.lossless else ["lossy"]
         remarks += [f"perplexity {method.perplexity:.2f}"] if method.perplexity else []
-        line = Text(f"{name:{lead}}", "strong" if method == outcome.chosen else "none")
-        line.append(f"{method.predicted:>8.1f}  {measured:>8}  {speedup:>7}  ", "none")
-        remark = Text(", ".join(remarks), "quiet")
-        if line.cell_len + remark.cell_len > width:
-            yield line
-            line = Text("  ")
-        yield line.append_text(remark)
+        measured = "" if method.measured is None else f"{method.measured:.1f}"
+        speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
+        label = Text(name, "strong" if method == outcome.chosen else "none")
+        rows.append([label, f"{method.predicted:.1f}", measured, speedup, Text(", ".join(remarks), "quiet")])
+    lines = table(rows, left=(0, 4))
+    if column_width(lines) <= width:
+        return lines
+    remarks_below = [[Text("  ").append_text(row[-1])] if isinstance(row[-1], Text) and row[-1] else [] for row in rows]
+    return [each for line, below in zip(table([row[:-1] for row in rows]), remarks_below, strict=True) for each in (line, *below)]
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:

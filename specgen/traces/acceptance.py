@@ -1,4 +1,5 @@
-"""Lower bounds of the acceptance probability of drafted tokens, and SVIP's estimate of it from the draft's entropy.
+"""How drafted tokens were accepted: by the draft's entropy, against what a length policy predicted, and against lower bounds of
+the acceptance probability and SVIP's estimate of it.
 
 p is the target's distribution and q the draft's, both at temperature 1 and without penalties. H(q) is q's entropy and H(q,p) =
 H(q) + KL(q||p) the cross-entropy, in nats. A token's acceptance probability is sum(min(p, q)). Imports no torch.
@@ -8,17 +9,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from specgen.base.types import TokenStatus
+from specgen.base.types import Round, TokenStatus
 
-EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy ranges, in nats
+ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # of the entropy ranges, in nats
 LEAST_ENTROPY = 0.01  # nats; the ratio of cross-entropy to entropy is noise below
+_TENTHS = tuple(number / 10 for number in range(11))  # of the predicted probability
+_RATIO_EDGES = (*(1 + number / 10 for number in range(21)), math.inf)  # of H(q,p) / H(q)
 _GROUPS = 10  # of tokens sorted by acceptance probability
-_RATIO_BINS = 20  # ranges of H(q,p) / H(q), each 0.1 wide, from 1 on; one more has all larger ratios
+_Z95 = 1.959964
+_Item = TypeVar("_Item")
 
 
 class DraftedToken(NamedTuple):
@@ -34,6 +39,114 @@ class DraftedToken(NamedTuple):
     def is_recorded(self) -> bool:
         """Whether the trace contains all three numbers."""
         return not math.isnan(self.entropy + self.overlap + self.kl)
+
+
+class Judged(NamedTuple):
+    """A number known before a token (or the level of a tree) was verified, and whether it was accepted."""
+
+    number: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceBin:
+    """How many of the `verified` tokens of a group were accepted.
+
+    Tokens are grouped by a number, the draft's entropy in nats or the predicted acceptance, that is at least `low` and below
+    `high`; `mean` is its mean.
+    """
+
+    low: float
+    high: float
+    verified: int
+    accepted: int
+    mean: float
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.verified
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Both ends of the 95 % Wilson confidence interval of the acceptance rate."""
+        n, p, z = self.verified, self.rate, _Z95
+        centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers for `specgen inspect --json`."""
+        low, high = self.interval
+        counts = {"low": self.low, "high": self.high, "judged": self.verified, "accepted": self.accepted}
+        return {**counts, "rate": self.rate, "rate_low": low, "rate_high": high}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Predicted against observed acceptance, over `judged` predictions.
+
+    `predicted` is the mean prediction and `rate` the share that was accepted. `error` is the expected calibration error: the
+    mean distance of the two over the `bins`, weighted by their numbers of tokens.
+    """
+
+    judged: int
+    predicted: float
+    rate: float
+    error: float
+    bins: tuple[AcceptanceBin, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers for `specgen inspect --json`."""
+        bins = [{**found.as_dict(), "predicted": found.mean} for found in self.bins]
+        return {"judged": self.judged, "predicted": self.predicted, "rate": self.rate, "error": self.error, "bins": bins}
+
+
+def grouped(
+    items: Iterable[_Item], value: Callable[[_Item], float], edges: Sequence[float]
+) -> Iterator[tuple[float, float, list[_Item]]]:
+    """Groups items by a number between edges. Yields the lower edge, the upper edge and the items of each group that has any.
+
+    Items whose number is NaN are left out; a number outside all edges counts to the group at that end.
+    """
+    bins: dict[int, list[_Item]] = {}
+    for item in items:
+        if not math.isnan(number := value(item)):
+            bins.setdefault(bisect_right(edges, number, 1, len(edges) - 1), []).append(item)
+    for position in sorted(bins):
+        yield edges[position - 1], edges[position], bins[position]
+
+
+def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float]) -> list[AcceptanceBin]:
+    """Returns the acceptance rate in each range of the judged tokens' numbers. Ranges without tokens are left out."""
+    return [
+        AcceptanceBin(low, high, len(group), sum(each.accepted for each in group), fmean(each.number for each in group))
+        for low, high, group in grouped(judged, lambda each: each.number, edges)
+    ]
+
+
+def judged_predictions(round_: Round) -> Iterator[Judged]:
+    """Yields the round's predictions that were judged: those of accepted tokens and of the first rejected one.
+
+    In a draft that is a tree, a level is judged: accepted if one of its tokens was.
+    """
+    accepted = len(round_.verdict.path)
+    judged = accepted + (round_.verdict.source == "correction")
+    for position, probability in enumerate(round_.draft.predicted[:judged]):
+        if not math.isnan(probability):
+            yield Judged(probability, position < accepted)
+
+
+def calibration_of(predictions: Sequence[Judged]) -> Calibration | None:
+    """Compares predictions with what happened. Intervals without predictions are left out; None without predictions."""
+    if not predictions:
+        return None
+    bins = tuple(acceptance_bins(predictions, _TENTHS))
+    return Calibration(
+        len(predictions),
+        fmean(prediction.number for prediction in predictions),
+        fmean(prediction.accepted for prediction in predictions),
+        sum(found.verified * abs(found.mean - found.rate) for found in bins) / len(predictions),
+        bins,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +254,7 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> Bounds | None:
         bretagnolle_huber_gap=fmean(token.overlap - bretagnolle_huber(token.kl) for token in recorded),
         pinsker_higher=fmean(pinsker(token.kl) > bretagnolle_huber(token.kl) for token in recorded),
         entropy_ratios=_histogram(ratios),
-        by_entropy=tuple(_bounds_bin(*found, c) for found in by_entropy(recorded)),
+        by_entropy=tuple(_bounds_bin(*found, c) for found in grouped(recorded, lambda token: token.entropy, ENTROPY_EDGES)),
         by_acceptance=tuple(_bounds_bin(group[0].overlap, group[-1].overlap, group, c) for group in sorted_groups),
     )
 
@@ -161,27 +274,5 @@ def _bounds_bin(low: float, high: float, tokens: Sequence[DraftedToken], c: floa
 
 def _histogram(ratios: Sequence[float]) -> tuple[RatioBin, ...]:
     """Counts ratios of cross-entropy to entropy in ranges of 0.1; empty without ratios."""
-    edges = [1 + number / 10 for number in range(_RATIO_BINS + 1)] + [math.inf]
-    counts = [0] * (_RATIO_BINS + 1)
-    for ratio in ratios:
-        counts[bisect_right(edges, ratio, 1, _RATIO_BINS + 1) - 1] += 1
-    return tuple(map(RatioBin, edges, edges[1:], counts)) if ratios else ()
-
-
-class HasEntropy(Protocol):
-    @property
-    def entropy(self) -> float: ...
-
-
-_Item = TypeVar("_Item", bound=HasEntropy)
-
-
-def by_entropy(items: Iterable[_Item]) -> Iterator[tuple[float, float, list[_Item]]]:
-    """Groups items by their entropy. Yields the lower edge and the upper edge in nats, and the items between them, for each group
-    that has items. Items whose entropy is NaN are left out."""
-    bins: dict[int, list[_Item]] = {}
-    for item in items:
-        if not math.isnan(item.entropy):
-            bins.setdefault(bisect_right(EDGES, item.entropy, 1, len(EDGES) - 1), []).append(item)
-    for number in sorted(bins):
-        yield EDGES[number - 1], EDGES[number], bins[number]
+    counts = {low: len(found) for low, _, found in grouped(ratios, lambda ratio: ratio, _RATIO_EDGES)}
+    return tuple(RatioBin(low, high, counts.get(low, 0)) for low, high in pairwise(_RATIO_EDGES)) if ratios else ()

@@ -12,9 +12,10 @@ from typing import Any
 from specgen.base.sanitize import inline
 from specgen.base.types import TokenStatus
 from specgen.pair.figures import Summary
-from specgen.traces.trace_reader import TracedRound, TracedRun
-from specgen.view.html.charts import time_shares
-from specgen.view.terminal.rounds import MODES, parts, reason
+from specgen.traces.reader import TracedRound, TracedRun
+from specgen.view.generation import MODES, parts, reason
+from specgen.view.html.charts import time_bar
+from specgen.view.theme import counted
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character
 _EOS = "⟨eos⟩"
@@ -29,11 +30,11 @@ def run_view(run: TracedRun, summary: Summary, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "facts": _facts(summary),
-        "time_shares": time_shares(summary.phase_seconds),
+        "time_bar": time_bar(summary.phase_seconds),
         "has_drafts": any(traced.round.draft.tokens for traced in run.rounds),
         "tokens": _tokens(run),
         "rounds": _rounds(run),
-        "round_count": f"{len(run.rounds):,} round{'s' * (len(run.rounds) != 1)}",
+        "round_count": counted(len(run.rounds), "round"),
     }
 
 

@@ -11,8 +11,7 @@ from rich.text import Text
 from specgen.base.sanitize import inline, one_line
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
-from specgen.view.terminal import token_overlap as words
-from specgen.view.terminal.text_layout import labelled
+from specgen.view.theme import labelled
 
 if TYPE_CHECKING:
     from specgen.engine.text.token_overlap import TokenOverlap
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 _LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
+UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
+_UNLESS = ", unless the draft was trained on the target's tokens"
+ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 
 
@@ -87,9 +89,9 @@ def _tokenizers(
 ) -> Iterator[Text]:
     if found.overlap is not None:
         label = "· tokenizer" if found.overlap.is_low else "✓ tokenizer"
-        yield from _line(label, f"another; {words.common_tokens(found.overlap)}", width)
-        yield from _line("", words.covered_share(found.overlap), width)
-        if model is None and (hint := words.advice(found.overlap)) is not None:
+        yield from _line(label, f"another; {common_tokens(found.overlap)}", width)
+        yield from _line("", covered_share(found.overlap), width)
+        if model is None and (hint := advice(found.overlap)) is not None:
             yield from _line("", hint, width, style="quiet")
         return
     if found.refusal is not None:
@@ -100,7 +102,7 @@ def _tokenizers(
                 "no token" if token is None else f"“{inline(token)}”" for token in (difference.target, difference.draft)
             )
             yield from _line("", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft", width, style="quiet")
-        yield from _line("", f"use {words.UNTRANSLATED}", width, style="quiet")
+        yield from _line("", f"use {UNTRANSLATED}", width, style="quiet")
         return
     text = f"the same, {found.target_size:,} tokens"
     if not found.target_size == found.draft_size == found.shared:
@@ -271,11 +273,11 @@ def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
 
 def _common_pays(overlap: TokenOverlap, model: SpeedupModel, width: int) -> Iterator[Text]:
     """Yields lines that say whether drafts in the tokens that both tokenizers have are likely to pay."""
-    if (found := words.best_speedup(overlap, model)) is None:
+    if (found := best_speedup(overlap, model)) is None:
         return
     pays, text = found
     yield from _line("✓ tokens" if pays else "· tokens", text, width)
-    if (hint := words.advice(overlap, pays=pays)) is not None:
+    if (hint := advice(overlap, pays=pays)) is not None:
         yield from _line("", hint, width, style="quiet")
 
 
@@ -333,3 +335,42 @@ def _size(count: int) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def common_tokens(overlap: TokenOverlap) -> str:
+    """Returns how many of the target's tokens the draft model has."""
+    return f"{overlap.common:,} of the target's {overlap.vocabulary:,} tokens are the draft's, too"
+
+
+def covered_share(overlap: TokenOverlap) -> str:
+    """Returns which share of a text's tokens both tokenizers have in common, and how long drafts can be therefore."""
+    if overlap.kappa is None:
+        return "there is too little text to say how much of an output they cover (kappa)"
+    text = "the target's output" if overlap.is_output else "example text"
+    run = "" if overlap.expected_run is None else f", about {overlap.expected_run:.1f} in a row"
+    return f"{overlap.kappa:.0%} of the tokens of {text} are one token in both (kappa){run}"
+
+
+def best_speedup(overlap: TokenOverlap, model: SpeedupModel) -> tuple[bool, str] | None:
+    """Returns whether drafts in common tokens are likely to pay, and the text that says so; None if kappa is not known.
+
+    The text is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
+    have more of its drafts accepted than kappa.
+    """
+    if overlap.kappa is None or not model.draft_lengths:
+        return None
+    length, speedup = model.best(overlap.kappa)
+    if speedup > 1:
+        return True, f"about {speedup:.2f}× at best, with drafts of {length}{_UNLESS}"
+    return False, f"about {speedup:.2f}× at best, so drafts in common tokens are slower{_UNLESS}"
+
+
+def advice(overlap: TokenOverlap, *, pays: bool = True) -> str | None:
+    """Returns what to use instead, where drafts in common tokens are unlikely to pay or kappa is low; otherwise None."""
+    return f"use {ALTERNATIVES}" if not pays or overlap.is_low else None
+
+
+def notice(overlap: TokenOverlap) -> str:
+    """Returns one line for a run that is about to begin."""
+    line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
+    return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
