@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine.devices import ThreadChoice, pick_device, pick_threads
+from specgen.engine.devices import pick_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.text.tokenizer import Detokenizer
+from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.engine.transformers.reference import transformers_module
 from specgen.methods.table import METHODS
 from specgen.pair.pair import Pair

@@ -20,13 +20,14 @@ from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.decoding.suffix_index import SuffixHistory
 from specgen.engine.deferred_model import DraftModel, DraftModelRunner
-from specgen.engine.devices import ThreadChoice, device_timer, pick_threads
+from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.parts.exit_files import Exit
+from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import factory
 from specgen.methods import table as methods
 from specgen.methods.method import Method

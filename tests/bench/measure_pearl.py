@@ -1,4 +1,4 @@
-"""PEARL by window size, on any pair and device. Not a test: `python tests/measure_pearl.py --help`.
+"""PEARL by window size, on any pair and device. Not a test: `python tests/bench/measure_pearl.py --help`.
 
 Prints the speed for each window (PEARL, Tables 5 and 6), beside c, the measured ratio of pass times, which Theorem 1 says is the
 best window; the ablations (Table 3) and the mean accepted tokens (Table 4); and how much of what the measured pass times allow
