@@ -150,7 +150,11 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
 def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with specgen.load(device="cpu", dtype="float32") as pair:
         pair.prepare(pair.request("def f(x):", "sd"))
-        for started in ("workers.process_worker.DraftProcess", "preparation.time_parallel_passes", "preparation.search_skips"):
+        for started in (
+            "workers.process_worker.DraftProcess",
+            "pair.preparation.time_parallel_passes",
+            "pair.preparation.search_skips",
+        ):
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}

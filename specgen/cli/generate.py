@@ -93,7 +93,10 @@ def generate(
 def _prepared(
     pair: Pair, prompt: str | list[int], choice: Choice, sampling: SamplingParams, err: Console, *, record: bool, quiet: bool
 ) -> tuple[Request, Run]:
-    """Returns the request and its run, ready to start; first measures what it needs. Prints notes about it on `err`, unless `quiet`."""
+    """Returns the request and its run, ready to start; first measures what it needs.
+
+    Prints notes about it on `err`, unless `quiet`.
+    """
     from rich.text import Text
 
     from specgen.cli import overlap_notice

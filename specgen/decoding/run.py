@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner
 
+NO_SETTINGS = Settings(None, {})
 Schedule = Callable[["Run"], Iterator[Round]]
 
 
@@ -103,7 +104,7 @@ class Run:
     eos_ids: Collection[int]
     stop_texts: StopTexts | None
     clock: Clock
-    settings: Settings = Settings(None, {})
+    settings: Settings = NO_SETTINGS
     seed: int = 0
     costs: ParallelCosts | None = None
     check: CostCheck | None = None

@@ -103,8 +103,8 @@ class DraftingKnowledge:
     ) -> None:
         """Times rounds like the request's, or reads their times from the cache.
 
-        `run_of` makes a run, with the arguments of `Pair.request`. `context_limit` (tokens) is that of the models. `part` identifies the part of the
-        target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
+        `run_of` makes a run, with the arguments of `Pair.request`. `context_limit` (tokens) is that of the models. `part`
+        identifies the part of the target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
         """
         key = self._cost_key(request)
         stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
