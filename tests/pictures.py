@@ -11,14 +11,12 @@ from rich.text import Text
 
 import specgen
 from specgen.pair.figures import Summary
-from specgen.traces.statistics import TraceStatistics
 from specgen.traces.reader import read_trace
-from specgen.view.trace_report import RecordedMethod
-from specgen.view.theme import BACKGROUNDS, recorder
+from specgen.traces.statistics import TraceStatistics
 from specgen.view import trace_report
-from specgen.view.generation import AnswerText, AnswerView
-from specgen.view.generation import footer
-from specgen.view.generation import RoundsView
+from specgen.view.generation import AnswerText, AnswerView, RoundsView, footer
+from specgen.view.theme import BACKGROUNDS, recorder
+from specgen.view.trace_report import RecordedMethod
 
 WIDTH = 100  # columns
 FOLDER = Path(__file__).parent.parent / ".github"
@@ -33,15 +31,15 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     """The rounds of a run as an SVG of a terminal."""
     console = recorder(WIDTH, flavour)
     sampling = specgen.SamplingParams(max_new_tokens=128)
-    pair.prepare(f"{QUESTION}\nAnswer:", sampling=sampling)
-    plan = pair.plan(f"{QUESTION}\nAnswer:", sampling=sampling)
-    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.info.prompt_ids))
-    answer, view = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), ()), AnswerView(console)
-    summary = Summary(plan.method.name)
+    request = pair.request(f"{QUESTION}\nAnswer:", sampling=sampling)
+    pair.prepare(request)
+    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids))
+    answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), ()), AnswerView(console)
+    summary = Summary(request.method.name)
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
     rounds.legend()
-    for round_ in plan.run.rounds():
+    for round_ in pair.run(request).rounds():
         summary.add(round_)
         rounds.show(round_)
         pieces += answer.add(round_)

@@ -13,8 +13,8 @@ import traces
 
 from specgen.base.types import TokenStatus
 from specgen.traces.acceptance import DraftedToken, bounds_of
-from specgen.traces.statistics import TraceStatistics
 from specgen.traces.reader import read_trace
+from specgen.traces.statistics import TraceStatistics
 
 ACCEPTED = TokenStatus.ACCEPTED
 PINSKER = [1 - math.sqrt(0.4 * math.log(9)), 1 - math.sqrt(math.log(1.25) / 2), 1.0]  # 0.063, 0.666

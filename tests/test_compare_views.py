@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from comparisons import report_of, results_of, run, shown, usual
 from rich.console import Console
+from specgen.view.terminal.live_table import duration, live_lines, live_table, progress_line
 
 from specgen.base.types import Draft, Round, Verdict
 from specgen.compare.method_specs import parse_spec
@@ -20,11 +21,9 @@ from specgen.compare.runner import BenchmarkStep
 from specgen.compare.verdict import Difference
 from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view import theme
+from specgen.view.comparison import headed_table, page, phases_table, speed_table
 from specgen.view.html import compare_page
 from specgen.view.trace_report import LOSSY
-from specgen.view.comparison import headed_table, page
-from specgen.view.comparison import phases_table, speed_table
-from specgen.view.terminal.live_table import duration, live_lines, live_table, progress_line
 
 
 @pytest.mark.parametrize("width", [200, 160, 130, 100, 80, 60, 50, 40])

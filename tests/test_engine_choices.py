@@ -11,9 +11,9 @@ from families import make_model, save
 
 import specgen
 from specgen import demo
-from specgen.engine.devices import ThreadChoice
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.native.products import ProductChoice
+from specgen.engine.timing import ThreadChoice
 from specgen.tune.pair_inspection import EngineChoices, engine_choices, inspect_files
 from specgen.view import pair_report
 

@@ -19,8 +19,8 @@ from specgen.decoding.policies import CaliTS
 from specgen.engine.devices import WaitingTimer
 from specgen.pair.figures import Summary
 from specgen.traces.reader import read_trace
-from specgen.view.html.charts import time_bar
 from specgen.view.generation import footer
+from specgen.view.html.charts import time_bar
 from specgen.workers.thread_worker import ThreadWorker
 
 PASS, DECIDE, UPDATE, BEGIN, SCORE = 1000.0, 100.0, 10.0, 1.0, 0.125  # seconds that each takes

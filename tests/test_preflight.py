@@ -18,6 +18,7 @@ import specgen
 from specgen import demo
 from specgen.base.environment import Launch
 from specgen.base.settings import Setting
+from specgen.base.timing import timed
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
@@ -223,7 +224,7 @@ def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkey
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.engine.timing._MAX_SAMPLES", 3)
+    monkeypatch.setitem(timed.__kwdefaults__, "most", 3)
     line = json_report(inspect, "--measure", "--dtype", "float32")
     found = line["measured"]
     seconds = {int(width): taken for width, taken in found["target_seconds"].items()}

@@ -30,11 +30,12 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
     expected = []
     for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
         sampling, given = specgen.SamplingParams(max_new_tokens=30, ignore_eos=True), {"k": 5} if method == "lookup" else {}
-        plan = demo_pair.plan("def add(a, b):", method, sampling, **given)
+        request = demo_pair.request("def add(a, b):", method, sampling, **given)
+        decoding = demo_pair.run(request)
         extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
-        start = writing.start_line(plan.info) | extra
+        start = writing.start_line(demo_pair, request, decoding) | extra
         file.write(start)
-        rounds = list(plan.run.rounds())
+        rounds = list(decoding.rounds())
         for round_ in rounds:
             file.write(writing.round_line(round_, demo_pair.tokenizer.text_of))
         figures = Summary(method, rounds).as_dict("text", "length")

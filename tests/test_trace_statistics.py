@@ -17,8 +17,8 @@ from scipy import stats
 from specgen.base.types import Draft, Round, Verdict
 from specgen.traces import acceptance as acceptance_bounds
 from specgen.traces import statistics
-from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
 from specgen.traces.reader import TracedRun, read_trace
+from specgen.traces.statistics import TraceStatistics, beta_quantile, known_number, posteriors
 
 
 @pytest.fixture

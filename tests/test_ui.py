@@ -19,9 +19,7 @@ from specgen.base.sanitize import inline, one_line, streamed
 from specgen.base.types import Draft, Round, Verdict
 from specgen.pair.figures import Summary
 from specgen.view import theme
-from specgen.view.generation import AnswerText, AnswerView, Piece
-from specgen.view.generation import footer
-from specgen.view.generation import RoundsView
+from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n", " wor", "ld"]
 

@@ -12,7 +12,7 @@ from specgen.base.environment import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import ThreadChoice, free_memory
+from specgen.engine.devices import free_memory
 from specgen.engine.draft_dtype import choose_dtypes
 from specgen.engine.model_loading import ModelSource, PreparedModel, prepare, translation_between
 from specgen.engine.native.native_model import NativeModel
@@ -22,7 +22,7 @@ from specgen.engine.spread.placement import Placement, Stage
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.timing import time_passes
+from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.pair.pair import Pair
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness

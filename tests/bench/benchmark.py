@@ -1,4 +1,4 @@
-"""How fast are we, against transformers on the same models? Not a test: `python tests/benchmark.py` prints figures.
+"""How fast are we, against transformers on the same models? Not a test: `python tests/bench/benchmark.py` prints figures.
 
 Runs are taken in turn, prompt by prompt, so that a drifting machine is fair to all; each method's figure is the median over the
 prompts of its tokens a second over those of transformers' plain `generate` on the same prompt. All outputs must be identical.
@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen import demo
-from specgen.demo.recipe.fresh_prompts import fresh_prompts
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods.table import find, resolve
 from specgen.tune.outcome import counted
@@ -33,17 +32,12 @@ Answer = tuple[list[int], float, dict[str, float]]
 
 def examples(count: int) -> list[str]:
     """The first `count / 4`, at least one, of each category of examples.yaml that are not for tuning."""
-    entries = yaml.safe_load((Path(__file__).parent.parent / "examples.yaml").read_text())["prompts"]
+    entries = yaml.safe_load((Path(__file__).parents[2] / "examples.yaml").read_text())["prompts"]
     by_category: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         if not entry.get("tuning"):
             by_category[entry["category"]].append(entry["prompt"])
     return [prompt for texts in by_category.values() for prompt in texts[: max(1, count // len(by_category))]]
-
-
-def held_out(count: int) -> list[str]:
-    """What training did not see: a fifth of it heads of functions."""
-    return [one.prompt for one in fresh_prompts(count)]
 
 
 def transformers_runner(target: Any, draft: Any, tokens: int, settings: dict[str, Any]) -> Callable[[list[int]], Answer]:
@@ -118,7 +112,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=0, help="torch's own choice where 0")
     parser.add_argument("--only", default="", help="these rows alone, between commas, plain decoding aside")
-    parser.add_argument("--held-out", action="store_true", help="fresh prompts of python -m specgen.demo.recipe eval")
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -133,7 +126,7 @@ def main() -> None:
     runners |= assistants(options.tokens, target)
     if only:
         runners = {name: runner for name, runner in runners.items() if name in (PLAIN, *only)}
-    texts = held_out(options.prompts) if options.held_out else examples(options.prompts)
+    texts = examples(options.prompts)
     report(measure(pair, runners, texts * options.repeats), options.tokens)
 
 

@@ -2,7 +2,7 @@
 
     pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 llama-cpp-python==0.3.36
     (unpack each into DIR/vllm, DIR/sglang, DIR/mlx_lm and DIR/llama)
-    python tests/check_exports.py DIR
+    python tests/bench/check_exports.py DIR
 
 It needs a virtual environment with the packages that these sources import (no GPU, no compiled parts; for mlx-lm `mlx[cpu]`). An
 engine whose classes cannot be imported is compared by the names in its source. `test_export.py` needs none of this: it holds what

@@ -1,4 +1,4 @@
-"""Is `specgen tune` right? Not a test: `python tests/measure_tune.py` prints figures.
+"""Is `specgen tune` right? Not a test: `python tests/bench/measure_tune.py` prints figures.
 
 A grid of methods and settings is measured by real runs in turn, and compared with what simulation expects of each and with what
 tuning chose: median error, rank correlation within the best quarter, whether the choice lies inside the interval of the best.

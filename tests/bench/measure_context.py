@@ -1,7 +1,7 @@
 """Measures what long contexts cost: memory of a prompt, and time per token. Run by hand:
 
-    python tests/measure_context.py memory      peak resident memory of prompts of 2,000, 8,000 and 32,000 tokens
-    python tests/measure_context.py speed       time per token after 100 and after 8,000 tokens
+    python tests/bench/measure_context.py memory      peak resident memory of prompts of 2,000, 8,000 and 32,000 tokens
+    python tests/bench/measure_context.py speed       time per token after 100 and after 8,000 tokens
 
 The models are random: what is measured depends on their sizes alone. Figures of memory are taken in a process of their own each.
 Times are seconds of the CPU with one thread, so that other processes disturb them less.

@@ -1,4 +1,4 @@
-"""Does `adaptive` reach the best length policy in hindsight? Not a test: `python tests/measure_adaptive.py` prints tables.
+"""Does `adaptive` reach the best length policy in hindsight? Not a test: `python tests/bench/measure_adaptive.py` prints tables.
 
 Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each drafted token the draft cost and
 the verification cost. For each drafter, what it drafts at every position of the target's outputs is recorded once. On these

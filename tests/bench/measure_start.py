@@ -1,6 +1,6 @@
 """Measures how long `specgen generate` takes from a cold start to its first output and to its end, and how much memory it needs.
 
-    python tests/measure_start.py [--target MODEL --draft MODEL] [--repeats 7]
+    python tests/bench/measure_start.py [--target MODEL --draft MODEL] [--repeats 7]
 
 Each command runs in a new process, and the commands take turns, so that a drifting machine is fair to all. They are compared with
 `python -c "import torch"`. Times are medians, in seconds; memory is the sum of the peaks of the command and of its draft worker.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 PROMPT = "def fibonacci(n):"
 METHODS = ("ar", "sd", "svip", "pearl")
 TORCH, DRAFT_ALONE = "import torch", "ar, draft as target"
-DEMO_DRAFT = Path(__file__).resolve().parents[1] / "specgen" / "demo" / "draft"
+DEMO_DRAFT = Path(__file__).resolve().parents[2] / "specgen" / "demo" / "draft"
 MOST_AFTER_TORCH, MOST_AFTER_SD, MOST_MEMORY = 0.6, 0.5, 1.1
 
 
