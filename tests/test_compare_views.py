@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from comparisons import report_of, results_of, run, shown, usual
 from rich.console import Console
-from specgen.view.terminal.live_table import duration, live_lines, live_table, progress_line
+
 
 from specgen.base.types import Draft, Round, Verdict
 from specgen.compare.method_specs import parse_spec

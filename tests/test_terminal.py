@@ -85,7 +85,7 @@ def _read(terminal: int) -> bytes:
 
 def after_loading(screen: str) -> str:
     """What remains on the screen after the lines about loading were erased."""
-    return screen.rpartition("\x1b[2K")[2]
+    return screen.rpartition("\x1b[J")[2]
 
 
 def plain(screen: str) -> str:

@@ -144,7 +144,7 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
                 yield _closed(run)
             run = TracedRun(line, number)
         elif run is None:
-            _refuse(where, "this comes before any start line")
+            _refuse(where, "it comes before any start line" if line is None else f"a {line['type']} comes before any start line")
         elif line is None:
             run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
             break
