@@ -178,7 +178,7 @@ def table(
     sizes = [column_width(column) for column in zip(*rows, strict=True)]
     lines: list[Text] = []
     for row in rows:
-        cells = [one_line_text(cell) if isinstance(cell, Text) else Text(one_line(cell)) for cell in row]
+        cells = [one_line_text(cell).copy() for cell in row]
         for number, (cell, size) in enumerate(zip(cells, sizes, strict=True)):
             if not lines:
                 cell.stylize("quiet")

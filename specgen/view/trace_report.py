@@ -17,10 +17,9 @@ from rich.text import Text
 
 from specgen.compare.columns import COLUMNS as COMPARED
 from specgen.compare.columns import Column
-from specgen.pair.accepted_runs import AcceptedRuns
 from specgen.traces.acceptance import Bounds, BoundsBin, Calibration
 from specgen.traces.reader import TracedRun
-from specgen.traces.statistics import TraceStatistics, posteriors
+from specgen.traces.statistics import AcceptedRuns, TraceStatistics, posteriors
 from specgen.view.generation import MODES, RoundsView
 from specgen.view.theme import counted, labelled, table, wrapped
 

@@ -42,21 +42,26 @@ def _table(outcome: TuningOutcome, width: int) -> list[Text]:
     If a method's name with its settings is too long for `width` cells, the settings are left out. Remarks that do not fit
     follow on lines of their own.
     """
-    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup", ""]]
+    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup"]]
+    remarks = [""]
     for method in outcome.methods:
         name = method.written if len(method.written) <= width - _FIGURES else method.name
-        remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
-        remarks += [] if method.lossless else ["lossy"]
-        remarks += [f"perplexity {method.perplexity:.2f}"] if method.perplexity else []
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
         label = Text(name, "strong" if method == outcome.chosen else "none")
-        rows.append([label, f"{method.predicted:.1f}", measured, speedup, Text(", ".join(remarks), "quiet")])
-    lines = table(rows, left=(0, 4))
-    if column_width(lines) <= width:
-        return lines
-    remarks_below = [[Text("  ").append_text(row[-1])] if isinstance(row[-1], Text) and row[-1] else [] for row in rows]
-    return [each for line, below in zip(table([row[:-1] for row in rows]), remarks_below, strict=True) for each in (line, *below)]
+        rows.append([label, f"{method.predicted:.1f}", measured, speedup])
+        said = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
+        said += [] if method.lossless else ["lossy"]
+        said += [f"perplexity {method.perplexity:.2f}"] if method.perplexity else []
+        remarks.append(", ".join(said))
+    lines: list[Text] = []
+    tabled = table(rows)
+    size = column_width(tabled)
+    for line, remark in zip(tabled, remarks, strict=True):
+        fits = size + len(remark) + 2 <= width
+        beside = [" " * (size - line.cell_len), (f"  {remark}", "quiet")] if fits and remark else []
+        lines += [Text.assemble(line, *beside)] if fits or not remark else [line, Text(f"  {remark}", "quiet")]
+    return lines
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
