@@ -1,5 +1,5 @@
 """What the views show of one recorded trace, one comparison, one tuning and one pair: text, JSON, CSV and pages, as recorded in
-`golden/`. `python tests/test_views.py` records them anew, after a change that is meant; look at the difference before it is committed.
+`golden/`. `python tests/test_views.py` records them anew, after a change that is meant: look at the difference.
 """
 
 from __future__ import annotations
