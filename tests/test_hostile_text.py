@@ -50,7 +50,11 @@ def hostile(value: Any, key: str = "") -> Any:
 @pytest.mark.parametrize("more", [(), ("--run", "1", "--rounds", "9")])
 def test_no_text_of_a_trace_reaches_the_terminal_unchanged(main: Main, tmp_path: Path, more: tuple[str, ...]) -> None:
     """Every text of the trace is hostile, so a field that is shown in a new place is tested too."""
-    lines = [hostile(line) for method in ("svip", "pearl") for line in traces.a_run(method, spec=method, category="c")]
+    runs = [
+        traces.a_recorded_run(6, spec="beta-ts"),
+        *(traces.a_run(method, spec=method, category="c") for method in ("svip", "pearl")),
+    ]
+    lines = [hostile(line) for run in runs for line in run]
     path = traces.write(tmp_path / f"t{HOSTILE.replace('/', '')}.jsonl", *lines)
     page_file = tmp_path / "page.html"
     code, out, err = main("inspect", path, *more)

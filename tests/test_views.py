@@ -26,9 +26,9 @@ from specgen.compare.prompts import Prompt
 from specgen.compare.results import Prediction
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
-from specgen.engine.timing import ThreadChoice
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.text.token_overlap import TokenOverlap
+from specgen.engine.timing import ThreadChoice
 from specgen.traces.reader import read_trace
 from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts
@@ -46,7 +46,8 @@ def inspect(*arguments: str, width: int = 100) -> str:
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     command, here = ["specgen", "inspect", TRACE.name, *arguments], os.getcwd()
-    with patch.dict(os.environ, COLUMNS=str(width)), patch.object(sys, "argv", command), redirect_stdout(out), suppress(SystemExit):
+    changed = patch.dict(os.environ, COLUMNS=str(width)), patch.object(sys, "argv", command)
+    with changed[0], changed[1], redirect_stdout(out), suppress(SystemExit):
         os.chdir(GOLDEN)
         main()
     os.chdir(here)
@@ -87,7 +88,8 @@ def compare_html() -> str:
 
 def tuned(width: int) -> str:
     lossy = Candidate("mtad", {"k": 4}, 120.0, measured=110.0, speedup=1.3, low=1.2, high=1.4, perplexity=1.07)
-    found = replace(outcome(), methods=[*outcome().methods, lossy], left_out={"pearl": "no second core", "bild": "no second core"})
+    left_out = dict.fromkeys(("pearl", "bild"), "no second core")
+    found = replace(outcome(), methods=[*outcome().methods, lossy], left_out=left_out)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("mono"), no_color=True, _environ={})
     tune_report.report(console, found, Path("/profiles/one/profile.yaml"))

@@ -16,8 +16,7 @@ from specgen.view.theme import labelled
 if TYPE_CHECKING:
     from specgen.engine.text.token_overlap import TokenOverlap
     from specgen.tune.method_readiness import Readiness
-    from specgen.tune.model_facts import ModelFacts
-    from specgen.tune.pair_inspection import PairReport, TokenizerFacts
+    from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
@@ -121,49 +120,36 @@ def _tokenizers(
 
 def _memory(report: PairReport) -> list[tuple[str, str]]:
     """Returns a label and a text for the memory of both models, or for that of each if they are on different devices."""
-    draft, placement = report.draft, report.placement
+    target, draft, placement, longest = report.target, report.draft, report.placement, report.context_limit
+    models = [target] if draft is None else [target, draft]
     if placement is not None and len(placement.stages) > 1:
-        text = _needed(report.weight_bytes, report.cache_bytes, report)
+        text = _needed(models, longest)[2]
         return [("✓ memory", f"{text}; the plan for {placement.context:,} tokens on {len(placement.stages)} devices:")]
-    if draft is None or draft.device == report.target.device or placement is not None:
-        token_bytes = report.target.cache_bytes + (draft.cache_bytes if draft else 0)
-        return [_fitting(report, report.weight_bytes, token_bytes, report.cache_bytes, report.target.device, report.free_bytes)]
-    longest = report.context_limit
-    frees = (report.target, report.free_bytes), (draft, report.draft_free_bytes)
-    return [
-        _fitting(
-            report,
-            model.weight_bytes,
-            model.cache_bytes,
-            None if longest is None else model.cache_bytes * min(model.context_limit or longest, longest),
-            model.device,
-            free,
-        )
-        for model, free in frees
-    ]
+    if draft is None or draft.device == target.device or placement is not None:
+        return [_fitting(models, longest, report.free_bytes)]
+    return [_fitting([target], longest, report.free_bytes), _fitting([draft], longest, report.draft_free_bytes)]
 
 
-def _needed(weights: int, cache: int | None, report: PairReport) -> str:
+def _needed(models: Sequence[ModelFacts], longest: int | None) -> tuple[int, int, str]:
+    """Returns the bytes of the models' weights and of their cache for `longest` tokens (None: no limit), and both as text."""
+    weights, cache = sum(model.weight_bytes for model in models), 0
     text = f"{_size(weights)} of weights"
-    if cache is not None and report.context_limit is not None:
-        text += f" and {_size(cache)} of cache for {report.context_limit:,} tokens"
-    return text
+    if longest is not None:
+        cache = sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
+        text += f" and {_size(cache)} of cache for {longest:,} tokens"
+    return weights, cache, text
 
 
-def _fitting(
-    report: PairReport, weights: int, token_bytes: int, cache: int | None, device: str, free: int | None
-) -> tuple[str, str]:
+def _fitting(models: Sequence[ModelFacts], longest: int | None, free: int | None) -> tuple[str, str]:
     """Returns a label and a text that say whether weights and cache fit into the free bytes of a device (None: unknown)."""
-    text = _needed(weights, cache, report)
+    weights, cache, text = _needed(models, longest)
     if free is None:
         return "· memory", text
-    text += f"; {device} has {_size(free)} free"
-    room = free - weights
+    text, room = f"{text}; {models[0].device} has {_size(free)} free", free - weights
     if room < 0:
         return "✗ memory", f"{text}: the weights do not fit"
-    if room < (cache or 0):
-        text += f": room for about {room // max(token_bytes, 1):,} tokens"
-    return "✓ memory", text
+    tokens = room // max(sum(model.cache_bytes for model in models), 1)
+    return "✓ memory", f"{text}: room for about {tokens:,} tokens" if room < cache else text
 
 
 def _placement(report: PairReport, width: int) -> Iterator[Text]:

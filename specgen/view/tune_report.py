@@ -59,9 +59,9 @@ def _table(outcome: TuningOutcome, width: int) -> list[Text]:
     size = column_width(tabled)
     for line, remark in zip(tabled, remarks, strict=True):
         fits = size + len(remark) + 2 <= width
-        said = Text(f"  {remark}", "quiet")
-        lines += [Text.assemble(line, " " * (size - line.cell_len), said)] if fits and remark else [line]
-        lines += [said] if remark and not fits else []
+        beside = Text(f"  {remark}", "quiet")
+        lines += [Text.assemble(line, " " * (size - line.cell_len), beside)] if fits and remark else [line]
+        lines += [beside] if remark and not fits else []
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Draws charts as inline SVG: axes, lines, points, bars, intervals, and a key of their meanings.
+"""Draws charts as inline SVG: axes, and series of points, lines, bars and intervals, with a key of their meanings.
 
 x is a share of the chart's width (0 to 1), so that a wider chart is not taller and its text keeps its size. y is a share between
 the chart's bottom (0) and top (1), or in pixels from the upper edge where a name says so.
@@ -7,8 +7,9 @@ the chart's bottom (0) and top (1), or in pixels from the upper edge where a nam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from specgen.base.sanitize import inline
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 Label = tuple[float, str, str]  # below a chart: x, text, SVG text-anchor
+_BEND = "M-4-4L4 4M-4 4L4-4"  # of a cross
 
 
 def element(tag: str, *inside: Markup | str, **attributes: object) -> Markup:
@@ -50,126 +52,143 @@ def entropy_ticks(right: float) -> list[Label]:
     return [(0.0, "0", "middle"), *((tick / right, f"{tick:g}", "middle") for tick in ticks), (1.0, "nats", "end")]
 
 
-class Figure:
-    """A part of a page with a title, a caption, a picture, a key of its shapes, and notes below. `kind` is a CSS class."""
+@dataclass(slots=True)
+class Series:
+    """Shapes of one meaning; those with an empty `meaning` are not in the key. `kind` is a CSS class.
 
-    def __init__(self, kind: str, title: str = "", caption: str = "", notes: Sequence[str] = ()) -> None:
-        self.kind, self.title, self.caption, self.notes = kind, title, caption, list(notes)
-        self.keys: list[Markup] = []
-        self.picture: Markup | str = ""
-
-    def drawn(self) -> Markup | str:
-        return self.picture
-
-    def key(self, meaning: str, *shapes: Markup) -> None:
-        """Adds to the key what shapes in a field of 22 x 14 pixels mean."""
-        symbol = element("svg", *shapes, class_=f"{self.kind} key", width=22, height=14, aria_hidden="true")
-        self.keys.append(element("span", symbol, meaning))
-
-    def line_key(self, kind: str, meaning: str) -> None:
-        self.key(meaning, element("line", class_=kind, x1=0, x2=22, y1=7, y2=7))
-
-    def dot_key(self, kind: str, meaning: str, radius: int = 4) -> None:
-        self.key(meaning, element("circle", class_=kind, cx=11, cy=7, r=radius))
-
-    def square_key(self, kind: str, meaning: str) -> None:
-        self.key(meaning, element("rect", class_=kind, x=5, width=12, y=1, height=12))
-
-    def interval_key(self, meaning: str) -> None:
-        line = element("line", class_="ci", x1=11, x2=11, y1=0, y2=14)
-        self.key(meaning, line, element("circle", class_="acc", cx=11, cy=7, r=4))
-
-
-class Chart(Figure):
-    """A chart, whose shapes are drawn in the order in which they are added.
-
-    `label` describes it to screen readers. `height`, `top` and `bottom` are in pixels: of the whole, and the y of 1 and 0.
+    The items of `points`, by shape: line, area: (x, y). dot, small dot, cross: (x, y, tooltip). stroke, speck: (x, y) of a mark
+    without a tooltip. interval: (x, y, low, high, tooltip). vertical: x. horizontal: y in pixels. column: (x, width, empty share
+    at each side, tooltip, bars), a bar being (CSS class, y of its top, y of its bottom). text: (x, text, other
+    attributes). square: nothing, for the key of columns.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        title: str,
-        label: str,
-        caption: str = "",
-        *,
-        height: float = 240.0,
-        top: float = 8.0,
-        bottom: float = 216.0,
-    ) -> None:
-        super().__init__(kind, title, caption)
-        self.label, self.height, self.top, self.bottom = label, height, top, bottom
-        self._shapes: list[Markup] = []
-        self._lines: list[Markup] = []
-        self._labels: list[Markup] = []
+    shape: Literal[
+        "line",
+        "area",
+        "dot",
+        "small dot",
+        "cross",
+        "stroke",
+        "speck",
+        "interval",
+        "vertical",
+        "horizontal",
+        "column",
+        "text",
+        "square",
+    ]
+    kind: str
+    points: Iterable[Any] = ()
+    meaning: str = ""
+
+
+@dataclass(slots=True)
+class Figure:
+    """A picture with a key, and notes below. `kind` is a CSS class, `words` names its title and caption in the template.
+
+    A picture is drawn if there are `series`. `left` has labels of the left axis (y, text), with a grid line each, `below` those
+    of the x axis. `height`, `top` and `bottom` are in pixels: of the whole, and the y of 1 and 0.
+    """
+
+    kind: str
+    notes: Sequence[str] = ()
+    series: Sequence[Series] = ()
+    left: Iterable[tuple[float, str]] = ()
+    below: Iterable[Label] = ()
+    height: float = 240.0
+    top: float = 8.0
+    bottom: float = 216.0
+    words: str = ""
+    picture: Markup | str = ""  # instead of one of the series
 
     def y(self, share: float) -> float:
         """Returns the y in pixels of a share of the height between bottom and top."""
         return self.top + (1 - share) * (self.bottom - self.top)
 
-    def axes(self, left: Iterable[tuple[float, str]], below: Iterable[Label]) -> None:
-        """Adds the labels of both axes and a horizontal line at each label (y as a share, text) of `left`, which may be empty."""
-        for share, text in left:
-            y = self.y(share)
-            self._lines.append(self._horizontal("g", y))
-            if text:
-                self._labels.append(element("text", text, x="0", dx="-8", y=f"{y + 4:.1f}", text_anchor="end"))
-        for x, text, anchor in below:
-            self._labels.append(element("text", text, x=percent(x), y=f"{self.height - 6:.1f}", text_anchor=anchor))
-
-    def add(self, *shapes: Markup) -> None:
-        self._shapes += shapes
-
-    def line(self, kind: str, points: Iterable[tuple[float, float]], tag: str = "polyline") -> None:
-        """Adds a line through points, or with the tag `polygon` the area that they enclose."""
-        written = " ".join(f"{100 * x:.2f},{100 * self.y(share) / self.height:.2f}" for x, share in points)
-        self.stretched(element(tag, class_=kind, points=written))
-
-    def stretched(self, shape: Markup) -> None:
-        """Adds a shape whose coordinates are in percent of the chart's width and height."""
-        frame = {"viewBox": "0 0 100 100", "preserveAspectRatio": "none"}
-        self.add(element("svg", shape, x="0", y="0", width="100%", height=f"{self.height:g}", **frame))
-
-    def point(self, kind: str, x: float, share: float, title: str, radius: int = 4) -> None:
-        place = {"cx": percent(x), "cy": f"{self.y(share):.1f}", "r": radius}
-        self.add(element("circle", element("title", title), class_=kind, **place))
-
-    def cross(self, kind: str, x: float, share: float, title: str) -> None:
-        mark = element("path", class_=kind, d="M-4-4L4 4M-4 4L4-4")
-        place = {"x": percent(x), "y": f"{self.y(share):.1f}", "overflow": "visible", "class_": "x"}
-        self.add(element("svg", mark, element("title", title), **place))
-
-    def interval(self, x: float, share: float, low: float, high: float, title: str) -> None:
-        """Adds a point with the interval around it."""
-        at = percent(x)
-        bar = element("line", class_="ci", x1=at, x2=at, y1=f"{self.y(high):.1f}", y2=f"{self.y(low):.1f}")
-        dot = element("circle", class_="acc", cx=at, cy=f"{self.y(share):.1f}", r=5)
-        self.add(element("g", element("title", title), bar, dot, class_="bin"))
-
-    def column(self, title: str, x: float, width: float, bars: Iterable[tuple[str, float, float]], margin: float) -> None:
-        """Adds bars with a common tooltip. A bar is (CSS class, y of its top in pixels, height in pixels).
-
-        `margin` is the empty share of the column's width on either side.
-        """
-        hit = element("rect", class_="hit", x=percent(x), width=percent(width), y="0", height=f"{self.bottom:.1f}")
-        place = {"x": percent(x + margin * width), "width": percent((1 - 2 * margin) * width)}
-        drawn = (element("rect", class_=kind, **place, y=f"{top:.1f}", height=f"{height:.1f}") for kind, top, height in bars)
-        self.add(element("g", element("title", title), hit, *drawn, class_="col"))
-
-    def vertical(self, kind: str, x: float) -> None:
-        at = percent(x)
-        self.add(element("line", class_=kind, x1=at, x2=at, y1=f"{self.top:.1f}", y2=f"{self.bottom:.1f}"))
-
-    def horizontal(self, kind: str, pixels: float) -> None:
-        self.add(self._horizontal(kind, pixels))
-
-    def _horizontal(self, kind: str, pixels: float) -> Markup:
-        return element("line", class_=kind, x1="0", x2="100%", y1=f"{pixels:.1f}", y2=f"{pixels:.1f}")
-
-    def drawn(self) -> Markup | str:
+    def drawn(self, label: str = "") -> Markup | str:
+        """Returns the picture, which `label` describes to screen readers."""
+        if self.picture or not self.series:
+            return self.picture
+        lines, labels = [], []
+        for share, text in self.left:
+            lines.append(_level("g", self.y(share)))
+            labels += [element("text", text, x="0", dx="-8", y=f"{self.y(share) + 4:.1f}", text_anchor="end")] if text else []
+        for x, text, anchor in self.below:
+            labels.append(element("text", text, x=percent(x), y=f"{self.height - 6:.1f}", text_anchor=anchor))
+        shapes = [shape for series in self.series for shape in self._shapes(series)]
         size = {"width": "100%", "height": f"{self.height:.1f}"}
-        content = (*self._lines, *self._shapes, *self._labels)
-        return element("svg", *content, class_=f"{self.kind} gutter", role="img", aria_label=self.label, **size)
+        return element("svg", *lines, *shapes, *labels, class_=f"{self.kind} gutter", role="img", aria_label=label, **size)
+
+    def keys(self) -> Iterator[Markup]:
+        """Yields what each kind of shape means, beside one in a field of 22 x 14 pixels."""
+        for series in self.series:
+            if series.meaning:
+                symbol = element("svg", *_symbol(series), class_=f"{self.kind} key", width=22, height=14, aria_hidden="true")
+                yield element("span", symbol, series.meaning)
+
+    def _shapes(self, series: Series) -> Iterator[Markup]:
+        if series.shape in ("line", "area"):
+            points = " ".join(f"{100 * x:.2f},{100 * self.y(share) / self.height:.2f}" for x, share in series.points)
+            tag = "polyline" if series.shape == "line" else "polygon"
+            yield self._stretched(element(tag, class_=series.kind, points=points))
+        elif series.shape in ("stroke", "speck"):  # 5 pixels high, or of no length: round line caps show it as a dot
+            up, mark = (250 / self.height, f"v{500 / self.height:.1f}") if series.shape == "stroke" else (0.0, "h0")
+            places = ((100 * x, 100 * self.y(share) / self.height - up) for x, share in series.points)
+            yield self._stretched(element("path", class_=series.kind, d="".join(f"M{x:.2f},{y:.1f}{mark}" for x, y in places)))
+        else:
+            yield from (self._shape(series, point) for point in series.points)
+
+    def _stretched(self, shape: Markup) -> Markup:
+        """Returns a field for a shape whose coordinates are in percent of the chart's width and height."""
+        frame = {"viewBox": "0 0 100 100", "preserveAspectRatio": "none"}
+        return element("svg", shape, x="0", y="0", width="100%", height=f"{self.height:g}", **frame)
+
+    def _shape(self, series: Series, point: Any) -> Markup:
+        if series.shape == "horizontal":
+            return _level(series.kind, point)
+        if series.shape == "vertical":
+            at = percent(point)
+            return element("line", class_=series.kind, x1=at, x2=at, y1=f"{self.top:.1f}", y2=f"{self.bottom:.1f}")
+        at = percent(point[0])
+        if series.shape == "text":
+            return element("text", point[1], class_=series.kind, x=at, **point[2])
+        title = element("title", point[3 if series.shape == "column" else -1])
+        if series.shape == "column":
+            x, width, margin, _, bars = point
+            hit = element("rect", class_="hit", x=at, width=percent(width), y="0", height=f"{self.bottom:.1f}")
+            place = {"x": percent(x + margin * width), "width": percent((1 - 2 * margin) * width)}
+            edges = [(kind, self.y(top), self.y(bottom)) for kind, top, bottom in bars]
+            drawn = (element("rect", class_=kind, **place, y=f"{top:.1f}", height=f"{end - top:.1f}") for kind, top, end in edges)
+            return element("g", title, hit, *drawn, class_="col")
+        y = f"{self.y(point[1]):.1f}"
+        if series.shape == "interval":
+            ends = {"y1": f"{self.y(point[3]):.1f}", "y2": f"{self.y(point[2]):.1f}"}
+            line = element("line", class_="ci", x1=at, x2=at, **ends)
+            return element("g", title, line, element("circle", class_="acc", cx=at, cy=y, r=5), class_="bin")
+        if series.shape == "cross":
+            return element("svg", element("path", class_=series.kind, d=_BEND), title, x=at, y=y, overflow="visible", class_="x")
+        return element("circle", title, class_=series.kind, cx=at, cy=y, r=4 if series.shape == "dot" else 3)
+
+
+def _level(kind: str, pixels: float) -> Markup:
+    return element("line", class_=kind, x1="0", x2="100%", y1=f"{pixels:.1f}", y2=f"{pixels:.1f}")
+
+
+def _symbol(series: Series) -> list[Markup]:
+    """Returns the shapes that stand for a series in the key."""
+    kind = series.kind
+    if series.shape in ("stroke", "speck"):
+        mark = "4.5v5" if series.shape == "stroke" else "7h0"
+        return [element("path", class_=kind, d="".join(f"M{x},{mark}" for x in (5, 11, 17)))]
+    if series.shape == "interval":
+        return [element("line", class_="ci", x1=11, x2=11, y1=0, y2=14), element("circle", class_="acc", cx=11, cy=7, r=4)]
+    if series.shape in ("dot", "small dot"):
+        return [element("circle", class_=kind, cx=11, cy=7, r=4 if series.shape == "dot" else 3)]
+    if series.shape == "cross":
+        return [element("path", class_=kind, d="M7 3L15 11M7 11L15 3")]
+    if series.shape in ("square", "area"):
+        return [element("rect", class_=kind, x=5, width=12, y=1, height=12)]
+    return [element("line", class_=kind, x1=0, x2=22, y1=7, y2=7)]
 
 
 _PHASES = {  # of the time bar: CSS class, name on the page, the phases whose seconds are added up
@@ -182,19 +201,16 @@ _PHASES = {  # of the time bar: CSS class, name on the page, the phases whose se
 
 
 def time_bar(phase_seconds: Mapping[str, float]) -> Figure:
-    """Returns the bar that shows where the time went; empty where no time was measured.
+    """Returns the bar that shows where the time went, with its key; an empty figure where no time was measured.
 
     `phase_seconds` has the seconds spent in each phase (`types.PHASES`).
     """
-    bar, total, start = Figure("shares"), sum(phase_seconds.values()), 0.0
-    parts, texts = [], []
+    total, start, parts, keys = sum(phase_seconds.values()), 0.0, [], []
     for kind, (name, phases) in _PHASES.items() if total else ():
         width = sum(phase_seconds.get(phase, 0.0) for phase in phases) / total
         parts.append(element("rect", class_=kind, x=percent(start), width=percent(width), y=0, height=14))
-        texts.append(f"{name} {width:.0%}")
-        bar.square_key(kind, texts[-1])
+        keys.append(Series("square", kind, (), f"{name} {width:.0%}"))
         start += width
-    label = f"Where the time went: {', '.join(texts)}"
-    if parts:
-        bar.picture = element("svg", *parts, class_="shares bar", role="img", aria_label=label, width="100%", height=14)
-    return bar
+    label = f"Where the time went: {', '.join(each.meaning for each in keys)}"
+    bar = element("svg", *parts, class_="shares bar", role="img", aria_label=label, width="100%", height=14)
+    return Figure("shares", series=keys, picture=bar if parts else "")
