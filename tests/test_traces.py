@@ -95,7 +95,8 @@ def test_trees_come_back_with_the_path_that_was_accepted(tmp_path: Path) -> None
 
 def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
     start, first, second, *rest = traces.a_run()
-    first |= {"novelty": [1], "seconds": first["seconds"] | {"other": 1.0, "waiting": 2.0}, "policy": {"k": 3, "arms": [1, 2]}, "kl": None}
+    first |= {"novelty": [1], "policy": {"k": 3, "arms": [1, 2]}, "kl": None}
+    first["seconds"] |= {"other": 1.0, "waiting": 2.0}
     second |= {"overlap": [0.5, 1, None]}
     (run,) = read(tmp_path, start | {"energy": None}, first, second, *rest)
     assert "predicted" not in first
