@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import traces
@@ -60,19 +59,6 @@ def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(inspect: Inspe
     assert "svip (t)" not in out, "the same file twice is the same run twice"
 
 
-def test_lengths_cover_all_runs_and_trees_show_nodes(inspect: Inspect, tmp_path: Path) -> None:
-    def run_of(*drafts: int, **changes: Any) -> list[Any]:
-        rounds = [traces.round_line(0, token=10)]
-        rounds += [traces.round_line(at, (4,) * size, 1, 9, "correction", **changes) for at, size in enumerate(drafts, 1)]
-        return [traces.start_line(), *rounds, traces.summary_line(rounds)]
-
-    out, _ = inspect(written(tmp_path, run_of(1, 1), run_of(5, 1)))
-    assert "draft length, accepted length  mean 2.0 and 1.0, longest 5" in out
-    assert "drafted   ▂▂█▂" in out
-    out, _ = inspect(written(tmp_path, run_of(3, parents=[-1, -1, 0]), run_of(2)))
-    assert "draft nodes, accepted length  mean 2.5 and 1.0, most 3" in out
-
-
 def test_runs_of_other_programs_and_of_one_round_are_shown(inspect: Inspect, tmp_path: Path) -> None:
     start = traces.start_line("transformers-assisted", spec="transformers-assisted")
     summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length", "seconds": 1.5}
@@ -111,37 +97,6 @@ def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) ->
     assert "and 1 more round: --rounds 100" in inspect(path, "--rounds", "99")[0]
     assert "more round" not in inspect(path, "--rounds", "100")[0]
     assert "✗rejected" not in inspect(path, "--rounds", "0")[0]
-
-
-def test_json_figures_recompute_from_the_trace(inspect: Inspect, tmp_path: Path) -> None:
-    recorded = traces.a_recorded_run(200, prompt_index=3, category="code", repeat=1)
-    first, second = parsed(inspect(written(tmp_path, recorded, traces.a_run()), "--json")[0])
-    rounds = recorded[1:-1]
-    assert (first["line"], first["category"], second["line"]) == (1, "code", len(recorded) + 1)
-    drafted, accepted = (sum(len(line[name]) for line in rounds) for name in ("draft_ids", "accepted_ids"))
-    seconds, tokens = sum(sum(line["seconds"].values()) for line in rounds), accepted + len(rounds)
-    expected = {
-        "drafted": drafted,
-        "accepted": accepted,
-        "rounds": 200,
-        "acceptance_rate": accepted / drafted,
-        "draft_share": accepted / tokens,
-        "block_efficiency": tokens / 200,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "mean_draft_length": drafted / 199,
-    }
-    assert {name: first[name] for name in expected} == pytest.approx(expected)
-    assert first["draft_lengths"] == [len(line["draft_ids"]) for line in rounds]
-    judged = accepted + sum(line["source"] == "correction" for line in rounds)
-    assert sum(found["judged"] for found in first["acceptance_by_entropy"]) == judged
-    assert first["bounds"]["tokens"] == sum(found["tokens"] for found in first["bounds"]["by_acceptance"]) == drafted
-    figures = [pair for line in rounds[1:] for pair in zip(line["kl"], line["entropies"], strict=True)]
-    ratios = [1 + kl / entropy for kl, entropy in figures if entropy > 0.01]
-    counts = [found["tokens"] for found in first["bounds"]["entropy_ratios"]]
-    assert counts == [sum(found <= 10 * (ratio - 1) < found + 1 for ratio in ratios) for found in range(20)] + [0]
-    assert sum(found["drafts"] for found in first["accepted_length_by_entropy"]) == 199
-    assert (second["bounds"], second["calibration"], second["posterior"], second["length_correlation"]) == (None, None, [], None)
 
 
 @pytest.mark.parametrize(

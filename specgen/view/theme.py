@@ -14,6 +14,7 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -30,6 +31,7 @@ PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 SHORTEST_WRAP = 12  # cells
 GAP = 2  # cells between the columns of a table
 _GREY = [(0x59, 0x60, 0x69)] * 16
+_PICTURE = Path(__file__).with_name("picture.svg")  # a format string for Rich's `export_svg`
 BACKGROUNDS = {
     "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
@@ -50,23 +52,6 @@ _STYLES = {
     "bar.plain": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
     "bad": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
 }
-
-_SVG = """\
-<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px/{line_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace; }}
-.{unique_id}-background {{ fill: [[background]]; }}
-{styles}
-[[dark]]
-</style>
-<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{height}" /></clipPath>
-{lines}</defs>
-<rect class="{unique_id}-background" width="{width}" height="{height}" rx="8"/>
-<g transform="translate(9, 22)" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}<g class="{unique_id}-matrix">
-{matrix}</g></g>
-</svg>
-"""
 
 
 def theme(flavour: str) -> Theme:
@@ -196,12 +181,12 @@ def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
 
     It loads no fonts, and its colours follow the system's light or dark mode.
     """
-    pictures = {}
+    template, pictures = _PICTURE.read_text(encoding="utf-8"), {}
     for flavour, background in BACKGROUNDS.items():
         console = recorder(width, flavour)
         for line in lines:
             console.print(line, soft_wrap=True)
-        pictures[flavour] = console.export_svg(title="", theme=background, code_format=_SVG, unique_id=unique_id)
+        pictures[flavour] = console.export_svg(title="", theme=background, code_format=template, unique_id=unique_id)
     light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
     # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
     rules = re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", pictures["dark"], flags=re.MULTILINE)
