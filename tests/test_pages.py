@@ -61,6 +61,7 @@ def test_points_lie_where_their_numbers_say(browser: Browser, open_page: OpenPag
     run = traces.a_recorded_run(40, settings={"c": 0.15, "threshold": 0.4})
     open_page(run)
     drafted = [(line, position) for line in run[1:-1] for position in range(len(line["draft_ids"]))]
+    drafted.sort(key=lambda each: max(-1, min(each[1] - len(each[0]["accepted_ids"]), 1)))  # accepted, rejected, discarded
     points = browser.find("svg.scatter.gutter circle, svg.scatter.gutter svg.x")
     assert len(points) == len(drafted)
     plot = browser.find("svg.scatter.gutter")[0].rect
