@@ -11,7 +11,7 @@ from rich.text import Text
 from specgen.base.sanitize import inline, one_line
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
-from specgen.view.theme import labelled
+from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:
     from specgen.engine.text.token_overlap import TokenOverlap
@@ -67,15 +67,13 @@ def _label(label: str) -> Text:
     return Text().append(label[:1], _STYLES.get(label[:1], "none")).append(label[1:])
 
 
-def _models(report: PairReport, width: int) -> Iterator[Text]:
+def _models(report: PairReport, width: int) -> list[Text]:
     models = {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
-    rows = [[role, *_columns(model)] for role, model in models.items()]
-    sizes = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    for role, *cells in rows:
-        padded = [f"{cell:{size}}" for cell, size in zip(cells, sizes[1:], strict=True)]
-        line = Text().append(f"{role:{sizes[0]}}", "strong").append("".join(f"  {cell}" for cell in padded))
-        line.rstrip()
-        yield from [line] if line.cell_len <= width else labelled(Text(role, "strong"), Text("  ".join(cells)), width, 8)
+    rows = [[Text(role, "strong"), *map(Text, _columns(model))] for role, model in models.items()]
+    lines = table([[""] * 6, *rows], left=range(6))[1:]
+    if column_width(lines) <= width:
+        return lines
+    return [line for role, *cells in rows for line in labelled(role, Text("  ").join(cells), width, 8)]
 
 
 def _columns(model: ModelFacts) -> list[str]:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from specgen.compare.columns import COLUMNS as COMPARED
 from specgen.compare.columns import Column
+from specgen.pair.figures import Summary
 from specgen.traces.acceptance import Bounds, BoundsBin, Calibration
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import AcceptedRuns, TraceStatistics, posteriors
@@ -202,7 +203,9 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     yield from wrapped(Text().append(entry.label, "strong").append(f"  {where}", "quiet"), width)
     for note in run.notes:
         yield from wrapped(Text().append("note: ", "bad").append(note), width)
-    yield from wrapped(Text("  ").join(_main_figures(entry.figures)), width)
+    figures = Text("  ".join(" ".join(pair) for pair in main_figures(entry.figures.summary)))
+    figures.highlight_words(["accepted"], "token.accepted")
+    yield from wrapped(figures, width)
     if run.finish_reason is not None and entry.figures.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
@@ -210,16 +213,15 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
         yield from [*section, Text()] if section else []
 
 
-def _main_figures(statistics: TraceStatistics) -> Iterator[Text]:
-    summary = statistics.summary
-    yield Text(counted(summary.new_tokens, "token"))
+def main_figures(summary: Summary) -> list[tuple[str, str]]:
+    """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%", "accepted")."""
+    figures = [(f"{summary.new_tokens:,}", "token" if summary.new_tokens == 1 else "tokens")]
     if summary.tokens_per_second:
-        yield Text(f"{summary.tokens_per_second:.1f} tokens/s")
+        figures.append((f"{summary.tokens_per_second:.1f}", "tokens/s"))
     if summary.acceptance_rate is not None and summary.draft_share is not None:
-        yield Text(f"{summary.acceptance_rate:.0%} ").append("accepted", "token.accepted")
-        yield Text(f"{summary.draft_share:.0%} of the text from the draft")
-    if summary.block_efficiency is not None:
-        yield Text(f"{summary.block_efficiency:.2f} tokens a pass")
+        figures.append((f"{summary.acceptance_rate:.0%}", "accepted"))
+        figures.append((f"{summary.draft_share:.0%}", "of the text from the draft"))
+    return [*figures, (f"{summary.block_efficiency or 0:.2f}", "tokens a pass")]
 
 
 class _Sections:

@@ -16,6 +16,7 @@ from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.generation import MODES, parts, reason
 from specgen.view.html.charts import time_bar
 from specgen.view.theme import counted
+from specgen.view.trace_report import main_figures
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character
 _EOS = "⟨eos⟩"
@@ -29,22 +30,13 @@ def run_view(run: TracedRun, summary: Summary, name: str) -> dict[str, Any]:
     """
     return {
         "name": name,
-        "facts": _facts(summary),
+        "facts": main_figures(summary),
         "time_bar": time_bar(summary.phase_seconds),
         "has_drafts": any(traced.round.draft.tokens for traced in run.rounds),
         "tokens": _tokens(run),
         "rounds": _rounds(run),
         "round_count": counted(len(run.rounds), "round"),
     }
-
-
-def _facts(summary: Summary) -> list[tuple[str, str]]:
-    """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%", "of drafted tokens accepted")."""
-    facts = [(f"{summary.new_tokens:,}", "tokens"), (f"{summary.tokens_per_second or 0:.1f}", "tokens per second")]
-    if summary.acceptance_rate is not None and summary.draft_share is not None:
-        facts.append((f"{summary.acceptance_rate:.0%}", "of drafted tokens accepted"))
-        facts.append((f"{summary.draft_share:.0%}", "of the text from the draft"))
-    return [*facts, (f"{summary.block_efficiency or 0:.2f}", "tokens per target pass")]
 
 
 def committed_texts(run: TracedRun) -> list[str]:
