@@ -56,13 +56,8 @@ class EngineChoices:
         return {
             "threads": None if self.threads is None else {**asdict(self.threads), "seconds": _by_text(self.threads.seconds)},
             "padded_to": dict(self.padded_to),
-            "products": {role: [_product(choice) for choice in choices] for role, choices in self.products.items()},
+            "products": {role: [asdict(choice) for choice in choices] for role, choices in self.products.items()},
         }
-
-
-def _product(choice: ProductChoice) -> dict[str, Any]:
-    seconds = {"dense_seconds": _by_text(choice.dense_seconds), "packed_seconds": _by_text(choice.packed_seconds)}
-    return {**asdict(choice), **seconds}
 
 
 def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
