@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 from graph_checks import graphs_on
+from specgen.engine.native.static_forward import use_static_passes
 
 import specgen
 from specgen.engine.native import loading
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.pair.pair import Pair
 from specgen.workers.stream_worker import StreamWorker
 

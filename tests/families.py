@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from specgen.engine.exit_parts import Predictor
+from specgen.engine.parts.exit_files import Description, Exit
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -35,12 +37,10 @@ from transformers import (
     Starcoder2Config,
 )
 
-from specgen.engine.exit_parts import Predictor
 from specgen.engine.model import ExitLayers, Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts.exit_files import Description, Exit
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do

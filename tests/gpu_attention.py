@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from specgen.engine.native.description import LayerKind
+from specgen.engine.native.kernels.kernel_set import SPAN, AttentionSpec, PassNumbers, StaticInputs
+from specgen.engine.native.kernels.torch_kernels import TORCH
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from specgen.engine.native.description import LayerKind
-from specgen.engine.native.kernels.kernel_set import SPAN, AttentionSpec, PassNumbers, StaticInputs
-from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import LayerEntries
 
 

@@ -8,10 +8,10 @@ from itertools import product
 import torch
 from gpu_bench import Bench
 from gpu_models import static_pass
-
 from specgen.engine.native.kernels.checked_kernels import checked_kernels
 from specgen.engine.native.kernels.kernel_set import KernelSet
 from specgen.engine.native.kernels.torch_kernels import TORCH
+
 from specgen.engine.native.native_model import NativeModel
 
 WIDTHS = (1, 8)

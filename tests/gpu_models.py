@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from scripted_models import scripted_run
+from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
+from specgen.engine.native.static_pass import StaticPass
+from specgen.engine.native.tensor_names import layer_tensors
 from static_checks import Recording
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
@@ -30,9 +33,6 @@ from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.native.static_forward import WIDTHS, use_cuda_graphs, use_static_passes
-from specgen.engine.native.static_pass import StaticPass
-from specgen.engine.native.tensor_names import layer_tensors
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 LLAMA_8B = _LLAMA | {

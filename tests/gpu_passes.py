@@ -14,6 +14,7 @@ import torch
 from gpu_attention import attention_kernels
 from gpu_bench import DRAFT_LENGTH, Bench
 from gpu_models import free_bytes, static_pass, synchronize, tokens, use_graphs
+from specgen.engine.native.quantised_products import quantised_product
 from static_checks import OnlyDevice
 
 from specgen.base.types import Context, SamplingParams
@@ -21,7 +22,6 @@ from specgen.decoding.device_chain import ChoiceOnDevice
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import DenseProduct
-from specgen.engine.native.quantised_products import quantised_product
 
 _COLD_BYTES = 256 << 20  # of weights that are multiplied in turn: more than any cache holds
 

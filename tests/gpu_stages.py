@@ -21,6 +21,7 @@ from gpu_kernels import kernels
 from gpu_models import capture_memory, decode, static_pass
 from gpu_passes import attention, capture_equality, eager, products, profile, replay, steps, streams, sync
 from safetensors.torch import save_file
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, layer_tensors
 
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafters import DraftSetup, ModelDrafter
@@ -30,7 +31,6 @@ from specgen.engine.devices import device_timer
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import read_architecture
 from specgen.engine.native.loading import load_native
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, layer_tensors
 
 ACCEPTANCE = 0.8
 METHODS: dict[str, dict[str, object]] = {

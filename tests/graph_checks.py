@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import RecordedGraphs, random_model, random_tokens
 
 from specgen.base.types import Context, Draft, SamplingParams
@@ -19,7 +20,6 @@ from specgen.decoding.length_policy import DraftedToken, LengthPolicy
 from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed
 from specgen.engine.model_runner import DraftRunner, ModelRunner
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
-from specgen.engine.native.static_forward import use_static_passes
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)

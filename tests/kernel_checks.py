@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from specgen.engine.native.description import LayerKind
 from specgen.engine.native.kernels.kernel_set import SPAN, AttentionSpec, PassNumbers, StaticInputs
 from specgen.engine.native.kernels.torch_kernels import TORCH
+
 from specgen.engine.native.kv_buffer import LayerEntries
 
 if find_spec("triton") is None:

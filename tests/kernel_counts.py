@@ -17,14 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from specgen.engine.native.kernels.kernel_set import KernelSet
+from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.static_pass import StaticPass
 from static_checks import random_model, tensors_in
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.engine.native import attention
-from specgen.engine.native.kernels.kernel_set import KernelSet
-from specgen.engine.native.kernels.torch_kernels import TORCH
-from specgen.engine.native.static_pass import StaticPass
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,

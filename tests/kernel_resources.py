@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from specgen.engine.native.kernels.triton_attention import NUMBERS, attention_parts, attention_sum
 from specgen.engine.native.kernels.triton_kernels import block_sizes
 from specgen.engine.native.kernels.triton_layer import gated_activation, heads_to_cache
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _INT64, _FLOAT32 = ("base_at", "first_at", "bits", "depths"), ("sums", "tops", "rotations")

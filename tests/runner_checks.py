@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, FAMILIES, NATIVE
+from specgen.engine.native.residual import Residual
 
 from specgen.base.types import Context
 from specgen.engine.model import ExitLayers, Model
 from specgen.engine.native.layer import NativeLayer, PassInputs
 from specgen.engine.native.native_model import NativeExit, NativeModel
-from specgen.engine.native.residual import Residual
 from specgen.engine.transformers.transformers_model import TransformersExit, TransformersModel
 
 RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from native_configs import sparse
+from specgen.engine.native.tensor_names import layer_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.base.types import Context
@@ -19,7 +20,6 @@ from specgen.engine.native.layer_weights import layer_weights
 from specgen.engine.native.loading import norm_gain
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.native.tensor_names import layer_tensors
 
 LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from native_configs import assert_same_rotary, read_like, reference_of, sparse, written
+from specgen.engine.native.fields import IRRELEVANT
+from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, bias_of, layer_tensors
 from torch import nn
 from torch.nn.functional import gelu, layer_norm, relu, rms_norm, silu
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXConfig, OPTConfig
@@ -18,8 +20,6 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.model_shape import NO_LIMIT, of_transformers
 from specgen.engine.native.architecture import Architecture, LayerKind, UnsupportedConfig, read_architecture, read_config
 from specgen.engine.native.families import FAMILIES
-from specgen.engine.native.fields import IRRELEVANT
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, bias_of, layer_tensors
 
 _BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 _LAYER_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]

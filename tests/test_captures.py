@@ -11,6 +11,7 @@ import pytest
 import torch
 from captured_pairs import captured_pair
 from graph_checks import GREEDY, draft_setup, graphs_on, nothing_falls_back  # noqa: F401
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import random_model, random_tokens
 
 from specgen.base.types import Context, Round, SamplingParams
@@ -23,7 +24,6 @@ from specgen.decoding.policies import Fixed
 from specgen.decoding.run import Run
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.timing import time_passes
 from specgen.pair.pair import Pair
 

@@ -25,6 +25,8 @@ from graph_checks import (  # noqa: F401
     on_gpu,
     runners_of,
 )
+from specgen.engine.native.static_forward import WIDTHS, Capturing, use_cuda_graphs, use_static_passes
+from specgen.engine.native.static_pass import StaticPass
 from static_checks import random_calls, random_model, random_tokens
 
 import specgen
@@ -34,8 +36,6 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import cuda_graphs
 from specgen.engine.native.cuda_graphs import CudaGraphs
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import WIDTHS, Capturing, use_cuda_graphs, use_static_passes
-from specgen.engine.native.static_pass import StaticPass
 from specgen.pair.pair import Pair
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from graph_checks import GREEDY, POLICIES, compare_drafters, draft_setup, nothing_falls_back, runners_of  # noqa: F401
 from runner_checks import every
+from specgen.decoding.device_tree import LevelChooser, LevelsOnDevice
+from specgen.engine.native.static_pass import StaticPass
 from static_checks import HostReads, random_tokens
 
 from specgen.base.errors import RunError
 from specgen.base.types import Context
-from specgen.decoding.device_tree import LevelChooser, LevelsOnDevice
 from specgen.decoding.policies import SVIP, Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
-from specgen.engine.native.static_pass import StaticPass
 
 _SHAPES: list[tuple[int, int | None]] = [(2, None), (4, 10), (3, None), (16, 30)]  # width, nodes
 _CASES = [(shape, policy) for policy in ("fixed", "margins", "long", "random") for shape in _SHAPES]

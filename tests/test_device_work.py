@@ -16,6 +16,8 @@ import torch
 from gpu_models import TINY, native_model
 from native_configs import sparse
 from safetensors.torch import save_file
+from specgen.engine.native.masks import ChainMasks
+from specgen.engine.native.weight_files import WeightFiles
 from static_checks import random_model, random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +34,6 @@ from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import weight_files
-from specgen.engine.native.masks import ChainMasks
-from specgen.engine.native.weight_files import WeightFiles
 from specgen.pair.figures import Summary
 from specgen.view.generation import footer
 

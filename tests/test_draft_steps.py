@@ -23,6 +23,8 @@ from graph_checks import (  # noqa: F401
     on_gpu,
     runners_of,
 )
+from specgen.engine.native.static_forward import use_static_passes
+from specgen.engine.native.static_pass import StaticPass
 from static_checks import HostReads, random_model, random_tokens
 from torch.nn.attention import sdpa_kernel
 
@@ -40,8 +42,6 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import cuda_graphs, static_forward
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_static_passes
-from specgen.engine.native.static_pass import StaticPass
 from specgen.pair.pair import Pair
 
 

@@ -17,6 +17,8 @@ from captured_pairs import captured_pair
 from families import make_model, near_copy, save
 from graph_checks import graphs_on, nothing_falls_back, on_gpu  # noqa: F401
 from runner_checks import every
+from specgen.engine.native.equal_bits import bucket_of
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import random_calls, random_model, random_tokens
 
 import specgen
@@ -24,10 +26,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.cuda_graphs import with_attention_of_graphs
-from specgen.engine.native.equal_bits import bucket_of
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.native_model import NativeForward, NativeModel
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.parts.early_exit import EarlyExit
 from specgen.pair.pair import Pair
 

@@ -14,6 +14,8 @@ from fake_cuda import fake_cuda, gpus  # noqa: F401  a fixture
 from fake_gpus import Gpus
 from runner_checks import every
 from scripted_models import ids_of, scripted_run
+from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.static_forward import use_cuda_graphs
 from static_checks import random_model, random_tokens
 
 import specgen
@@ -21,9 +23,7 @@ from specgen.base.errors import RunError
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
-from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.workers.draft_streams import streams_for
 from specgen.workers.stream_worker import StreamWorker
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from families import BACKENDS, VOCAB, make_model, model_of
 from runner_checks import LAYERED, quick, random_tree
+from specgen.engine.native.static_forward import use_static_passes
 
 from specgen.base.types import Context
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.parts.feature_runner import FeatureRunner
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from specgen.engine.parts.glide_runner import GlideRunner
 from training_helpers import TINY, corpus_of, opened, packed
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.glide_runner import GlideRunner
 from specgen.train.frozen_target import FrozenTarget
 from specgen.train.glide_objective import GlideObjective
 from specgen.train.head_training import HeadTraining, predictions

@@ -25,6 +25,12 @@ from graph_checks import (  # noqa: F401
 from kernel_checks import interpreted, triton_kernels
 from native_configs import sparse
 from scripted_models import scripted_run
+from specgen.engine.native.kernels.kernel_set import KernelSet
+from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.static_forward import use_static_passes
+from specgen.engine.native.static_pass import StaticPass
+from specgen.engine.parts.eagle_runner import EagleRunner
+from specgen.engine.parts.head_runners import HeadRunners
 from static_checks import HostReads, RecordedGraphs, random_calls, random_model, random_tokens
 
 from specgen.base.types import Context, SamplingParams
@@ -33,13 +39,7 @@ from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
-from specgen.engine.native.kernels.kernel_set import KernelSet
-from specgen.engine.native.kernels.torch_kernels import TORCH
-from specgen.engine.native.static_forward import use_static_passes
-from specgen.engine.native.static_pass import StaticPass
 from specgen.engine.parts import eagle_runner, glide_runner
-from specgen.engine.parts.eagle_runner import EagleRunner
-from specgen.engine.parts.head_runners import HeadRunners
 from specgen.engine.parts.weights import EagleWeights, GlideWeights
 
 _HEADS: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ import torch
 from recorded_streams import RecordedStreams
 from runner_checks import every
 from scripted_models import scripted_run
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import HostReads, RecordedGraphs, random_model, random_tokens
 
 from specgen.base.types import SamplingParams
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.workers.stream_worker import StreamWorker
 
 DRAFTED = 3

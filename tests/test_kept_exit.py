@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from training_helpers import opened
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from specgen.base.paths import exit_folder, kept_exit
 from specgen.cli.app import app
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32"]
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 from graph_checks import assert_close, graphs_on, on_gpu
 from kernel_counts import by_layer, count
+from specgen.engine.native.kernels import checked_kernels
+from specgen.engine.native.kernels.kernel_set import KernelSet
+from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.static_forward import use_cuda_graphs, use_static_passes
 from static_checks import RecordedGraphs, random_calls, random_model, random_tokens
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
-from specgen.engine.native.kernels import checked_kernels
-from specgen.engine.native.kernels.kernel_set import KernelSet
-from specgen.engine.native.kernels.torch_kernels import TORCH
-from specgen.engine.native.static_forward import use_cuda_graphs, use_static_passes
 
 _LIKE_FUSED = replace(TORCH, finds_keys=True)
 

@@ -13,13 +13,13 @@ import torch
 from graph_checks import GREEDY, POLICIES, compare_drafters, graphs_on
 from kernel_checks import exact_attention, interpreted, spec_of, static_inputs, tree_numbers, triton_kernels
 from runner_checks import every
+from specgen.engine.native.kernels import checked_kernels
+from specgen.engine.native.kernels.torch_kernels import TORCH
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import random_calls, random_model, random_tokens
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.kernels import checked_kernels
-from specgen.engine.native.kernels.torch_kernels import TORCH
-from specgen.engine.native.static_forward import use_static_passes
 
 pytestmark = interpreted
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import CONTEXT, prompt
 from scripted_models import TableRunner, ids_of, scripted_run
+from specgen.engine.native.ancestry import ancestry
 from traces import start_line, summary_line
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
@@ -23,7 +24,6 @@ from specgen.decoding.ouroboros import OuroborosDrafter
 from specgen.decoding.policies import Fixed
 from specgen.decoding.token_tree import TokenTree
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, positions
-from specgen.engine.native.ancestry import ancestry
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line

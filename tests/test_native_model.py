@@ -12,6 +12,7 @@ import pytest
 import torch
 from native_models import BOUNDARY, CASES, ROPES, VARIANTS, both, expected, load, longrope, variant
 from runner_checks import path_to, random_path, random_tree
+from specgen.engine.transformers.exit_layer import ExitLayer
 from transformers import AutoModelForCausalLM
 
 from specgen.base.types import Context
@@ -21,7 +22,6 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import PackedProduct
 from specgen.engine.parts.early_exit import EarlyExit
-from specgen.engine.transformers.exit_layer import ExitLayer
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20

@@ -14,17 +14,17 @@ from families import exit_tensors
 from graph_checks import on_gpu
 from native_models import BOUNDARY, VARIANTS, make, save, variant
 from safetensors.torch import load_file
+from specgen.engine.exit_parts import Predictor
+from specgen.engine.native.placed_layers import PlacedKVCache
 from static_checks import random_calls
 
 from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.exit_parts import Predictor
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.placed_layers import PlacedKVCache
 from specgen.engine.parts.early_exit import EarlyExit
 
 CPU = torch.device("cpu")

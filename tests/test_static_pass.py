@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from runner_checks import every
+from specgen.engine.native.kernels.kernel_set import SPAN
+from specgen.engine.native.static_forward import WIDTHS, StaticForward, pick_bucket, pick_width, use_static_passes
+from specgen.engine.native.static_pass import StaticPass
 from static_checks import LENGTH, Copies, HostReads, OnlyDevice, Recording, Uploads, random_calls, random_model, random_tokens
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, LayerPart, TreeNodes, chain_parents
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import FAMILIES
-from specgen.engine.native.kernels.kernel_set import SPAN
 from specgen.engine.native.native_model import NativeForward
-from specgen.engine.native.static_forward import WIDTHS, StaticForward, pick_bucket, pick_width, use_static_passes
-from specgen.engine.native.static_pass import StaticPass
 from specgen.engine.parts.early_exit import EarlyExit
 
 _CHANGES: dict[str, dict[str, Any]] = {

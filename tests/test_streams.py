@@ -377,9 +377,9 @@ def _gpus_at_least(count: int) -> list[Any]:
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_under_load_two_streams_give_the_tokens_of_one(temperature: float, place: str, top_k: int) -> None:
     from gpu_models import TINY, native_model
+    from specgen.engine.native.static_forward import use_cuda_graphs
 
     from specgen.engine.model_runner import ModelRunner
-    from specgen.engine.native.static_forward import use_cuda_graphs
 
     device, draft_device = torch.device("cuda", 0), torch.device(place)
     target, other = (native_model(TINY, on, torch.float32, seed) for seed, on in enumerate((device, draft_device)))

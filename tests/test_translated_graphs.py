@@ -20,6 +20,7 @@ from graph_checks import (  # noqa: F401
     nothing_falls_back,
 )
 from runner_checks import every
+from specgen.engine.native.static_forward import use_static_passes
 from static_checks import HostReads, random_model, random_tokens
 
 from specgen.base.types import Context, SamplingParams
@@ -27,7 +28,6 @@ from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policies import Fixed
 from specgen.decoding.tree_drafter import TopKTreeDrafter
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.text.translated_runner import TranslatedRunner
 
 _TARGET = 120  # tokens; the draft model has 96, in another order

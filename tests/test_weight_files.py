@@ -12,9 +12,9 @@ import pytest
 import torch
 from native_models import load, make, save, variant
 from safetensors.torch import load_file, save_file
+from specgen.engine.native.weight_files import WeightFiles
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.native.weight_files import WeightFiles
 
 IDS = [5, 9, 30, 7, 8, 11]
 FILE = "model.safetensors"
