@@ -11,9 +11,9 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops, signals
+from specgen.decoding import logits_ops
 from specgen.decoding.distributions import Distributions
-from specgen.decoding.length_policy import DraftedToken, Signals
+from specgen.decoding.policy import DraftedToken, Signals
 from specgen.engine.model_runner import ChoosingRunner
 
 _ROWS = 16  # tokens; the host reads them before more are chosen
@@ -84,7 +84,7 @@ class DeviceChooser:
             token = found.ids(index)
             if self.drawn_from is not None:
                 self.drawn_from.write(self.row, found)
-        numbers = signals.compute(self._signals, logits, index, probs, unpenalised=unrestricted)
+        numbers = logits_ops.signals(self._signals, logits, index, probs, unpenalised=unrestricted)
         columns = [token, *(numbers[name] for name in self.columns[1:])]
         row = torch.stack([column.double() for column in columns], dim=1)
         if self._likeliest:

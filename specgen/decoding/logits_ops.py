@@ -10,6 +10,7 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import SamplingParams
+from specgen.decoding.policy import Signals
 from specgen.engine.devices import move
 
 TIES = 64  # further tokens that may have the k-th largest logit, too, and are sorted with the top k
@@ -246,6 +247,50 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
     return token, abs(log(total) - weighted / total), 1 / total  # abs: rounding may leave either sign
 
 
+def signals(
+    names: Signals,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    predicted_acceptance: torch.Tensor | None = None,
+    unpenalised: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor [...] on the device.
+
+    `logits` [..., vocabulary] are the draft's, from which the tokens were chosen. `unpenalised` are its logits without penalties
+    (such as a repetition penalty); None if `logits` have none. `probs` [..., vocabulary] are the distributions that the tokens
+    were drawn from; None in greedy decoding.
+    `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest) are of the draft model's own
+    distribution: without penalties, at temperature 1, without top-k and top-p. `prob` is the token's probability in the
+    distribution it was chosen from: `probs`, or in greedy decoding `logits` at temperature 1, penalties included, as for
+    transformers' assisted generation. If `unpenalised` has further columns, for tokens that cannot be drafted, it is the token's
+    share of all of them. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
+    `entropy` and `top_prob` always come together.
+    """
+    found = {}
+    own = logits if unpenalised is None else unpenalised
+    if "entropy" in names or "top_prob" in names or ("prob" in names and probs is None and unpenalised is None):
+        found["entropy"], found["top_prob"] = entropy_and_top_prob(own)
+    if "prob" in names:
+        if probs is not None:  # gather: indexing with a tensor would synchronise with the host
+            found["prob"] = probs.gather(-1, tokens[..., None].clamp_min(0))[..., 0]
+        else:
+            found["prob"] = found["top_prob"] if unpenalised is None else entropy_and_top_prob(logits)[1]
+        if unpenalised is not None and (width := logits.shape[-1]) < unpenalised.shape[-1]:
+            found["prob"] = found["prob"] * unpenalised.float().softmax(dim=-1)[..., :width].sum(dim=-1)
+    if "margin" in names:
+        top = own.float().softmax(dim=-1).topk(2, dim=-1).values
+        found["margin"] = top[..., 0] - top[..., 1]
+    if "predicted_acceptance" in names and predicted_acceptance is not None:
+        found["predicted_acceptance"] = predicted_acceptance
+    return found
+
+
+def is_forbidden(logits: torch.Tensor) -> bool:
+    """Whether a row of logits [..., vocabulary] leaves no token: penalties forbid all."""
+    return bool((logits.amax(dim=-1) == -torch.inf).any())
+
+
 def bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Draws independent booleans that are true with these probabilities; false where a probability is NaN."""
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
@@ -274,17 +319,6 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
     kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)
     both: list[list[float]] = torch.stack((overlap.clamp(0, 1), kl.clamp(0, 1e30))).tolist()
     return both[0], both[1]
-
-
-def to_host(*values: torch.Tensor) -> list[float]:
-    """Returns scalar tensors as Python numbers, with a single device-to-host transfer.
-
-    The transfer is in float32, so token ids are exact only up to 2^24.
-    """
-    if values[0].is_cpu:
-        return [value.item() for value in values]
-    on_host: list[float] = torch.stack([value.float() for value in values]).tolist()
-    return on_host
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:

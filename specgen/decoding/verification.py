@@ -13,7 +13,6 @@ import torch
 
 from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.distributions import Distributions
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 
@@ -60,87 +59,62 @@ class RejectionSampling:
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         logits, drawn = output.logits, 0 if draft.probs is None else len(draft.probs)
         rows = logits.shape[0]
+        after = own_tokens(logits, self._sampling, self._generator)
         if not drawn:
-            return match_path(draft, own_tokens(logits, self._sampling, self._generator), rows)
-        found = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
-        if drawn + 1 >= rows:  # no other node
-            accepted, token = found.tolist()
-            return match_path(draft, lambda _: token, rows, drawn, accepted)
-        after: Callable[[int], int]
-        if not _draws_one_by_one(logits):  # all at once, for a single transfer
-            others = Distributions.of(logits[drawn + 1 :], self._sampling).draw(self._generator)
-            accepted, token, *tokens = torch.cat((found, others)).tolist()
-            after = ([-1] * (drawn + 1) + tokens).__getitem__
-        else:
-            accepted, token = found.tolist()
-            after = own_tokens(logits, self._sampling, self._generator)
+            return match_path(draft, after, rows)
+        accepted, token = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
         return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
 
-    def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them: [2]."""
-        target, device, length = Distributions.of(logits, self._sampling), logits.device, len(drafted)
-        tokens = upload(torch.tensor(drafted), device)
-        draft_probs = self._moved(probs, device)
-        p = target.at(tokens)
-        q = draft_probs.gather(1, tokens[:, None])[:, 0]
-        fresh = torch.rand(length, generator=self._generator, device=device)
+    def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> tuple[int, int]:
+        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them."""
+        target, length = logits_ops.warp(logits, self._sampling), len(drafted)
+        tokens, draft_probs = upload(torch.tensor(drafted), logits.device), move(probs, logits.device)
+        p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
+        fresh = torch.rand(length, generator=self._generator, device=logits.device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
-        after = target.row(accepted.clamp_max(len(logits) - 1)[None])
+        after = target.index_select(0, accepted.clamp_max(len(logits) - 1)[None])
         # after the last token no draft was rejected, so that the residual there is p
-        drawn_from = after.take(draft_probs, accepted.clamp_max(length - 1)[None])
-        residual = (after.probs - drawn_from * (accepted < length)).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, after.probs)  # all zero through rounding: p equals q
+        drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])
+        residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
         # a NaN rejects its token, so it is noticed here
-        token = after._replace(probs=residual).draw(self._generator)
-        return torch.cat((accepted[None], token))
-
-    def _moved(self, probs: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the draft's probabilities on the target's device. From another GPU only those cross that top-k left."""
-        vocab_size = probs.shape[1]
-        is_near = probs.device == device or probs.is_cpu
-        width = 0 if is_near else logits_ops.packed_width(self._sampling, vocab_size)
-        if not width:
-            return move(probs, device)
-        return logits_ops.unpack(move(logits_ops.pack(probs, width), device), vocab_size)
+        token = logits_ops.draw(residual, self._generator)
+        count, own = torch.cat((accepted[None], token)).tolist()
+        return count, own
 
 
-class RecordingVerifier:
-    """Wraps a verifier and adds to its verdict how close target's and draft's distributions are at each drafted token.
+def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdict:
+    """Returns the verdict with how close target's and draft's distributions are at each drafted token; without logits, as it is.
 
-    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. Adds nothing to drafts
-    without logits, such as those of prompt lookup.
+    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. Drafts such as those of
+    prompt lookup have no logits, and others only if they were asked to keep them.
     """
-
-    def __init__(self, verifier: Verifier) -> None:
-        self._verifier = verifier
-
-    @inference
-    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        verdict = self._verifier.verify(draft, output)
-        if draft.logits is None:
-            return verdict
-        logits = output.model_logits
-        before = logits[: len(draft.tokens)]
-        if not draft.is_chain:
-            before = logits[upload(torch.tensor([parent + 1 for parent in draft.parents]), logits.device)]
-        overlap, kl = logits_ops.overlap_and_kl(before, draft.logits)
-        return replace(verdict, agreement=DistributionOverlap(overlap, kl))
+    if draft.logits is None:
+        return verdict
+    before = output.model_logits
+    if draft.is_chain:
+        before = before[: len(draft.tokens)]
+    else:
+        before = before[upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)]
+    return replace(verdict, agreement=DistributionOverlap(*logits_ops.overlap_and_kl(before, draft.logits)))
 
 
 def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
     """Returns a function that draws a model's token for a row of its logits [rows, vocabulary]; -1 if the row holds a NaN.
 
-    It may be called once for each row.
+    It may be called once for each row. On a CPU only the rows on the path are drawn; a GPU draws all with the first call, for a
+    single transfer.
     """
-    if _draws_one_by_one(logits):
+    if logits.is_cpu:
         return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
-    tokens: list[int] = Distributions.of(logits, sampling).draw(generator).tolist()
-    return tokens.__getitem__
+    tokens: list[int] = []
 
+    def drawn(row: int) -> int:
+        if not tokens:
+            tokens.extend(logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist())
+        return tokens[row]
 
-def _draws_one_by_one(logits: torch.Tensor) -> bool:
-    """Whether to draw tokens only where the path needs them. On a GPU all are drawn at once, for a single transfer."""
-    return logits.is_cpu
+    return drawn
 
 
 def accept_prefix(

@@ -1,19 +1,24 @@
-"""The base of length policies, and drafted tokens as they see them. `decoding.policies` has all policies. Imports no torch."""
+"""Length policies: the rules that decide after each drafted token whether the draft continues. Imports no torch.
+
+A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It works with any drafter that
+computes the signals it reads (EESD Table 5). The token stays in the draft whatever the policy decides: dropping a token because
+of its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from types import MappingProxyType
 from typing import ClassVar
 
 from specgen.base.settings import Setting, Value
 
 Signals = frozenset[str]
-MODEL_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin", "predicted_acceptance"})  # see `signals.compute`
+DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  # of any draft model: see `logits_ops.signals`
+MODEL_SIGNALS: Signals = DRAFT_SIGNALS | {"predicted_acceptance"}
 MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
-SIGNALS: Signals = MODEL_SIGNALS | {MATCH_LENGTH}
 NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -46,8 +51,8 @@ class DraftedToken:
         return self.signals[signal]
 
 
-class LengthPolicy(ABC):
-    """Decides when a draft ends. `reason` says in a few words why the last draft ended.
+class LengthPolicy:
+    """Decides when a draft ends. `reason` says in a few words why the last draft ended. This base never ends one.
 
     `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
     constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
@@ -81,18 +86,18 @@ class LengthPolicy(ABC):
         """
         return True
 
-    @abstractmethod
     def keep_drafting(self, token: DraftedToken) -> bool:
         """Whether to draft another token after this one."""
+        return True
 
-    def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027  most policies learn nothing
+    def observe(self, drafted: int, accepted: int) -> None:
         """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted.
 
         Called after each round but the pass over the prompt, also after one without a draft. In PEARL the draft's last tokens may
         be verified in later rounds.
         """
 
-    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:  # noqa: B027  most policies learn nothing
+    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
         """Learns from what prompt lookup found in the last round, also if nothing of it was drafted.
 
         The first `agreed` tokens of the copied text, found after `match_length` equal tokens, equal the tokens that followed in
@@ -113,8 +118,54 @@ class LengthPolicy(ABC):
         return token.position < limit
 
 
-class Always(LengthPolicy):
-    """Never ends a draft: for methods that limit drafts in another way, as PEARL does by its window (a number of tokens)."""
+class Fixed(LengthPolicy):
+    """Ends each draft after k tokens (Leviathan et al. 2023)."""
+
+    name = "fixed"
+    source = "Leviathan et al. 2023"
+    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, 1000, tuned=range(1, 17))}
+
+    def __init__(self, k: int) -> None:
+        self.k = k
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        return True
+        return self._below(self.k, token)
+
+
+def longest_draft_setting(default: int, *tuned: int) -> Setting:
+    """The setting `max_draft` of a policy: its default, and the values that `tune` tries."""
+    return Setting(default, "longest draft", 1, 1000, tuned=tuned)
+
+
+def extend_draft(
+    policy: LengthPolicy,
+    limit: int,
+    extend: Callable[[int], DraftedToken | str],
+    *,
+    unverified: int = 0,
+    known: Mapping[str, float] = NO_SIGNALS,
+    is_last: bool = True,
+) -> str:
+    """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
+
+    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
+    returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
+    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). `known` are the first token's
+    signals that are known before it is drafted; for `is_last` see `LengthPolicy.starts_draft`. The time that the policy takes is
+    added to `policy.seconds`.
+    """
+    start = perf_counter()
+    drafts = policy.starts_draft(unverified=unverified, signals=known, is_last=is_last)
+    policy.seconds += perf_counter() - start
+    if not drafts:
+        return policy.reason
+    for position in range(1, limit + 1):
+        token = extend(position)
+        if isinstance(token, str):
+            return token
+        start = perf_counter()
+        keeps_drafting = policy.keep_drafting(token)
+        policy.seconds += perf_counter() - start
+        if not keeps_drafting:
+            return policy.reason
+    return "length"
