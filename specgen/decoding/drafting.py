@@ -21,7 +21,6 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ChoosingRunner, longest_draft, room
 
 if TYPE_CHECKING:
-    from specgen.decoding.costs.cost_check import CostCheck
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.engine.text.tokenizer import Tokenizer
@@ -85,8 +84,7 @@ class Setup:
     `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: both models' distributions
     are compared, so drafts keep their logits. `acceptance_predictor` is trained with an exit layer; None if there is none.
     `capacity` is the number of tokens to allocate KV caches for. `window` is what was measured for PEARL's setting `auto`, and
-    `worker` runs its draft model. `adaptive` is what the length policy of this name decides by. `check` compares the times of
-    rounds with measured ones. `history` has the outputs of earlier runs to copy from. `tokenizers` are the target's and the draft
+    `worker` runs its draft model. `adaptive` is what the length policy of this name decides by. `history` has the outputs of earlier runs to copy from. `tokenizers` are the target's and the draft
     model's. All of these are None where a run has no use for them. The types of some are those of a method, in `methods`.
     """
 
@@ -102,14 +100,13 @@ class Setup:
     window: Any = None
     worker: Any = None
     adaptive: Any = None
-    check: CostCheck | None = None
     history: Any = None
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None
 
     @property
     def for_worker(self) -> Setup:
         """What a draft worker in another process needs of this: no models."""
-        none: dict[str, None] = dict.fromkeys(("draft", "target", "acceptance_predictor", "worker", "check", "tokenizers"))
+        none: dict[str, None] = dict.fromkeys(("draft", "target", "acceptance_predictor", "worker", "tokenizers"))
         return replace(self, **none)
 
 

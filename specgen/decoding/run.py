@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.drafting import Drafter, LearningDrafter
@@ -18,10 +19,12 @@ from specgen.decoding.verification import Verifier, with_agreement
 from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
+    from specgen.decoding.costs.pearl_window import ParallelCosts
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import ModelRunner
 
+NO_SETTINGS = Settings(None, {})
 Schedule = Callable[["Run"], Iterator[Round]]
 
 
@@ -91,6 +94,9 @@ class Run:
 
     `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
     ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
+    `settings` are the method's, with measured values in place of `auto`, and `seed` is that of the run's random numbers.
+    `costs` are the pass times that PEARL's window was computed from, None if it was given. `check` compares the times of rounds
+    with those that the run decides by; None if it decides by none that may be out of date.
     """
 
     context: Context
@@ -103,6 +109,10 @@ class Run:
     eos_ids: Collection[int]
     stop_texts: StopTexts | None
     clock: Clock
+    settings: Settings = NO_SETTINGS
+    seed: int = 0
+    costs: ParallelCosts | None = None
+    check: CostCheck | None = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 
@@ -188,27 +198,19 @@ def sequential(run: Run) -> Iterator[Round]:
     Plain decoding has empty drafts.
     """
     yield run.prefill()
-    while run.finish_reason is None:
-        yield _draft_then_verify(run)
-
-
-def checked(check: CostCheck) -> Schedule:
-    """The schedule `sequential`, which compares the times of its rounds with those that the length policy decides by."""
-
-    def schedule(run: Run) -> Iterator[Round]:
-        is_first = True  # the draft model runs over the prompt in the first draft
-        try:
-            for round_ in sequential(run):
+    has_drafted = False  # the draft model runs over the prompt in the first draft, whose time is not checked
+    try:
+        while run.finish_reason is None:
+            round_ = _draft_then_verify(run)
+            if run.check is not None:
                 drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
-                if round_.mode != "prefill":
-                    counted = 0 if is_first else drafted
-                    check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
-                    is_first = is_first and not drafted
-                yield round_
-        finally:
-            check.conclude()
-
-    return schedule
+                counted = drafted if has_drafted else 0
+                run.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
+                has_drafted |= drafted > 0
+            yield round_
+    finally:
+        if run.check is not None:
+            run.check.conclude()
 
 
 @inference
