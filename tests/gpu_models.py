@@ -19,7 +19,7 @@ from static_checks import Recording
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.run import Run
-from specgen.decoding.verifiers import make_verdict
+from specgen.decoding.verification import make_verdict
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, chain_parents
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner

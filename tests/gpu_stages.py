@@ -23,9 +23,9 @@ from gpu_passes import attention, capture_equality, eager, products, profile, re
 from safetensors.torch import save_file
 
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.decoding.policies import Fixed
+from specgen.decoding.drafting import Setup, ModelDrafter
+from specgen.methods.pearl_timing import time_parallel_passes
+from specgen.decoding.policy import Fixed
 from specgen.engine.devices import device_timer
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import read_architecture
@@ -87,7 +87,7 @@ def draft_step(bench: Bench) -> None:
     found["passes"] = gpu_models.use_graphs(bench.draft)
     runner, context = ModelRunner(bench.draft), Context(bench.prompt())
     runner.reserve(len(context) + bench.sizes.new_tokens + 80)
-    drafter = ModelDrafter(DraftSetup(runner, SamplingParams(), frozenset(), runner.vocab_size, context_limit=10_000))
+    drafter = ModelDrafter(Setup(runner, SamplingParams(), frozenset(), runner.vocab_size, context_limit=10_000))
     policy = Fixed(DRAFT_LENGTH)
     assert len(drafter.propose(context, policy, DRAFT_LENGTH).tokens) == DRAFT_LENGTH
     found["ms_per_drafted_token"] = bench.time(lambda: drafter.propose(context, policy, DRAFT_LENGTH)) / DRAFT_LENGTH
@@ -129,11 +129,11 @@ def speedup(bench: Bench) -> None:
 
 def _parallel_costs(bench: Bench, target: ModelRunner, worker: Any) -> Any:
     """PEARL's measurement of its window."""
-    from specgen.decoding.components import Components
-    from specgen.methods.table import METHODS as ALL
-    from specgen.methods.table import resolve
+    from specgen.decoding.drafting import Setup
+    from specgen.methods import METHODS as ALL
+    from specgen.methods import resolve
 
-    components = Components(target, worker.runner, SamplingParams(), frozenset(), target.vocab_size, 0)
+    components = Setup(target, worker.runner, SamplingParams(), frozenset(), target.vocab_size, 0)
     drafter = worker.drafter(resolve(ALL["pearl"], {}), components, 64)
     timer = device_timer(bench.device)
     return time_parallel_passes(target, drafter, Context(bench.prompt()), timer, 16, worker.kind == "stream")

@@ -14,9 +14,12 @@ import torch
 from static_checks import RecordedGraphs, random_model, random_tokens
 
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.decoding.policies import SVIP, BetaTS, Confidence, Fixed
+from specgen.decoding.drafting import Setup, ModelDrafter
+from specgen.decoding.policy import DraftedToken, LengthPolicy
+from specgen.methods.svip import SVIP
+from specgen.methods.eesd import BetaTS
+from specgen.methods.sd import Confidence
+from specgen.decoding.policy import Fixed
 from specgen.engine.model_runner import DraftRunner, ModelRunner
 from specgen.engine.native.cuda_graphs import CudaGraphs, Graphs
 from specgen.engine.native.static_forward import use_static_passes
@@ -92,8 +95,8 @@ POLICIES: dict[str, Callable[[], LengthPolicy]] = {
 }
 
 
-def draft_setup(runner: DraftRunner, sampling: SamplingParams, vocab_size: int = 96, eos: Sequence[int] = ()) -> DraftSetup:
-    return DraftSetup(runner, sampling, frozenset(eos), vocab_size, seed=4)
+def draft_setup(runner: DraftRunner, sampling: SamplingParams, vocab_size: int = 96, eos: Sequence[int] = ()) -> Setup:
+    return Setup(runner, sampling, frozenset(eos), vocab_size, seed=4)
 
 
 def _assert_same_draft(found: Draft, expected: Draft, tolerance: float) -> None:
@@ -117,7 +120,7 @@ def compare_drafters(
     prompt: int = 30,
     vocab_size: int = 96,
     eos: Sequence[int] = (),
-    kind: Callable[[DraftSetup], Any] = ModelDrafter,
+    kind: Callable[[Setup], Any] = ModelDrafter,
     tolerance: float = 1e-5,
 ) -> list[Draft]:
     """Drafts with both runners through a run, whose random prefixes of the drafts are accepted. Returns the drafts."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.adaptive import AUTO, AdaptiveInputs
-from specgen.decoding.components import Components
+from specgen.methods.adaptive import AUTO, AdaptiveInputs
+from specgen.decoding.drafting import Setup
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.learned_drafting import Learned
+from specgen.methods.learned_drafting import Learned
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
+from specgen import methods
 from specgen.methods.method import Method
 from specgen.workers.thread_worker import ThreadWorker
 
@@ -97,7 +97,7 @@ def scripted_run(
 ) -> Run:
     """A run of a method with these model runners."""
     method = methods.find(method) if isinstance(method, str) else method
-    components = Components(target, draft, sampling, frozenset(eos), target.vocab_size, seed, tokenizers=tokenizers)
+    components = Setup(target, draft, sampling, frozenset(eos), target.vocab_size, seed, tokenizers=tokenizers)
     components = replace(components, acceptance_predictor=TopProbPredictor())
     resolved, context = methods.resolve(method, settings), Context(prompt)
     if resolved.policy == "adaptive":
@@ -105,7 +105,7 @@ def scripted_run(
         costs = DraftingCosts.linear(drafting, verification)
         learned = Learned.prior(costs, sampling.temperature)
         components = replace(components, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
-    return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
+    return runs.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
 
 
 def ids_of(rounds: Iterable[Round]) -> list[int]:

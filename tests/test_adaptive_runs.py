@@ -13,14 +13,14 @@ from tuning_helpers import GREEDY as GREEDY_SAMPLING
 from tuning_helpers import PROMPTS, PairOf
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, features
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.parallel import Parallel
-from specgen.methods.table import METHODS, available_policies
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.pearl_schedule import Parallel
+from specgen.methods import METHODS, available_policies
 from specgen.pair.figures import Summary
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run

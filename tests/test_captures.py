@@ -18,8 +18,8 @@ from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig
 from specgen.compare.runner import Runner
-from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.policies import Fixed
+from specgen.decoding.drafting import ModelDrafter
+from specgen.decoding.policy import Fixed
 from specgen.decoding.run import Run
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel

@@ -21,9 +21,9 @@ from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
-from specgen.decoding.verifiers import GreedyVerifier
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.decoding.verification import GreedyVerifier
+from specgen.methods import runs
+from specgen import methods
 from specgen.view.trace_report import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"

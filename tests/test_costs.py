@@ -21,7 +21,7 @@ from specgen.cli.output_writers import _window
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import eesd_speedup
-from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair import preparation
 from specgen.tune.pair_inspection import measure_parallel
 

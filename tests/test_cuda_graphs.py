@@ -29,7 +29,7 @@ from static_checks import random_calls, random_model, random_tokens
 
 import specgen
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.policies import Fixed
+from specgen.decoding.policy import Fixed
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import cuda_graphs
 from specgen.engine.native.cuda_graphs import CudaGraphs

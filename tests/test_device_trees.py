@@ -15,8 +15,9 @@ from static_checks import HostReads, random_tokens
 from specgen.base.errors import RunError
 from specgen.base.types import Context
 from specgen.decoding.device_tree import LevelChooser, LevelsOnDevice
-from specgen.decoding.policies import SVIP, Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.methods.svip import SVIP
+from specgen.decoding.policy import Fixed
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.native.static_pass import StaticPass
 
 _SHAPES: list[tuple[int, int | None]] = [(2, None), (4, 10), (3, None), (16, 30)]  # width, nodes

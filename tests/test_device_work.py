@@ -23,9 +23,9 @@ import specgen
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.draft_chain import DeviceNumbers, DraftChain
+from specgen.decoding.drafting import DeviceNumbers, HostChain
 from specgen.decoding.run import Clock
-from specgen.decoding.verifiers import GreedyVerifier
+from specgen.decoding.verification import GreedyVerifier
 from specgen.engine import devices
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
@@ -106,7 +106,7 @@ def test_a_drafts_entropies_are_copied_when_they_are_read(monkeypatch: pytest.Mo
     expected, _ = logits_ops.entropy_and_top_prob(rows)
     transfers = count_transfers(monkeypatch)
     with as_on_a_gpu(monkeypatch):
-        chain = DraftChain(SamplingParams(), 50, torch.Generator(), frozenset())
+        chain = HostChain(SamplingParams(), 50, torch.Generator(), frozenset())
         for row in rows:
             chain.append(row)
         draft = chain.draft("length")

@@ -17,9 +17,9 @@ from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, Distribution, first_
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specgen.base.types import Draft, SamplingParams, Verdict
-from specgen.decoding import logits_ops, verifiers
+from specgen.decoding import logits_ops, verification
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.methods import table as methods
+from specgen import methods
 from specgen.workers.thread_worker import ThreadWorker
 
 RUNS = 400

@@ -29,11 +29,12 @@ from torch.nn.attention import sdpa_kernel
 import specgen
 from specgen.base.errors import RunError
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.bild import BildDrafter
-from specgen.decoding.cape import CapeDrafter
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import LengthPolicy
-from specgen.decoding.policies import SVIP, Fixed
+from specgen.methods.bild_drafting import BildDrafter
+from specgen.methods.cape import CapeDrafter
+from specgen.decoding.drafting import Setup, ModelDrafter
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods.svip import SVIP
+from specgen.decoding.policy import Fixed
 from specgen.engine import model_loading
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
@@ -126,7 +127,7 @@ def test_what_the_host_has_to_decide_is_not_run_on_the_device() -> None:
     _, captured = runners_of("llama", "cpu", torch.float32)
     policy = Fixed(3)
     assert ModelDrafter(draft_setup(captured, GREEDY))._device_chain(Context([3]), [], policy, is_shown=False) is not None
-    recording = DraftSetup(captured, GREEDY, vocab_size=96, keep_logits=True)
+    recording = Setup(captured, GREEDY, vocab_size=96, keep_logits=True)
     assert ModelDrafter(recording)._device_chain(Context([3]), [], policy, is_shown=False) is None
     model = random_model("llama")
     use_static_passes(model, new_graphs=graphs_on("cpu"))

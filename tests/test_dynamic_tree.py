@@ -14,10 +14,11 @@ from scripted_models import PROMPT, VOCAB, TableRunner
 from static_checks import random_model
 
 from specgen.base.types import Context, Draft
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import Always, LengthPolicy
-from specgen.decoding.policies import SVIP, Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods.svip import SVIP
+from specgen.decoding.policy import Fixed
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 
 Path = tuple[int, ...]
@@ -33,7 +34,7 @@ class FewValues(TableRunner):
 
 def drafted(runner: TableRunner, width: int, nodes: int | None, policy: LengthPolicy, *, depth: int | None = 4) -> Draft:
     eos = frozenset({VOCAB - 1})
-    setup = DraftSetup(runner, eos_ids=eos, vocab_size=VOCAB)  # type: ignore[arg-type]
+    setup = Setup(runner, eos_ids=eos, vocab_size=VOCAB)  # type: ignore[arg-type]
     return TopKTreeDrafter(setup, width=width, depth=depth, nodes=nodes).propose(Context(PROMPT), policy, 100)
 
 
@@ -145,7 +146,7 @@ class Counting(ModelRunner):
 def test_the_draft_model_runs_the_width_at_each_level_and_finds_the_accepted_nodes_again() -> None:
     """Also after a path through a node that was not run, and with nodes in its cache that were not drafted."""
     runner, reference = Counting(), ModelRunner(random_model("llama"))
-    setup = DraftSetup(runner, vocab_size=96)
+    setup = Setup(runner, vocab_size=96)
     drafter, context = TopKTreeDrafter(setup, width=3, nodes=9), Context([5, 9, 2, 11])
     for accepted in (-1, 0, 2):  # the last node, a first-level node, the likeliest continuation
         runner.sizes.clear()

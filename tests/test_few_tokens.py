@@ -17,7 +17,7 @@ from specgen.base.types import Draft, SamplingParams
 from specgen.decoding import logits_ops
 from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChooser
 from specgen.decoding.distributions import Distributions
-from specgen.decoding.verifiers import RejectionSampling
+from specgen.decoding.verification import RejectionSampling
 from specgen.engine.forward_pass import ModelOutput
 
 CUTS = [{"top_k": 20}, {"top_k": 20, "top_p": 0.7}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 1e-6}, {"temperature": 0.6}]

@@ -28,9 +28,9 @@ from scripted_models import scripted_run
 from static_checks import HostReads, RecordedGraphs, random_calls, random_model, random_tokens
 
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.policies import Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.drafting import ModelDrafter
+from specgen.decoding.policy import Fixed
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import static_forward
 from specgen.engine.native.kernels.kernel_set import KernelSet

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.cli.app import app
-from specgen.decoding import joint
+from specgen.methods import joint_search
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.pair.figures import Summary

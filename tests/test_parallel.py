@@ -14,7 +14,7 @@ from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs.pearl_window import ParallelCosts, Window
-from specgen.decoding.parallel import Parallel
+from specgen.methods.pearl_schedule import Parallel
 from specgen.workers.thread_worker import ThreadWorker
 
 

@@ -25,15 +25,15 @@ from tuning_helpers import GREEDY, PROMPTS, TEXTS
 import specgen
 from specgen.base import measurement_cache
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.adaptive import Adaptive
+from specgen.methods.adaptive import Adaptive
 from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.decoding.length_policy import Always
-from specgen.decoding.parallel import Parallel
-from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.methods.table import METHODS, resolve
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl_timing import time_parallel_passes
+from specgen.methods import METHODS, resolve
 from specgen.pair import preparation
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection, simulation, tuner

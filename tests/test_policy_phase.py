@@ -13,9 +13,9 @@ import traces
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
 from specgen.base.types import SamplingParams
-from specgen.decoding import drafters
+from specgen.decoding import drafting
 from specgen.decoding import run as run_module
-from specgen.decoding.policies import CaliTS
+from specgen.methods.eesd import CaliTS
 from specgen.engine.devices import WaitingTimer
 from specgen.pair.figures import Summary
 from specgen.traces.reader import read_trace

@@ -12,13 +12,13 @@ import pytest
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Draft, SamplingParams
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.first_acceptance import FirstAcceptance
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken
-from specgen.decoding.parallel import _joined
-from specgen.decoding.policies import Fixed
+from specgen.methods.first_acceptance import FirstAcceptance
+from specgen.methods.learned_drafting import Learned
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken
+from specgen.methods.pearl_schedule import _joined
+from specgen.decoding.policy import Fixed
 from specgen.pair.records import round_line
 from specgen.workers.thread_worker import ThreadWorker
 

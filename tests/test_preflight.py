@@ -29,8 +29,8 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
 from specgen.engine.transformers.reference import transformers_module
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
+from specgen import methods
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
 from specgen.view import pair_report
@@ -226,7 +226,7 @@ def test_methods_that_cannot_be_planned_say_why(
     """What a method lacks is found by planning a run with it."""
     picky = Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = factory.make_run
+    planned = runs.make_run
 
     def refusing(method: Method, *rest: Any, **given: Any) -> Any:
         if method.name == "picky":

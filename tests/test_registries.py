@@ -18,9 +18,9 @@ from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.app import app
 from specgen.decoding import policies
 from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.methods import table as methods
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy
+from specgen import methods
 from specgen.methods.method import Method
 from specgen.tune import candidates
 
@@ -83,7 +83,7 @@ def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
 
 
 def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(setup: DraftSetup, settings: Settings) -> Repeat:
+    def make(setup: Setup, settings: Settings) -> Repeat:
         return Repeat()
 
     row = Method("repeat", DrafterKind("repeat", DraftSource.NOTHING, make), None, "a test")

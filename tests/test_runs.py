@@ -20,7 +20,7 @@ import specgen
 from specgen.base.types import Round, SamplingParams
 from specgen.engine.transformers.reference import transformers_module
 from specgen.engine.transformers.transformers_model import TransformersModel
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair, Result
 from specgen.workers.thread_worker import ThreadWorker
 

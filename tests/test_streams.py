@@ -16,12 +16,12 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.output_writers import _window
 from specgen.compare import machine_description
-from specgen.decoding import verifiers
-from specgen.decoding.components import Components
+from specgen.decoding import verification
+from specgen.decoding.drafting import Setup
 from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.length_policy import Always
+from specgen.decoding.policy import LengthPolicy
 from specgen.decoding.logits_ops import TIES
-from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.engine.forward_pass import ModelOutput
 from specgen.pair import preparation
 from specgen.workers import draft_streams
@@ -343,7 +343,7 @@ def vars_of(costs: ParallelCosts) -> dict[str, Any]:
 @pytest.mark.parametrize("kept", [20, 20 + TIES + 1])
 def test_probabilities_cross_as_those_that_top_k_left(kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     sampling = SamplingParams(temperature=1.0, top_k=20)
-    shared = SharedDrafts(Components(None, None, sampling, frozenset(), 1000, 0), 4)  # type: ignore[arg-type]
+    shared = SharedDrafts(Setup(None, None, sampling, frozenset(), 1000, 0), 4)  # type: ignore[arg-type]
     with (tmp_path / "memory").open("w+b") as file:
         file.truncate(shared.size)
         file.flush()

@@ -23,9 +23,9 @@ from runner_checks import every
 from static_checks import HostReads, random_model, random_tokens
 
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.policies import Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.drafting import ModelDrafter
+from specgen.decoding.policy import Fixed
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.text.translated_runner import TranslatedRunner

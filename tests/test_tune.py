@@ -15,12 +15,12 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, TEXTS, PairOf, finished, real
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Settings, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration
-from specgen.decoding.adaptive import AdaptiveInputs
+from specgen.methods.acceptance_calibration import AcceptanceCalibration
+from specgen.methods.adaptive import AdaptiveInputs
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.length_policy import LengthPolicy
-from specgen.methods import factory
-from specgen.methods.table import METHODS, resolve
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods import runs
+from specgen.methods import METHODS, resolve
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
 from specgen.tune.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, trees
@@ -139,7 +139,7 @@ def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
 ) -> None:
     """But the same ones when the simulation is repeated."""
     seeds: list[int] = []
-    make_policy = factory.make_policy
+    make_policy = runs.make_policy
 
     def recorded(settings: Settings, seed: int, adaptive: AdaptiveInputs | None) -> LengthPolicy:
         seeds.append(seed)

@@ -30,8 +30,8 @@ from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
+from specgen import methods
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune.outcome import Candidate, TuningOutcome

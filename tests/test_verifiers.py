@@ -10,8 +10,8 @@ from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, TokenStatus, Verdict
-from specgen.decoding import logits_ops, verifiers
-from specgen.decoding.verifiers import GreedyVerifier, RejectionSampling
+from specgen.decoding import logits_ops, verification
+from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 
 

@@ -21,7 +21,7 @@ from worker_helpers import PROMPT, posix, save_pair
 import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Round, SamplingParams
-from specgen.methods import table as methods
+from specgen import methods
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specgen.base.types import Context, Draft
-from specgen.decoding.length_policy import Always
+from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 
 

@@ -84,8 +84,9 @@ class Setup:
     `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: both models' distributions
     are compared, so drafts keep their logits. `acceptance_predictor` is trained with an exit layer; None if there is none.
     `capacity` is the number of tokens to allocate KV caches for. `window` is what was measured for PEARL's setting `auto`, and
-    `worker` runs its draft model. `adaptive` is what the length policy of this name decides by. `history` has the outputs of earlier runs to copy from. `tokenizers` are the target's and the draft
-    model's. All of these are None where a run has no use for them. The types of some are those of a method, in `methods`.
+    `worker` runs its draft model. `adaptive` is what the length policy of this name decides by. `history` has the outputs of
+    earlier runs to copy from. `tokenizers` are the target's and the draft model's. All of these are None where a run has no use
+    for them. The types of some are those of a method, in `methods`.
     """
 
     draft: DraftRunner | None
@@ -104,10 +105,15 @@ class Setup:
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None
 
     @property
+    def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
+        """The sampling parameters, the device and the seed of a verifier."""
+        assert self.target is not None
+        return self.sampling, self.target.device, derive_seed(self.seed, "target")
+
+    @property
     def for_worker(self) -> Setup:
         """What a draft worker in another process needs of this: no models."""
-        none: dict[str, None] = dict.fromkeys(("draft", "target", "acceptance_predictor", "worker", "tokenizers"))
-        return replace(self, **none)
+        return replace(self, draft=None, target=None, acceptance_predictor=None, worker=None, tokenizers=None)
 
 
 class DraftModelUser:

@@ -123,16 +123,11 @@ class Run:
     def remaining(self) -> int:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
-    def prefill(self, meanwhile: Callable[[], None] | None = None) -> Round:
-        """Runs round 0: the target's forward pass over the prompt, and its first token.
-
-        `meanwhile` is called when the pass is queued: on a GPU before it is complete.
-        """
+    def prefill(self) -> Round:
+        """Runs round 0: the target's forward pass over the prompt, and its first token."""
         self.clock.start()
         output = self.target.logits(self.context)
         self.clock.lap("prefill", on_device=True)
-        if meanwhile is not None:
-            meanwhile()
         return self.commit("prefill", Draft(), self.verify(Draft(), output))
 
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import load_yaml, write_whole
 from specgen.base.paths import pair_folder, readable
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:

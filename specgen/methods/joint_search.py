@@ -11,6 +11,7 @@ import torch
 
 from specgen.base.errors import RunError, nan_logits
 from specgen.base.types import Context, Draft, Round, Verdict
+from specgen.decoding.tree import Tree
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
@@ -71,8 +72,7 @@ class BlockSearch:
         self.passes = 0
         self.log_likelihood = -math.inf  # nats, of the best complete block so far
         self._last = (-1, -1)  # that block's last prefix (a node, -1: the context) and its last token
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
+        self._tree = Tree()
         self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
 
     def run(self, clock: Clock, *, is_prefill: bool) -> None:
@@ -93,28 +93,24 @@ class BlockSearch:
             if self._is_exact:
                 waiting = torch.cat((waiting, newest[:, order[self._width :]]), dim=1)
             chosen = newest[:, order[: self._width]]
-            if self._is_exact and len(self._tokens) + chosen.shape[1] > self._most:
+            if self._is_exact and len(self._tree) + chosen.shape[1] > self._most:
                 raise RunError(
                     f"the likeliest block of {self._length} tokens is not found among {self._most:,} prefixes",
                     "Take a smaller k, a larger nodes, or beams=8, which approximates it",
                 )
-            first = len(self._tokens)
+            first = len(self._tree)
             for likelihood, parent, token in zip(*chosen.tolist(), strict=True):  # ids stay exact up to 2^24
                 self._likelihoods.append(likelihood)
-                self._parents.append(int(parent))
-                self._tokens.append(int(token))
-            newest = self._extend(range(first, len(self._tokens)), clock, "verify")
+                self._tree.add(int(parent), int(token))
+            newest = self._extend(range(first, len(self._tree)), clock, "verify")
 
     def found(self) -> tuple[Draft, tuple[int, ...]]:
         """Returns the searched tree, with the best block's last token, as a draft, and the nodes of the best block."""
-        node, token = self._last
-        tokens, parents = [*self._tokens, token], [*self._parents, node]
-        path = [len(self._tokens)]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
+        tree = self._tree
+        path = tree.path(tree.add(*self._last))
         kind = "likeliest block" if self._is_exact else "likeliest beam"
         reason = f"{kind}, {self.passes} pass{'es' * (self.passes != 1)}"
-        return Draft(tokens, parents, stop_reason=reason), tuple(reversed(path))
+        return Draft(tree.tokens, tree.parents, stop_reason=reason), tuple(path)
 
     def _extend(self, nodes: Sequence[int], clock: Clock, phase: str) -> torch.Tensor:
         """Runs the target on the newest nodes ([-1]: on the context alone) and keeps the best complete block.
@@ -122,12 +118,12 @@ class BlockSearch:
         Returns their unfinished continuations [3, n], the likeliest first: joint log-likelihood, parent node and token. At most
         `most_prefixes` (for a beam search, `beams`) of them: the search cannot extend more.
         """
-        output = self._target.logits(self._context, self._tokens, self._parents, start=nodes[0] + 1)
+        output = self._target.logits(self._context, self._tree.tokens, self._tree.parents, start=nodes[0] + 1)
         clock.lap(phase, on_device=True)
         self.passes += 1
         before = [self._likelihoods[node] if node >= 0 else 0.0 for node in nodes]
         joint = output.logits.float().log_softmax(dim=-1) + upload(torch.tensor(before), output.logits.device)[:, None]
-        is_last = upload(torch.tensor([self._depth(node) == self._length - 1 for node in nodes]), joint.device)
+        is_last = upload(torch.tensor([len(self._tree.path(node)) == self._length - 1 for node in nodes]), joint.device)
         ended = is_last[:, None].expand_as(joint).clone()
         ended[:, self._eos] = True
         complete = joint.masked_fill(~ended, -math.inf).flatten()
@@ -144,13 +140,6 @@ class BlockSearch:
         parents = upload(torch.tensor(list(nodes)), joint.device)[indices // vocabulary]
         clock.lap("sample")
         return torch.stack((values, parents.float(), (indices % vocabulary).float()))
-
-    def _depth(self, node: int) -> int:
-        """The number of tokens of the prefix that ends with a node; 0 for -1, the context."""
-        depth = 0
-        while node >= 0:
-            node, depth = self._parents[node], depth + 1
-        return depth
 
     def _above_best(self, prefixes: torch.Tensor) -> torch.Tensor:
         """Returns those of the continuations [3, n] that are likelier than the best complete block."""

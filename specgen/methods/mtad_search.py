@@ -11,11 +11,11 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
-from specgen.decoding import logits_ops, signals
-from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
-from specgen.decoding.verifiers import accept_prefix
+from specgen.decoding import logits_ops
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.tree import DraftTree
+from specgen.decoding.verification import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
@@ -41,7 +41,7 @@ def _unfinished(beams: Iterable[Beam]) -> list[Beam]:
     return [beam for beam in beams if not beam.finished]
 
 
-class BeamSearchDrafter(ModelDrafterBase):
+class BeamSearchDrafter(DraftModelUser):
     """Drafts by beam search with `width` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
@@ -51,7 +51,7 @@ class BeamSearchDrafter(ModelDrafterBase):
     one that the joint likelihood counts.
     """
 
-    def __init__(self, setup: DraftSetup, *, width: int, stochastic: bool) -> None:
+    def __init__(self, setup: Setup, *, width: int, stochastic: bool) -> None:
         super().__init__(setup)
         self._warping = logits_ops.likelihood_warping(setup.sampling)
         self._width = width
@@ -67,14 +67,17 @@ class BeamSearchDrafter(ModelDrafterBase):
         beams = [Beam(-1, 0.0)]
 
         def extend(position: int) -> DraftedToken | str:
-            beams[:] = self._step(tree, beams, likelihoods, policy.signals)
+            after = self._step(tree, beams, likelihoods, policy.signals)
+            if after is None:
+                return NO_CANDIDATES
+            beams[:] = after
             if self._is_decided(beams):
                 return "eos"
             return DraftedToken(position, max(_unfinished(beams), key=lambda beam: beam.log_likelihood).signals)
 
         reason = extend_draft(policy, limit, extend)
         path = tree.path(max(beams, key=lambda beam: beam.log_likelihood).node)
-        return tree.path_draft(path, reason, log_likelihoods=[likelihoods[node] for node in path])
+        return tree.draft(reason, path, log_likelihoods=[likelihoods[node] for node in path])
 
     def _is_decided(self, beams: Sequence[Beam]) -> bool:
         """Whether the search can end: the likeliest beam is finished (other beams only get less likely), or all beams are.
@@ -85,8 +88,10 @@ class BeamSearchDrafter(ModelDrafterBase):
             return max(beams, key=lambda beam: beam.log_likelihood).finished
         return all(beam.finished for beam in beams)
 
-    def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals) -> list[Beam]:
+    def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals) -> list[Beam] | None:
         """Extends the unfinished beams by one token, and returns the beams that are kept. One transfer to the host.
+
+        None where penalties forbid all tokens.
 
         `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are the signals that the length
         policy reads.
@@ -94,6 +99,8 @@ class BeamSearchDrafter(ModelDrafterBase):
         growing = _unfinished(beams)
         finished = [beam for beam in beams if beam.finished]
         logits = tree.next_logits([beam.node for beam in growing])
+        if logits is None:
+            return None
         vocabulary = logits.shape[-1]
         best = max(beam.log_likelihood for beam in beams)
         scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
@@ -101,15 +108,10 @@ class BeamSearchDrafter(ModelDrafterBase):
         probs = logits_ops.warp(logits, self._warping)
         joint = (before[: len(growing), None] * probs).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
-        chosen = self._scores(joint).topk(min(self._width, joint.shape[0])).indices
+        chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
         parents, tokens = chosen // vocabulary, chosen % vocabulary
-        computed: dict[str, torch.Tensor] = {}
-        if read:  # of a finished beam, which has no logits any more, those of another
-            rows = parents.clamp_max(len(growing) - 1)
-            unpenalised = None if tree.unpenalised is None else tree.unpenalised.index_select(0, rows)
-            computed = signals.compute(
-                read, logits.index_select(0, rows), tokens, probs.index_select(0, rows), unpenalised=unpenalised
-            )
+        rows = parents.clamp_max(len(growing) - 1)  # of a finished beam, which has no logits any more, those of another
+        computed = tree.signals(read, logits, rows, tokens, probs)
         numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
         after = []
         for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):  # ids stay exact up to 2^24
@@ -127,7 +129,7 @@ class BeamSearchDrafter(ModelDrafterBase):
             after.append(Beam(node, value, int(token) in self._eos_ids, found))
         return after
 
-    def _scores(self, joint: torch.Tensor) -> torch.Tensor:
+    def _ranked(self, joint: torch.Tensor) -> torch.Tensor:
         """Returns the scores of all continuations, of which the `width` highest are kept. `joint` are their joint likelihoods.
 
         The highest values of likelihood / exponential noise are a draw without replacement, used for stochastic beams.

@@ -12,15 +12,14 @@ import torch
 
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DraftSetup, LearningDrafter, ModelDrafterBase, extend_draft
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.decoding.lookahead import LookaheadWindow, until_end
-from specgen.decoding.ngram_pool import NgramPool, Phrase
-from specgen.decoding.token_tree import TokenTree
-from specgen.decoding.verifiers import match_path, own_tokens
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, LearningDrafter, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, extend_draft
+from specgen.decoding.tree import Tree
+from specgen.decoding.verification import match_path, own_tokens
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
+from specgen.methods.lookahead_drafter import LookaheadWindow, NgramPool, Phrase, until_end
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
@@ -33,7 +32,7 @@ class _Branch(NamedTuple):
     nodes: list[int]
 
 
-class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
+class OuroborosDrafter(DraftModelUser, LearningDrafter):
     """Drafts a chain by lookahead decoding on the draft model, then phrases of an n-gram pool as branches after its last token.
 
     Each pass of the draft model verifies phrases that may follow the last token, so it adds one token to the chain or more. The
@@ -46,7 +45,7 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
     In sampling, the draft model draws its tokens, so that the chain is a sample of its distribution. The branches are not drawn.
     """
 
-    def __init__(self, setup: DraftSetup, *, width: int, ngram: int, branches: int) -> None:
+    def __init__(self, setup: Setup, *, width: int, ngram: int, branches: int) -> None:
         super().__init__(setup)
         self._branches = branches
         self._pool = NgramPool(ngram, width)
@@ -67,8 +66,8 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
         probs: list[torch.Tensor] = []
 
         def extend(position: int) -> DraftedToken | str:
-            if not self._drawn:
-                self._run(limit - len(self._chain))
+            if not self._drawn and not self._run(limit - len(self._chain)):
+                return NO_CANDIDATES
             token, drawn_from = self._drawn.popleft()
             self._chain.append(token)
             if drawn_from is not None:
@@ -76,7 +75,7 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
             return "eos" if token in self._eos_ids else DraftedToken(position)
 
         reason = extend_draft(policy, limit, extend)
-        tree = TokenTree()
+        tree = Tree()
         end = tree.extend(-1, self._chain)
         if end and reason != "eos":
             self._add_branches(tree, end[-1], limit - len(end))
@@ -97,21 +96,25 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
         elif length < len(context):
             self._sequence.extend(context.ids[length:])
 
-    def _run(self, limit: int) -> None:
+    def _run(self, limit: int) -> bool:
         """Runs the draft model once, on the phrases that may follow the last token and on its window.
 
-        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and adds them to its context.
+        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and adds them to its context. Returns False, without
+        any, where penalties forbid all tokens.
         """
         sequence, window = self._sequence, self._window
         last = sequence.ids[-1]
-        tree = TokenTree()
+        tree = Tree()
         for phrase in (window.next_tokens, *self._pool.phrases(last)):
             known = takewhile(lambda token: token < self._runner.num_embeddings, until_end(phrase, self._eos_ids))
             tree.extend(-1, list(known)[: limit - 1])
         candidates = Draft(tree.tokens[:], tree.parents[:])
         rows = len(tree) + 1
         window.add_to(tree, -1, room(self._runner, sequence))
-        logits = self._runner.logits(sequence, tree.tokens, tree.parents).logits[:, : self._vocab_size]
+        output = self._runner.logits(sequence, tree.tokens, tree.parents)
+        logits = output.logits[:, : self._vocab_size]
+        if output.unpenalised is not None and logits_ops.is_forbidden(logits):
+            return False
         greedy = self._sampling.greedy
         choose: Callable[[int], int]
         if greedy:
@@ -129,8 +132,9 @@ class OuroborosDrafter(ModelDrafterBase, LearningDrafter):
         for row, token in zip((0, *(node + 1 for node in verdict.path)), chosen, strict=True):
             self._drawn.append((token, None if greedy else logits_ops.warp(logits[row], self._sampling)))
         sequence.extend(chosen)
+        return True
 
-    def _add_branches(self, tree: TokenTree, end: int, limit: int) -> None:
+    def _add_branches(self, tree: Tree, end: int, limit: int) -> None:
         """Adds phrases of at most `limit` tokens after the chain's last node, first the tokens that the draft has chosen."""
         chosen = tuple(token for token, _ in self._drawn)
         phrases = [*([chosen] if chosen else []), *self._pool.phrases(self._chain[-1], self._branches)][: self._branches]

@@ -11,14 +11,59 @@ import torch
 
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DraftSetup, LearningDrafter
-from specgen.decoding.length_policy import LengthPolicy
-from specgen.decoding.ngram_pool import NgramPool, Phrase
-from specgen.decoding.token_tree import TokenTree
+from specgen.decoding.drafting import LearningDrafter, Setup
+from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.tree import Tree
 from specgen.engine.devices import upload
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
+
+
+Phrase = tuple[int, ...]
+
+
+class NgramPool:
+    """A map from a token to at most `size` phrases of `ngram` - 1 tokens that may follow it (Fu et al. 2024, section 3.2).
+
+    A phrase that is added again counts as new. The oldest phrases are removed first.
+    """
+
+    def __init__(self, ngram: int, size: int) -> None:
+        self.ngram = ngram
+        self._size = size
+        self._phrases: dict[int, dict[Phrase, None]] = {}  # the newest phrase is the last
+        self._context: Context | None = None
+        self._read = 0  # tokens of the context that `read` has seen
+
+    def add(self, token: int, phrase: Sequence[int]) -> None:
+        """Adds the phrase that may follow the token. Phrases of another length are ignored, and those with a -1 for no token."""
+        if len(phrase) != self.ngram - 1 or -1 in phrase:
+            return
+        phrases = self._phrases.setdefault(token, {})
+        phrases.pop(tuple(phrase), None)
+        phrases[tuple(phrase)] = None
+        if len(phrases) > self._size:
+            del phrases[next(iter(phrases))]
+
+    def replace(self, token: int, phrase: Phrase, correct: Sequence[int]) -> None:
+        """Removes a phrase that was thought to follow the token, and adds the one that does."""
+        self._phrases.get(token, {}).pop(phrase, None)
+        self.add(token, correct)
+
+    def phrases(self, token: int, count: int | None = None) -> list[Phrase]:
+        """Returns the phrases that may follow the token, the newest first; at most `count` (None: all)."""
+        return list(reversed(self._phrases.get(token, {})))[:count]
+
+    def read(self, context: Context) -> None:
+        """Adds all n-grams of the context: of the prompt, and of the output so far. Another context empties the pool."""
+        if context is not self._context:
+            self._context, self._read = context, 0
+            self._phrases.clear()
+        ids = context.ids
+        for end in range(max(self._read + 1, self.ngram), len(ids) + 1):
+            self.add(ids[end - self.ngram], ids[end - self.ngram + 1 : end])
+        self._read = len(ids)
 
 
 class LookaheadWindow:
@@ -53,7 +98,7 @@ class LookaheadWindow:
         """
         return tuple(self._levels[0]) if self._ngram == 2 else tuple(level[0] for level in self._levels[1:] if level)
 
-    def add_to(self, tree: TokenTree, root: int, room: int) -> None:
+    def add_to(self, tree: Tree, root: int, room: int) -> None:
         """Adds the window to a tree after node `root`, which holds the sequence's last token (-1: the context does).
 
         There are `room` positions left after this token. The window loses the columns that do not fit.
@@ -66,7 +111,7 @@ class LookaheadWindow:
             roots = [root, *tree.extend(root, self._levels[0])]
             self.tips = roots if not others else [self._stub(tree, node, column) for column, node in enumerate(roots)]
 
-    def _stub(self, tree: TokenTree, node: int, column: int) -> int:
+    def _stub(self, tree: Tree, node: int, column: int) -> int:
         return tree.extend(node, (level[column] for level in self._levels[1:]))[-1]
 
     def update(self, found: Sequence[int], last: int, pool: NgramPool) -> None:
@@ -96,8 +141,9 @@ class LookaheadDrafter(LearningDrafter):
     tokens also in sampling.
     """
 
-    def __init__(self, setup: DraftSetup, *, width: int, ngram: int, guesses: int) -> None:
-        self._eos_ids, self._context_limit = setup.eos_ids, setup.context_limit
+    def __init__(self, setup: Setup, *, width: int, ngram: int, guesses: int) -> None:
+        assert setup.target is not None
+        self._eos_ids, self._context_limit = setup.eos_ids, setup.target.context_limit
         self._pool = NgramPool(ngram, guesses)
         self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(setup.seed))
         self._context: Context | None = None
@@ -109,7 +155,7 @@ class LookaheadDrafter(LearningDrafter):
             self._context = context
             self._window.start(context.ids[: context.prompt_length])
         self._pool.read(context)
-        tree = TokenTree()
+        tree = Tree()
         phrases = self._pool.phrases(context.ids[-1])
         for phrase in (self._window.next_tokens, *phrases):
             tree.extend(-1, until_end(phrase, self._eos_ids)[:limit])

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, Mode, Round
-from specgen.decoding.components import Components
 from specgen.decoding.costs.pearl_window import Window
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
-    from specgen.decoding.length_policy import LengthPolicy
+    from specgen.decoding.policy import LengthPolicy
     from specgen.decoding.run import Run
 
 
@@ -39,9 +37,6 @@ class ParallelDrafter(Protocol):
 
     def prefill(self, context: Context) -> None:
         """Starts the draft model's forward pass over the prompt, and does not wait for it."""
-
-    def complete_prefill(self) -> None:
-        """Does the part of `prefill` that needs the caller's thread, if any. Called when the target's pass is queued."""
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
@@ -65,25 +60,6 @@ class ParallelDrafter(Protocol):
         """Ends the run. A draft that was started but not finished is discarded."""
 
 
-class DraftWorker(Protocol):
-    """Runs the draft model at the same time as the target: in a process or a thread, or while a GPU runs the target's pass."""
-
-    kind: str  # `process`, `thread` or `stream`
-    threads: int | None  # CPU threads left to the target; None if the target keeps all of them
-
-    def ready(self) -> object:
-        """Waits until the draft model is loaded. Raises SpecgenError if it cannot be loaded."""
-
-    def drafter(self, settings: Settings, components: Components, window: int) -> ParallelDrafter:
-        """Returns a drafter for one run, with drafts of at most `window` tokens."""
-
-    def forget(self) -> None:
-        """Clears the draft model's KV cache."""
-
-    def close(self) -> None:
-        """Ends the process or thread."""
-
-
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
@@ -101,7 +77,7 @@ class Parallel:
         try:
             with closing(self.drafter):
                 self.drafter.prefill(run.context)
-                yield run.prefill(meanwhile=self.drafter.complete_prefill)
+                yield run.prefill()
                 unverified = Draft()
                 while run.finish_reason is None:
                     round_, unverified = self._step(run, unverified)
@@ -144,8 +120,7 @@ class Parallel:
             fresh = fresh.part(len(known))
         # the last logits verify the first fresh token, so there is never a bonus after pending ones
         pending = max(len(fresh.tokens) - 1, 0)
-        verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)
-        run.clock.lap("sample")
+        verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)
         if run.check is not None:
             run.check.add(drafted, self.drafter.seconds, len(inputs) + 1, round_.seconds["verify"])

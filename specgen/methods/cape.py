@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from specgen.base.types import Draft
-from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.drafting import ModelDrafter
 from specgen.engine.devices import upload
 
 MOST_CANDIDATES = 7

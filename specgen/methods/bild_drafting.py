@@ -9,9 +9,9 @@ import torch
 
 from specgen.base.types import Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import Signals, comparison
-from specgen.decoding.verifiers import accept_prefix
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import Signals, comparison
+from specgen.decoding.verification import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
@@ -29,7 +29,7 @@ class BildDrafter(ModelDrafter):
     _own_signals: ClassVar[Signals] = frozenset({"top_prob"})
     _keeps_probs: ClassVar[bool] = False
 
-    def __init__(self, setup: DraftSetup, fallback: float) -> None:
+    def __init__(self, setup: Setup, fallback: float) -> None:
         super().__init__(setup)
         self._fallback = fallback
 

@@ -1,13 +1,21 @@
-"""Prompt lookup: a draft is copied from the context, after an earlier occurrence of its last tokens (Saxena 2023)."""
+"""Prompt lookup: a draft is copied from the context, after an earlier occurrence of its last tokens (Saxena 2023).
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from time import perf_counter
+from typing import TYPE_CHECKING
 
+from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft
-from specgen.decoding.drafters import extend_draft
-from specgen.decoding.length_policy import MATCH_LENGTH, DraftedToken, LengthPolicy
+from specgen.decoding.policy import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
+from specgen.methods.method import COPYING, Method
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Setup
 
 
 class PromptLookupDrafter:
@@ -85,3 +93,29 @@ class PromptLookupDrafter:
         """
         grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
         return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
+
+
+def ngram_setting(default: int) -> dict[str, Setting]:
+    return {"ngram": Setting(default, "longest n-gram to look up", 1, 32)}
+
+
+def lookup_drafter(setup: Setup, settings: Settings) -> PromptLookupDrafter:
+    return PromptLookupDrafter(int(settings.values["ngram"]), setup.eos_ids)
+
+
+_NGRAMS = (1, 2, 3, 4)
+LOOKUP = Method(
+    "lookup",
+    "prompt lookup, Saxena 2023",
+    drafter=lookup_drafter,
+    policy="adaptive",
+    any_policy=True,
+    signals=frozenset({MATCH_LENGTH}),
+    settings=ngram_setting(3),
+    defaults={"fixed": {"k": 10}},
+    drafts="lookup",
+    recorded=True,
+    own_cost_kind=COPYING,
+    grids=({"ngram": _NGRAMS}, {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS}),  # with the policy `adaptive`, and `fixed`
+    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specgen.base.types import Context, Draft
-from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 
 WARM_UP = 2  # rounds at the beginning of a run that are not counted
 

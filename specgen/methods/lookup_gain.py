@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.drafting_guard import DraftingGuard
-from specgen.decoding.length_policy import comparison
+from specgen.decoding.policy import comparison
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, Prior
+from specgen.methods.drafting_guard import DraftingGuard
 
 _UNLIKELY = 0.01  # a draft ends before a token that is accepted less likely than this, even if verification costs nothing
 _BIAS, _WEIGHT = -1.2, 0.8  # log odds of acceptance are at least about _BIAS + _WEIGHT ln(match length) with the bundled target

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.drafting_guard import DraftingGuard
-from specgen.decoding.first_acceptance import FirstAcceptance
-from specgen.decoding.lookup_gain import LearnedLookup
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, Prior
+from specgen.methods.drafting_guard import DraftingGuard
+from specgen.methods.first_acceptance import FirstAcceptance
+from specgen.methods.lookup_gain import LearnedLookup
 
 OPTION = 1.1  # a further token also shows whether those after it are worth drafting, which its own worth does not count
 _EDGES = (-2.0, -1.2, -0.6, -0.2, 0.2, 0.6, 1.0, 1.5, 2.0, 2.7, 3.5, 4.5)

@@ -11,9 +11,10 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft
-from specgen.decoding import signals
-from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.decoding import logits_ops
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.tree import Tree
 from specgen.engine.inference_mode import inference
 
 RankPath = tuple[int, ...]  # a node of the tree: entry m is the rank (0: likeliest) among head m's predictions
@@ -52,7 +53,7 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
     return sorted(chosen, key=lambda path: (len(path), path))
 
 
-class MedusaTreeDrafter(ModelDrafterBase):
+class MedusaTreeDrafter(DraftModelUser):
     """Drafts a tree of fixed shape from Medusa heads: the node of a rank path is the token of its last rank.
 
     No node is drawn at random, even if the target samples. `nodes` is the number of nodes. Which these are is decided by the
@@ -61,9 +62,9 @@ class MedusaTreeDrafter(ModelDrafterBase):
     path.
     """
 
-    def __init__(self, setup: DraftSetup, *, nodes: int) -> None:
+    def __init__(self, setup: Setup, *, nodes: int) -> None:
         super().__init__(setup)
-        measured = getattr(setup.runner, "rank_accuracies", ())
+        measured = getattr(setup.draft, "rank_accuracies", ())
         paths = candidate_tree(measured or default_rank_accuracies(self._longest or DEFAULT_HEADS), nodes)
         self._levels = [[path for path in paths if len(path) == depth] for depth in range(1, len(paths[-1]) + 1)]
         self._ranks = 1 + max(map(max, paths))
@@ -73,24 +74,39 @@ class MedusaTreeDrafter(ModelDrafterBase):
         limit = min(self._room(context, limit), len(self._levels))
         if limit < 1:
             return Draft()
-        tree = _Nodes(self._setup)
-        likeliest: list[int] = []
+        tree = Tree()
+        nodes: dict[RankPath, int] = {(): -1}  # of rank paths that may have children
+        origins: list[_Head] = []  # the head that each node was chosen from
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
 
         def extend(position: int) -> DraftedToken | str:
             if position > 1 and heads[0].is_penalised:
+                likeliest = [head.tokens[0] for head in heads[: position - 1]]
                 heads[position - 1 :] = self._read(context, likeliest, position - 1, policy.signals)
-            paths, (tokens, found, own, _) = self._levels[position - 1], heads[position - 1]
-            if not tokens:
-                return "no candidates"
-            likeliest.append(tokens[0])
-            added = tree.add(paths, tokens, found, own)
-            if position < len(self._levels) and not tree.continues_with(self._levels[position]):
+            head, before = heads[position - 1], len(tree)
+            if not head.tokens:
+                return NO_CANDIDATES
+            for path in self._levels[position - 1]:
+                if path[:-1] in nodes and path[-1] < len(head.tokens):
+                    token = head.tokens[path[-1]]
+                    node = tree.add(nodes[path[:-1]], token)
+                    origins.append(head)
+                    if token not in self._eos_ids:
+                        nodes[path] = node
+            if position < len(self._levels) and not any(path[:-1] in nodes for path in self._levels[position]):
                 return "eos"
-            return DraftedToken(position, {name: found[name] for name in policy.signals if name in found}, added)
+            values = {name: head.signals[name] for name in policy.signals if name in head.signals}
+            return DraftedToken(position, values, len(tree) - before)
 
         reason = extend_draft(policy, limit, extend)
-        return tree.draft(f"depth {limit}" if reason == "length" and limit == len(self._levels) else reason)
+        return Draft(
+            tree.tokens,
+            tree.parents,
+            entropies=[head.signals["entropy"] for head in origins],
+            top_probs=[head.signals["top_prob"] for head in origins],
+            stop_reason=f"depth {limit}" if reason == "length" and limit == len(self._levels) else reason,
+            logits=torch.stack([head.logits for head in origins]) if origins and self._setup.record else None,
+        )
 
     def _read(self, context: Context, draft: Sequence[int], start: int, names: Signals) -> list[_Head]:
         """Returns the heads from number `start` on that predict the tokens after a chain, with one transfer to the host.
@@ -101,7 +117,7 @@ class MedusaTreeDrafter(ModelDrafterBase):
         logits, unpenalised = output.logits[:, : self._vocab_size], output.unpenalised_part(self._vocab_size)
         own, ranks = logits if unpenalised is None else unpenalised, min(self._ranks, logits.shape[1])
         values, tokens = logits.float().topk(ranks, dim=-1)
-        computed = signals.compute(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
+        computed = logits_ops.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
         found = torch.cat((tokens.float(), values, torch.stack(list(computed.values()), dim=1)), dim=1)
         heads = []
         for row, kept in zip(found.tolist(), own, strict=True):
@@ -110,7 +126,7 @@ class MedusaTreeDrafter(ModelDrafterBase):
                 raise nan_logits("draft")
             likely = zip(row[:ranks], row[ranks : 2 * ranks], strict=True)
             possible = [int(token) for token, value in likely if value > -math.inf]
-            heads.append(_Head(possible, of_first, kept, unpenalised is not None))
+            heads.append(_Head(possible, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
         return heads
 
 
@@ -124,53 +140,3 @@ class _Head(NamedTuple):
     signals: dict[str, float]
     logits: torch.Tensor
     is_penalised: bool
-
-
-class _Nodes:
-    """The nodes of a tree that grows level by level."""
-
-    def __init__(self, setup: DraftSetup) -> None:
-        self._setup = setup
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._entropies: list[float] = []
-        self._top_probs: list[float] = []
-        self._logits: list[torch.Tensor] = []  # of each node, without penalties; empty unless the setup keeps logits
-        self._nodes: dict[RankPath, int] = {(): -1}  # those that may have children
-
-    def add(self, paths: Sequence[RankPath], tokens: Sequence[int], values: dict[str, float], logits: torch.Tensor) -> int:
-        """Adds a level. `tokens` are those of its head by rank, `values` its entropy and top probability by name.
-
-        Leaves out paths whose parent was left out or ends the output, and ranks that `tokens` lacks. Returns how many were added.
-        """
-        added = 0
-        kept = logits.clone() if self._setup.keep_logits else None
-        for path in paths:
-            if path[:-1] not in self._nodes or path[-1] >= len(tokens):
-                continue
-            token = tokens[path[-1]]
-            if token not in self._setup.eos_ids:
-                self._nodes[path] = len(self._tokens)
-            self._tokens.append(token)
-            self._parents.append(self._nodes[path[:-1]])
-            self._entropies.append(values["entropy"])
-            self._top_probs.append(values["top_prob"])
-            if kept is not None:
-                self._logits.append(kept)
-            added += 1
-        return added
-
-    def continues_with(self, paths: Sequence[RankPath]) -> bool:
-        """Whether the parent of any of these paths was added and does not end the output."""
-        return any(path[:-1] in self._nodes for path in paths)
-
-    def draft(self, reason: str) -> Draft:
-        """Returns all nodes as a draft. `reason` says why it ended."""
-        return Draft(
-            self._tokens,
-            self._parents,
-            entropies=self._entropies,
-            top_probs=self._top_probs,
-            stop_reason=reason,
-            logits=torch.stack(self._logits) if self._logits else None,
-        )

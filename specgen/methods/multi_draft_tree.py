@@ -1,4 +1,4 @@
-"""Several drafts verified as one tree: SpecTr (Sun et al. 2023) and SpecInfer (Miao et al. 2023), both lossless."""
+"""The drafts of SpecTr and SpecInfer, which are verified as one tree, and their rules of acceptance."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
-from specgen.decoding import logits_ops, signals
-from specgen.decoding.draft_tree import DraftTree
-from specgen.decoding.drafters import DraftSetup, ModelDrafterBase, extend_draft
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
-from specgen.decoding.verifiers import make_verdict
+from specgen.decoding import logits_ops
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.tree import DraftTree
+from specgen.decoding.verification import GreedyVerifier, Verifier, make_verdict
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BISECTIONS = 16  # halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1 %
 
 
-class MultiDraftDrafter(ModelDrafterBase):
+class MultiDraftDrafter(DraftModelUser):
     """Draws several independent chains from the draft model and joins them in one tree, with one forward pass for each level.
 
     `drafts` is the number of chains. Chains with a common prefix share its nodes; the draft's `draws` lists each random draw by
@@ -34,7 +34,7 @@ class MultiDraftDrafter(ModelDrafterBase):
     none of the level exists and the target draws the token: in both cases verification stays lossless, whatever the policy reads.
     """
 
-    def __init__(self, setup: DraftSetup, *, drafts: int) -> None:
+    def __init__(self, setup: Setup, *, drafts: int) -> None:
         super().__init__(setup)
         self._drafts = drafts
 
@@ -52,6 +52,8 @@ class MultiDraftDrafter(ModelDrafterBase):
         def extend(position: int) -> DraftedToken | str:
             nonlocal joint
             level = self._level(tree, chains, probs, joint, policy.signals)
+            if level is None:
+                return NO_CANDIDATES
             draws.extend(level.nodes)
             unfinished = [number for number, node in enumerate(level.nodes) if tree.tokens[node] not in self._eos_ids]
             chains[:] = [level.nodes[number] for number in unfinished]
@@ -65,14 +67,16 @@ class MultiDraftDrafter(ModelDrafterBase):
 
     def _level(
         self, tree: DraftTree, chains: Sequence[int], probs: list[torch.Tensor], joint: torch.Tensor, read: Signals
-    ) -> _Level:
-        """Extends each chain by one token, with one forward pass and one transfer to the host.
+    ) -> _Level | None:
+        """Extends each chain by one token, with one forward pass and one transfer to the host. None: penalties forbid all tokens.
 
         `chains` holds each chain's last node (-1: the context), `joint` [chains] its log-likelihood (nats). The distributions
         drawn from are appended to `probs`. `read` are the signals that the length policy reads.
         """
         origins = list(dict.fromkeys(chains))
         logits = tree.next_logits(origins)
+        if logits is None:
+            return None
         warped = None
         if self._sampling.greedy:
             chosen = logits.topk(min(len(chains), logits.shape[-1])).indices[0] if origins == [-1] else logits.argmax(dim=-1)
@@ -86,12 +90,7 @@ class MultiDraftDrafter(ModelDrafterBase):
         if read:
             joint = joint[: len(chains)] + ((logits.float().softmax(dim=-1) if warped is None else warped)[rows, chosen]).log()
             best = joint.argmax(dim=0, keepdim=True)
-            row = rows.index_select(0, best)
-            drawn_from = None if warped is None else warped.index_select(0, row)
-            unpenalised = None if tree.unpenalised is None else tree.unpenalised.index_select(0, row)
-            computed = signals.compute(
-                read, logits.index_select(0, row), chosen.index_select(0, best), drawn_from, unpenalised=unpenalised
-            )
+            computed = tree.signals(read, logits, rows.index_select(0, best), chosen.index_select(0, best), warped)
         on_host = torch.cat((chosen.float(), *(value.float() for value in computed.values()))).tolist()
         tokens, numbers = list(map(int, on_host[: len(chains)])), on_host[len(chains) :]
         nodes: dict[tuple[int, int], int] = {}
@@ -229,6 +228,11 @@ class TreeSampling:
         own = logits_ops.draw(target_probs.index_select(0, end[:1])[0], self._generator)
         *steps, token = torch.cat((onward, own[None])).tolist()
         return _verdict(draft, steps, token)
+
+
+def tree_verifier(setup: Setup, rule: AcceptanceRule) -> Verifier:
+    """Returns the verifier of a method with this rule: in greedy decoding that of all methods."""
+    return GreedyVerifier() if setup.sampling.greedy else TreeSampling(rule, *setup.for_verifier)
 
 
 def _candidates(draft: Draft) -> list[tuple[int, list[int]]]:

@@ -16,9 +16,9 @@ from specgen.base.types import Context
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ROUGH_WIDTH, ParallelCosts, settled
 
 if TYPE_CHECKING:
-    from specgen.decoding.parallel import ParallelDrafter
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner
+    from specgen.methods.pearl_schedule import ParallelDrafter
 
 _WARM_UP, _STEPS = 5, 30  # the numbers of PEARL's reference implementation
 _FEWEST = 3  # steps that are timed even after the time limit

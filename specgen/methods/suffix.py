@@ -1,21 +1,29 @@
-"""Finds earlier occurrences of a context's last tokens, and what followed them. Imports no torch.
+"""Drafts the most frequent continuation of the context's longest earlier match (SuffixDecoding, Oliaro et al. 2024).
 
-A substitute for the suffix trees of SuffixDecoding (Oliaro et al. 2024, section 3): an index of n-grams costs the same for each
-token, where a tree of depth D takes D steps. A match of more than three tokens is found by comparing tokens backwards.
+An index of n-grams replaces the paper's suffix trees (section 3): it costs the same for each token, where a tree of depth D takes
+D steps. A match of more than three tokens is found by comparing tokens backwards. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
 
-from specgen.base.types import Context
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import Context, Draft
+from specgen.decoding.policy import MATCH_LENGTH, DraftedToken, LengthPolicy, comparison, extend_draft
+from specgen.methods.method import COPYING, Method
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Setup
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
 MOST_OCCURRENCES = 16  # the latest ones of an n-gram, which are compared with the context; 64 gain nothing and cost more
 HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
 _BORDER = -1  # between two stored sequences; no token has this id
-# The acceptance of a token was fitted on outputs of the bundled target (tests/measure_suffix.py): its odds are about _ODDS times
+# The acceptance of a token was fitted on outputs of the bundled target: its odds are about _ODDS times
 # the number of equal tokens before it, times (occurrences with this token) / (occurrences with another one + 1).
 _ODDS = 0.45
 
@@ -187,3 +195,101 @@ class SuffixHistory:
 def longest(*found: Continuation | None) -> Continuation | None:
     """Returns the continuation with the longest match, the first of equally long ones. None if all are None."""
     return max((each for each in found if each is not None), key=lambda each: each.match_length, default=None)
+
+
+class SuffixDrafter:
+    """Drafts a chain: after each token the one that followed most often where the context's last tokens occurred before.
+
+    It looks in the context and, if given, in a `history` of earlier outputs. The longest match counts, the context's of equally
+    long ones. A draft has at most `factor` times as many tokens as the match, and ends before the product of its tokens'
+    estimated probabilities falls below `min_prob` (section 3.2 of the paper).
+    The probabilities are not the paper's shares of occurrences. There the present end of the text, which nothing follows yet,
+    counts as an occurrence: one earlier occurrence gives 1/2, n equal ones give n / (n + 1), however long the match. Here they
+    are fitted to what is accepted, and depend on the match's length.
+    A token's signal `match_length` is the number of tokens before it that equal those before the earlier occurrence, and `prob`
+    its estimated probability. The policy learns from each match whether it was drafted or not.
+    """
+
+    def __init__(self, min_prob: float, factor: float, eos_ids: Collection[int], history: SuffixHistory | None = None) -> None:
+        self._min_prob, self._factor, self._eos_ids, self._history = min_prob, factor, eos_ids, history
+        self._context: Context | None = None
+        self._index = SuffixIndex()
+        self._last: Continuation | None = None
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        if context is not self._context:
+            self._begin(context)
+        known = len(self._index)
+        self._compare_last(context, known, policy)
+        self._index.extend(context.ids[known:])
+        if limit < 1 or (found := self._find(context)) is None:
+            return Draft()
+        self._last = found
+        length = found.match_length
+        most = int(self._factor * length)
+        tokens: list[int] = []
+        path = 1.0
+
+        def extend(position: int) -> DraftedToken | str:
+            nonlocal path
+            if position > most:
+                return f"match of {length}"
+            if not found.extend():
+                return "end of match"
+            token, prob = found.tokens[-1], found.probs[-1]
+            path *= prob
+            if path < self._min_prob:
+                return f"path {comparison(path, '<', self._min_prob)}"
+            tokens.append(token)
+            if token in self._eos_ids:
+                return "eos"
+            return DraftedToken(position, {MATCH_LENGTH: length + position - 1, "prob": prob})
+
+        reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: length})
+        return Draft.chain(tokens, stop_reason=reason)
+
+    def _begin(self, context: Context) -> None:
+        self._context, self._index, self._last = context, SuffixIndex(), None
+        if self._history is not None:
+            self._history.begin(context)
+
+    def _find(self, context: Context) -> Continuation | None:
+        found = self._index.find(context.ids)
+        return found if self._history is None else longest(found, self._history.find(context.ids))
+
+    def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
+        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        if self._last is None:
+            return
+        agreed, ended = self._last.agreement(context.ids[known:])
+        begin = perf_counter()
+        policy.observe_match(self._last.match_length, agreed, ended=ended)
+        policy.seconds += perf_counter() - begin
+        self._last = None
+
+
+def suffix_drafter(setup: Setup, settings: Settings) -> SuffixDrafter:
+    min_prob, factor = (float(settings.values[name]) for name in ("min_prob", "factor"))
+    return SuffixDrafter(min_prob, factor, setup.eos_ids, setup.history)
+
+
+SUFFIX = Method(
+    "suffix",
+    "SuffixDecoding, Oliaro et al. 2024",
+    drafter=suffix_drafter,
+    policy="adaptive",
+    any_policy=True,
+    signals=frozenset({MATCH_LENGTH, "prob"}),
+    settings={
+        "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
+        "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
+        "history": Setting(
+            False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
+        ),
+    },
+    drafts="suffix",
+    recorded=True,
+    own_cost_kind=COPYING,
+    grids=({"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},),
+    engines=("vllm",),
+)

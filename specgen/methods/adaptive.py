@@ -13,15 +13,22 @@ Prompt lookup drafts by the same rule; where a draft model follows, only if it i
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-from specgen.base.settings import Setting, Value
-from specgen.decoding.acceptance_calibration import features
+from specgen.base.settings import Setting, Settings, Value
+from specgen.base.types import Context, Draft
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.learned_drafting import OPTION, Learned
-from specgen.decoding.length_policy import MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
-from specgen.decoding.lookup_gain import LookupPlan, best_plan
+from specgen.decoding.policy import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
+from specgen.methods.acceptance_calibration import features
+from specgen.methods.learned_drafting import OPTION, Learned
+from specgen.methods.lookup import PromptLookupDrafter, lookup_drafter, ngram_setting
+from specgen.methods.lookup_gain import LookupPlan, best_plan
+from specgen.methods.method import ADAPTIVE, DRAFT_MODEL, Grid, Method
+from specgen.methods.sd import model_drafter
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter, Setup
 
 AUTO = "auto"
 
@@ -55,7 +62,7 @@ class Adaptive(LengthPolicy):
     A token with the signal `match_length` is prompt lookup's; others are a model's.
     """
 
-    name = "adaptive"
+    name = ADAPTIVE
     source = "optimal stopping by cost; SpecDec++, Huang et al. 2024, section 4"
     preferred_signals = frozenset({"entropy", "top_prob", "prob"})
     settings: ClassVar = {
@@ -196,3 +203,47 @@ class Adaptive(LengthPolicy):
 
 def _paused(left: int) -> str:
     return "no draft: paused" + (f", {left} more rounds" if left else "")
+
+
+class HybridDrafter:
+    """Asks the length policy in each round whether to copy text of the context, and if not, whether to run the draft model.
+
+    The policy compares what both are expected to gain (`adaptive` does). `model` is None if there is no draft model. The reason
+    why a draft of prompt lookup ended begins with `lookup:`.
+    """
+
+    def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
+        self._lookup, self._model = lookup, model
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        copied = self._lookup.propose(context, policy, limit, is_last=self._model is None)
+        if self._model is not None and not copied.tokens:
+            drafted = self._model.propose(context, policy, limit)
+            if drafted.stop_reason is not None:
+                return drafted
+            copied = self._lookup.propose(context, policy, limit)  # the draft model has no room for this context
+        return replace(copied, stop_reason=f"lookup: {copied.stop_reason}") if copied.tokens else copied
+
+
+def hybrid_drafter(setup: Setup, settings: Settings) -> Drafter:
+    """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
+    model = None if setup.draft is None else model_drafter(setup, settings)
+    if settings.values["lookup"]:
+        return HybridDrafter(lookup_drafter(setup, settings), model)
+    assert model is not None
+    return model
+
+
+ADAPTIVE_GRID: Grid = {"policy": (ADAPTIVE,)}  # for other methods
+ADAPTIVE_METHOD = Method(
+    ADAPTIVE,
+    "optimal stopping; SpecDec++, Huang et al. 2024",
+    DRAFT_MODEL,
+    hybrid_drafter,
+    policy=ADAPTIVE,
+    signals=DRAFT_SIGNALS | {MATCH_LENGTH},
+    settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)},
+    drafts_without_model=True,
+    drafts="model",
+    recorded=True,
+)
