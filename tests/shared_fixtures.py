@@ -16,9 +16,9 @@ from browser import browser  # noqa: F401  a fixture
 from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
 from processes import ForkedWorker
+from recipe.train_pair import train_tokenizer
 
 import specgen
-from specgen.demo.recipe.tokenizer import train_tokenizer
 from specgen.pair.drafting_knowledge import DraftingKnowledge
 from specgen.pair.pair import Pair
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_devices import fake, fake_devices
-from graph_checks import on_gpu
+from static_checks import on_gpu
 from typer.testing import CliRunner
 
 import specgen
@@ -24,7 +24,7 @@ from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.spread import device_map, placement
 from specgen.engine.spread.device_map import model_memory, place
 from specgen.engine.spread.placement import Room
-from specgen.tune.model_facts import model_facts
+from specgen.tune.pair_inspection import model_facts
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -16,10 +16,10 @@ from runner_checks import every
 from safetensors.torch import load_file, save_file
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.extra_tensors import check_no_extra
 from specgen.engine.hub import model_folder
 from specgen.engine.text import template_process
 from specgen.engine.text.template_process import Limits
+from specgen.engine.weights import check_no_extra
 
 Refusal = Callable[..., str]
 

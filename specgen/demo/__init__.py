@@ -1,6 +1,8 @@
-"""The bundled demo models: a target, a draft, and an exit layer and heads for the target.
+"""The bundled demo models: a target, a draft, an exit layer and heads for the target, and the text that they learn from.
 
-The code that trained them is in demo/recipe/.
+`text.xz` holds documents of four kinds, written by programs for this project: code (short functions and classes), math (word
+problems with worked answers), news (an article and its one-sentence summary) and chat (questions and answers). Tokens that are
+easy to predict alternate with hard ones (names, digits, facts). `tests/recipe` has the program that trains the pair.
 """
 
 from __future__ import annotations
@@ -29,3 +31,10 @@ def exit_folder() -> Path:
 def head_folder(kind: str) -> Path:
     """The folder of the bundled target's head of a kind: `medusa`, `eagle` or `glide`. It may not exist."""
     return _PACKAGE / "heads" / kind
+
+
+def documents() -> list[str]:
+    """Returns all documents of the bundled text (six million characters), the four kinds mixed. `--corpus demo` reads it."""
+    import lzma
+
+    return lzma.decompress((_PACKAGE / "text.xz").read_bytes()).decode().split("\f")

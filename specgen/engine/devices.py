@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,10 +16,7 @@ from specgen.base.errors import SpecgenError
 AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `device_map.place`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
-_MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
-_TURNS = 4
-_MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
+_MAX_THREADS = torch.get_num_threads()  # before `timing.pick_threads` changes it
 
 
 def pick_device(name: str) -> torch.device:
@@ -191,50 +187,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadChoice:
-    """The number of CPU threads, and why it was chosen. `seconds` has the measured time for each number that was tried."""
-
-    threads: int
-    reason: str
-    seconds: Mapping[int, float] = field(default_factory=dict)
-
-
-def pick_threads(work: Callable[[], object]) -> ThreadChoice:
-    """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
-
-    `work` is a round of decoding with the loaded models. Tries one thread, half of them and all. A small model gains little from
-    a second thread, and on a busy machine threads wait for each other at every matrix product, which was measured to be twenty
-    times slower. Changes nothing if the user has set `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a
-    large model.
-    """
-    all_threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in os.environ:
-        return ThreadChoice(all_threads, "OMP_NUM_THREADS is set")
-    if all_threads == 1:
-        return ThreadChoice(1, "torch has one")
-    start = time.perf_counter()
-    work()
-    if time.perf_counter() - start > _MAX_SECONDS:
-        return ThreadChoice(all_threads, "the models are large")
-    candidates = sorted({1, all_threads // 2, all_threads})
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(_TURNS):  # in turn, so that a machine that slows down affects all alike
-        for threads in candidates:
-            torch.set_num_threads(threads)
-            start = time.perf_counter()
-            work()
-            taken = time.perf_counter() - start
-            best[threads] = min(best[threads], taken)
-            if taken > _MAX_SECONDS:
-                torch.set_num_threads(all_threads)
-                return ThreadChoice(all_threads, "the models are large")
-    fastest = min(best.values())
-    chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * fastest)
-    torch.set_num_threads(chosen)
-    return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
 
 
 def split_threads() -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.input_files import open_input
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 MAX_TOKENS = 8_000_000
-DEMO_SEED = 1_000_000  # outside the range of the seeds that the demo models were trained with
 _LONGEST_LINE = 1 << 22  # characters read at once
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
@@ -165,14 +165,19 @@ def _is_message(message: object) -> bool:
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
-    """Returns about `tokens` tokens of the generated text that the bundled demo models were trained on (code, math, news, chat).
+    """Returns about `tokens` tokens of the bundled text (code, math, news, chat): random documents, chosen by `seed`."""
+    texts = demo.documents()
+    Random(seed).shuffle(texts)
+    return Corpus(_up_to(tokens, map(encode, texts)))
 
-    Its documents come from other random seeds than the training of the demo models. Only short documents and functions of
-    Python's standard library can be the same.
-    """
-    from specgen.demo.corpus.documents import sample
 
-    return Corpus(sample(tokens, DEMO_SEED + seed, encode))
+def _up_to(tokens: int, encoded: Iterable[list[int]]) -> Iterator[list[int]]:
+    """Yields documents until they have `tokens` tokens."""
+    for ids in encoded:
+        yield ids
+        tokens -= len(ids)
+        if tokens <= 0:
+            return
 
 
 def is_json_lines(path: Path) -> bool:

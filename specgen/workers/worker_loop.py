@@ -22,12 +22,13 @@ from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import LengthPolicy
-from specgen.engine.devices import DTYPES, pick_threads
+from specgen.engine.devices import DTYPES
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation
+from specgen.engine.timing import pick_threads
 from specgen.methods import factory
 from specgen.workers.messages import BeginRun, DraftAnswer, DraftRequest, EndRun, LoadModel
 from specgen.workers.shared_drafts import SharedDrafts

@@ -21,7 +21,6 @@ from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, Take, bias_of, layer_shapes, layer_weights
 from specgen.engine.native.products import MakeProduct
-from specgen.engine.weights import wrong_shape
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"
@@ -206,7 +205,8 @@ def check_tensors(design: EagleDesign, tensors: Mapping[str, Tensor], fc_inputs:
         if name not in tensors:
             raise SpecgenError(f"the EAGLE head has no {name}", _OTHER_HEAD)
         if (found := tuple(tensors[name].shape)) != shape:
-            raise wrong_shape("the EAGLE head", name, found, shape)
+            stored, wanted = (" x ".join(map(str, sizes)) for sizes in (found, shape))
+            raise SpecgenError(f"{name} of the EAGLE head is {stored}, but has to be {wanted} for this model", _OTHER_HEAD)
 
 
 _OTHER_HEAD = "Take a head that was made for this model"

@@ -177,12 +177,12 @@ class GlideForward:
 def _check_shapes(own: Architecture, target: Architecture, weights: GlideWeights, tokens: tuple[int, int]) -> None:
     """Raises SpecgenError if a tensor is missing or has a wrong shape. `tokens` are the target's embeddings and logits."""
     width, inner, count = own.hidden_size, target.num_heads * target.head_size, len(own.layers)
-    expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (width,)}
+    expected: dict[str, tuple[int, ...]] = {}
     for index in range(count):
         cross = f"layers.{index}.cross_attn."
         expected |= layer_shapes(own, index) | {f"{cross}q_proj.weight": (inner, width), f"{cross}o_proj.weight": (width, inner)}
     tables = {EMBEDDING: (tokens[0], width), HEAD: (tokens[1], width)}
-    expected |= {name: shape for name, shape in tables.items() if name in weights.tensors}
+    expected |= {FINAL_NORM: (width,)} | {name: shape for name, shape in tables.items() if name in weights.tensors}
     for name, shape in expected.items():
         found = weights.tensors.get(name)
         if found is None or tuple(found.shape) != shape:

@@ -1,0 +1,179 @@
+"""Reads the files that users and other programs write (profiles, traces, descriptions of trained parts, prompts, generation
+configs) and checks them against a schema: a pydantic model, a dataclass or any annotated type.
+
+Every mistake raises a SpecgenError of one line that names the file, the key and the value. pydantic and PyYAML are imported
+inside the functions, because `--help` imports this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Hashable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+from specgen.base.errors import SpecgenError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+LARGEST = 4 << 20  # bytes of a file that `read` takes
+_DEEPEST = {"YAML": 20, "JSON": 100}  # levels of nesting; specgen's own files need six
+_LONG_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64 or int64
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+T = TypeVar("T")
+
+
+def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LARGEST) -> T:
+    """Reads a JSON file (by its suffix) or else a YAML file, and returns its content as a `kind`.
+
+    `what` is what messages call the file, such as "profile"; `hint` says what to do about a file that is missing or damaged.
+    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes, is not UTF-8, JSON or YAML, or does not fit
+    `kind`. Types are strict: neither "5" nor 5.0 is an integer, and NaN and infinity are no numbers.
+    """
+    where, text = f"the {what} {path}", read_text(path, what, hint, largest)
+    value = parse_json(text, where, hint) if path.suffix == ".json" else parse_yaml(text, where, hint)
+    try:
+        text = json.dumps(value, default=str)
+        checked = check(text, kind, where, hint)
+        _json_value(text, finite=True)  # NaN and infinity where `kind` allows any value
+    except (TypeError, ValueError, RecursionError) as error:  # a key that is a date, an integer of thousands of digits
+        raise SpecgenError(f"{where} holds what is not allowed: {error}", hint) from error
+    return checked
+
+
+def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> str:
+    """Returns the text of a UTF-8 file or pipe. Raises SpecgenError as `read` does."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(largest + 1)
+    except (OSError, ValueError) as error:  # a ValueError for a name that contains NUL
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecgenError(f"cannot read the {what} {path}: {reason}", hint) from error
+    if len(data) > largest:
+        raise SpecgenError(f"the {what} {path} is larger than {largest >> 20} MB", hint)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"the {what} {path} is not UTF-8 (at byte {error.start:,})"
+        raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
+
+
+def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
+    """Converts JSON text to a `kind`, with strict types. Raises SpecgenError with the first problem; `where` names the text, for
+    instance `FILE, line 3`."""
+    from pydantic import ValidationError
+
+    try:
+        return cast(T, _adapter(cast(Hashable, kind)).validate_json(text, strict=True))
+    except ValidationError as error:
+        raise SpecgenError(f"{where}: {_first_problem(error)}", hint) from error
+
+
+def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
+    """Returns the value of JSON text. Halves of characters (lone surrogates) become question marks.
+
+    Raises SpecgenError for what is not JSON, for deep nesting, and unless `finite` is False for NaN, infinity and numbers that
+    neither an int64 nor a float64 can hold.
+    """
+    try:
+        return _json_value(text, finite=finite)
+    except RecursionError as error:
+        raise SpecgenError(f"{where} is not JSON (too many levels of nesting)", hint) from error
+    except ValueError as error:
+        raise SpecgenError(f"{where} is not JSON ({' '.join(str(error).split())[:100]})", hint) from error
+
+
+def _json_value(text: str, *, finite: bool) -> Any:
+    """Returns the value of JSON text as `parse_json` does. Raises ValueError, and RecursionError for very deep nesting."""
+    hooks: dict[str, Any] = {"parse_constant": _refuse_constant} if finite else {}
+    if finite and _LONG_NUMBER.search(text):  # hooks for each number are slow
+        hooks |= {"parse_int": _integer, "parse_float": _float}
+    value = json.loads(text, **hooks)
+    if text.count("[") + text.count("{") > _DEEPEST["JSON"] and _is_deeper(value, _DEEPEST["JSON"]):
+        raise ValueError(f"more than {_DEEPEST['JSON']} levels of nesting")
+    if _ESCAPED_SURROGATE.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def parse_yaml(text: str, where: str, hint: str = "") -> Any:
+    """Returns the value of a YAML document, read by a safe loader.
+
+    Raises SpecgenError, with the line if it is known, for what is not YAML, for a value that does not fit its tag, and for what
+    can take any amount of memory: aliases and deep nesting.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version is ten times as fast
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            position: Any = event.start_mark
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
+            if depth > _DEEPEST["YAML"]:
+                raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST['YAML']} levels of nesting", problem_mark=position)
+        return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SpecgenError(f"{where}{line} is not YAML: {problem}", hint) from error
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:  # `2020-99-99`, `!!bool maybe`, `!!int ''`
+        raise SpecgenError(f"{where} is not YAML: a value does not fit its type", hint) from error
+
+
+@lru_cache(maxsize=32)
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cast(Any, kind))
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first problem in a pydantic validation error as one line of text: the key, the problem and the invalid value."""
+    first = error.errors(include_url=False)[0]
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("missing", "value_error"):
+        what += f" (it is {shown(first['input'])})"
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), what)))
+
+
+def shown(value: object) -> str:
+    """A short text for any value, to be quoted in an error message."""
+    if isinstance(value, dict | list):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    found: list[object] = [value]
+    for _ in range(levels):
+        found = [inner for outer in found if isinstance(outer, dict | list) for inner in _inner(outer)]
+    return any(isinstance(inner, dict | list) for inner in found)
+
+
+def _inner(outer: dict[str, object] | list[object]) -> Iterable[object]:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= 1 << 63:
+        raise ValueError(f"{digits if len(digits) < 30 else f'{digits[:20]}…'} is too large")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:20]} is too large")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")

@@ -1,0 +1,210 @@
+"""Does `adaptive` reach the best length policy in hindsight? Not a test: `python tests/bench/measure_adaptive.py` prints tables.
+
+Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each drafted token the draft cost and
+the verification cost. For each drafter, what it drafts at every position of the target's outputs is recorded once. On these
+drafts all fixed settings of `sd`, `confidence`, `svip` and `heuristic` are simulated, and `adaptive` for each draft cost. The
+table has, for each cost, the speedup over plain decoding of the best fixed setting in hindsight, of svip, sd:k=5 and
+adaptive, and adaptive's speedup divided by the best one's.
+
+The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights, `unrelated` a model with the
+draft's shape and random weights, `exit` the bundled exit layer, `lookup` prompt lookup, whose draft cost is 0. The prompts are
+those of `examples.yaml` that `compare` takes; half 1 is for development, half 2 for final figures. Plain decoding (`ar`) is one
+of the fixed settings. When sampling, one run of each prompt is not enough (a ratio then varies by 0.015): give `--seeds`. With
+`--real` the best setting, svip, sd:k=5 and adaptive are really run too, and their rounds counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import specgen
+from specgen.base.types import SamplingParams
+from specgen.compare.prompts import Prompt, load_prompts
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.policies import POLICIES
+from specgen.methods import table as methods
+from specgen.pair.figures import Summary
+from specgen.pair.pair import Pair
+from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
+from specgen.tune.simulation import PairMeasurements, simulate
+
+METHODS = {"model": "sd", "near": "sd", "unrelated": "sd", "exit": "eesd-fixed", "lookup": "lookup"}
+POLICY = "adaptive"
+PLAIN = "ar"
+COSTS = "0.03,0.06,0.12,0.2,0.45"
+NOISE = 0.3  # standard deviation of the noise in `near`, in units of each weight matrix's own
+
+Given = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs in target passes: of drafting one token, and of verifying one more token in the target's pass."""
+
+    draft: float
+    verify: float
+
+    def speedup(self, summary: Summary, runs: int) -> float:
+        """Returns tokens per unit of cost. The pass over the prompt, one in each of `runs` runs, is not counted."""
+        passes = summary.rounds - runs
+        return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
+
+    def as_table(self) -> RoundCosts:
+        drafting, verification = Curve({0: 0.0, 1: self.draft}), Curve({1: 1.0, 2: 1.0 + self.verify})
+        return RoundCosts(CostTable({1: drafting}), CostTable({1: verification}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafters", nargs="*", default=["model"], help=f"{', '.join(METHODS)}; default: model")
+    parser.add_argument("--half", choices=("1", "2", "all"), default="1")
+    parser.add_argument("--tuning", action="store_true", help="the prompts that tune takes, in place of compare's")
+    parser.add_argument("--prompts", type=Path, help="a file of prompts in place of examples.yaml")
+    parser.add_argument("--limit", type=int, help="only so many prompts of the half")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each prompt, when sampling")
+    parser.add_argument("--draft-costs", default=COSTS, help="between commas")
+    parser.add_argument("--verify-cost", type=float, default=0.02)
+    parser.add_argument("--noise", type=float, default=NOISE, help="of `near`, in units of each matrix's deviation")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"other settings of {POLICY}")
+    parser.add_argument("--real", action="store_true", help="run the decoder too, to check the simulation")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.drafters) - set(METHODS)):
+        parser.exit(2, f"error: there is no drafter {unknown[0]!r}: take {', '.join(METHODS)}\n")
+    if POLICY not in POLICIES:
+        parser.exit(2, f"error: this version of specgen has no length policy {POLICY!r}\n")
+    prompts = load_prompts(options.prompts, for_tuning=options.tuning)
+    prompts = prompts if options.half == "all" else prompts[int(options.half) - 1 :: 2]
+    prompts = prompts[: options.limit]
+    with tempfile.TemporaryDirectory() as folder:
+        for drafter in options.drafters:
+            Measurement(drafter, prompts, options, Path(folder)).show()
+
+
+class Measurement:
+    """One drafter's recorded drafts on some prompts, and what the length policies make of them."""
+
+    def __init__(self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path) -> None:
+        self._drafter, self._prompts, self._folder, self._noise = drafter, prompts, folder, options.noise
+        self._method = METHODS[drafter]
+        costs = [0.0] if drafter == "lookup" else map(float, options.draft_costs.split(","))
+        self._costs = [Costs(cost, options.verify_cost) for cost in costs]
+        params = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature)
+        seeds = range(1 if params.greedy else options.seeds)
+        self._samplings = [replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts]
+        self._is_real, self._given = options.real, dict(setting.split("=", 1) for setting in options.set)
+
+    def show(self) -> None:
+        """Records, simulates and prints one table."""
+        references, drafts = self._record()
+        fixed = {name: self._simulate(references, drafts, given, self._costs[0]) for name, given in self._fixed()}
+        sampling = self._samplings[0]
+        amount = f"{len(self._prompts)} prompts, {len(references)} runs, {fixed['sd:k=5'].new_tokens} tokens"
+        print(f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, verification cost {self._costs[0].verify:g}")
+        print(f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} {POLICY:>9} {'ratio':>6} {'drafted':>8}")
+        for costs in self._costs:
+            speedups = {name: costs.speedup(summary, len(references)) for name, summary in fixed.items()} | {PLAIN: 1.0}
+            best = max(speedups, key=lambda name: speedups[name])
+            given = {"policy": POLICY, "draft_cost": costs.draft, "verify_cost": costs.verify, **self._given}
+            found = self._simulate(references, drafts, given, costs)
+            own = costs.speedup(found, len(references))
+            svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
+            row = f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} {speedups['sd:k=5']:7.3f} {own:9.3f}"
+            print(f"{row} {own / speedups[best]:6.3f} {found.drafted / max(found.rounds, 1):8.2f}", flush=True)
+            if self._is_real:
+                compared = dict(self._fixed())
+                compared = {name: compared[name] for name in (best, "svip", "sd:k=5") if name in compared} | {POLICY: given}
+                self._show_real(compared, costs, {**speedups, POLICY: own})
+
+    def _fixed(self) -> Iterator[tuple[str, Given]]:
+        """The fixed settings with their names: the grids that `tune` searches, without limits on a draft's length."""
+        yield from ((f"sd:k={k}", {"k": k}) for k in range(1, 17))
+        yield "heuristic", {"policy": "heuristic"}
+        if self._drafter == "lookup":
+            return
+        yield "svip", {"policy": "svip"}
+        for policy in ("confidence", "svip"):
+            tuned = POLICIES[policy].settings["threshold"].tuned
+            yield from ((f"{policy}:threshold={value}", {"policy": policy, "threshold": value}) for value in tuned)
+
+    def _record(self) -> tuple[list[ReferenceOutput], list[RecordedDrafts]]:
+        """Returns the target's output in each run, and what the drafter drafts at its positions (nothing for prompt lookup)."""
+        references, drafts = [], []
+        with self._open() as pair:
+            for number, sampling in enumerate(self._samplings):
+                text = self._prompts[number % len(self._prompts)].text
+                references.append(record_reference(pair, pair.tokenizer.encode(text), sampling))
+                if self._drafter != "lookup":
+                    drafts.append(_recorder(pair, self._drafter, sampling).record(references[-1]))
+        return references, drafts
+
+    def _simulate(
+        self, references: Sequence[ReferenceOutput], drafts: Sequence[RecordedDrafts], given: Given, costs: Costs
+    ) -> Summary:
+        method = methods.find(self._method)
+        tables = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
+        return simulate(PairMeasurements(references, {method.drafter.name: drafts}, tables), method.name, given)
+
+    def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
+        """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
+        for name, given in compared.items():
+            summary = Summary(name)
+            with self._open() as pair:  # a new one, so that nothing was learned yet
+                for number, sampling in enumerate(self._samplings):
+                    text = self._prompts[number % len(self._prompts)].text
+                    for round_ in pair.rounds(text, self._method, sampling, **given):
+                        summary.add(round_)
+            real = costs.speedup(summary, len(self._samplings))
+            print(
+                f"{'':10} really {name}: {real:.3f}, simulated {simulated[name]:.3f} ({real / simulated[name]:.3f})", flush=True
+            )
+
+    def _open(self) -> Pair:
+        """Loads the bundled target with the drafter. `near` and `unrelated` are written to the folder once."""
+        if self._drafter not in ("near", "unrelated"):
+            return specgen.load(device="cpu", dtype="float32")
+        changed = self._folder / self._drafter
+        with specgen.load(device="cpu", dtype="float32") as pair:
+            assert pair.draft is not None
+            target, draft = Path(pair.target.folder), Path(pair.draft.folder)
+        if not changed.exists():
+            if self._drafter == "near":
+                _write_noisy(target, changed, keep=1.0, noise=self._noise)
+            else:
+                _write_noisy(draft, changed, keep=0.0, noise=1.0)
+        return specgen.load(str(target), str(changed), device="cpu", dtype="float32")
+
+
+def _recorder(pair: Pair, drafter: str, sampling: SamplingParams) -> Recorder:
+    if drafter != "exit":
+        return Recorder(*pair.runners, sampling, sampling.seed or 0)
+    early = pair.exits.runners(methods.find(METHODS[drafter]))
+    return Recorder(early.target, early.draft, sampling, sampling.seed or 0)
+
+
+def _write_noisy(model: Path, copy: Path, *, keep: float, noise: float) -> None:
+    """Writes a copy of a model in which each weight matrix is `keep` times itself plus normal noise.
+
+    The noise's standard deviation is `noise` times the matrix's own.
+    """
+    shutil.copytree(model, copy)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(copy / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            drawn = torch.randn(weight.shape, generator=generator) * weight.float().std()
+            weights[name] = (keep * weight.float() + noise * drawn).to(weight.dtype).contiguous()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

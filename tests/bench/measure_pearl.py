@@ -1,0 +1,147 @@
+"""PEARL by window size, on any pair and device. Not a test: `python tests/bench/measure_pearl.py --help`.
+
+Prints the speed for each window (PEARL, Tables 5 and 6), beside c, the measured ratio of pass times, which Theorem 1 says is the
+best window; the ablations (Table 3) and the mean accepted tokens (Table 4); and how much of what the measured pass times allow
+PEARL reaches: a round lasts no less than the longer of its target pass and its draft. Runs are taken in turn, prompt by prompt.
+All greedy outputs have to equal plain decoding's, up to near ties of their logits in low precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+
+import specgen
+from specgen.base.types import Round, SamplingParams
+from specgen.compare.prompts import Prompt, load_prompts
+from specgen.decoding.costs.pearl_window import ParallelCosts
+from specgen.decoding.parallel import Parallel
+from specgen.pair.figures import Summary
+
+PLAIN, AUTO = "ar", "pearl"
+SEQUENTIAL = ("sd:k=5", "svip")
+ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false")
+MOST_WINDOWS = 12  # of the sweep where --windows names none
+
+
+class PassLog(list[tuple[int, int]]):
+    """Takes the place of a run's `CostCheck`: the drafted tokens and the tokens of the target's pass, of each round."""
+
+    def add(self, drafted: int, draft_seconds: float, width: int, pass_seconds: float) -> None:
+        self.append((drafted, width))
+
+    def conclude(self) -> None:
+        pass
+
+
+def allowed_seconds(rounds: Sequence[Round], log: PassLog, costs: ParallelCosts) -> float:
+    """The least time that these rounds (without the prefill) can take, by the measured pass times."""
+    total = 0.0
+    for round_, (drafted, width) in zip(rounds, log, strict=True):
+        waited_for = width - 1 if round_.mode == "pre-verify" else 0  # drafted before the pass began
+        total += max(waited_for * costs.draft_pass + costs.pass_seconds(width), drafted * costs.draft_pass)
+    return total
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a method took: in all, and by category; `ratios` are speeds relative to plain decoding, one for each prompt."""
+
+    overall: Summary
+    by_category: dict[str, Summary] = field(default_factory=dict)
+    ratios: list[float] = field(default_factory=list)
+
+
+def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, Figures]:
+    """Decodes each prompt with each method in turn; the first prompt once more before, to warm up."""
+    figures = {name: Figures(Summary(name)) for name in names}
+    reached: list[float] = []
+    for position, prompt in enumerate([prompts[0], *prompts]):
+        taken, outputs = {}, {}
+        for name in names:
+            method, *settings = name.split(":")
+            given: dict[str, Any] = dict(setting.split("=") for setting in settings)
+            request, log = pair.request(prompt.text, method, sampling, **given), PassLog()
+            pair.prepare(request)
+            decoding = pair.run(request)
+            if isinstance(decoding.schedule, Parallel):
+                decoding = replace(decoding, check=cast("Any", log))
+            pair.forget()
+            rounds = list(decoding.rounds())
+            run = Summary(name, rounds)
+            taken[name], outputs[name] = run.seconds, run.token_ids
+            if not position:
+                continue
+            for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Summary(name))):
+                for round_ in rounds:
+                    summary.add(round_)
+            if decoding.costs is not None and len(rounds) > 1:
+                after = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
+                reached.append(allowed_seconds(rounds[1:], log, decoding.costs) / after)
+        for name in names if position else ():
+            figures[name].ratios.append(taken[PLAIN] / taken[name])
+        if different := [name for name in names if sampling.greedy and outputs[name] != outputs[PLAIN]]:
+            print(f"NOT the same output: {', '.join(different)} on {prompt.label}")
+    if reached:
+        print(f"pearl reaches {median(reached):.0%} of what its pass times allow ({min(reached):.0%} to {max(reached):.0%})")
+    return figures
+
+
+def table(figures: Mapping[str, Figures]) -> list[str]:
+    """A line for each method, and the speeds by category where there are several."""
+    categories = sorted({name for found in figures.values() for name in found.by_category})
+    shown = categories if len(categories) > 1 else []
+    heading = f"{'':26}{'tokens/s':>9}{'x ar':>7}{'mean accepted':>15}{'a pass':>8}" + "".join(
+        f"{name[:10]:>11}" for name in shown
+    )
+    lines = [heading]
+    for name, found in figures.items():
+        summary, accepted = found.overall, found.overall.mean_accepted_run
+        line = f"{name:26}{summary.tokens_per_second or 0:9.1f}{median(found.ratios):7.2f}"
+        line += f"{'' if accepted is None else f'{accepted:.1f}':>15}{summary.block_efficiency or 0:8.2f}"
+        lines.append(line + "".join(f"{found.by_category[category].tokens_per_second or 0:11.1f}" for category in shown))
+    return lines
+
+
+def sweep(largest: int) -> list[int]:
+    """At most `MOST_WINDOWS` windows from 1 to `largest`."""
+    count = min(largest, MOST_WINDOWS)
+    return sorted({1 + round(number * (largest - 1) / max(count - 1, 1)) for number in range(count)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--target", "--draft", "--draft-device"):
+        parser.add_argument(name)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=Path, help="a file of prompts as for specgen compare; examples.yaml where missing")
+    parser.add_argument("--limit", type=int, default=12, help="prompts, taken from the categories in turn")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--windows", default="", help="windows to try, between commas; from 1 to 2c where empty")
+    given = parser.parse_args()
+    prompts = load_prompts(given.prompts, limit=given.limit)
+    sampling = SamplingParams(max_new_tokens=given.tokens, temperature=given.temperature, ignore_eos=True, seed=0)
+    options = {name: getattr(given, name) for name in ("device", "draft_device", "dtype")}
+    with specgen.load(given.target, given.draft, **options) as pair:
+        pair.warm_up()
+        costs = pair.parallel_costs(len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2, sampling)
+        print(
+            f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, {torch.get_num_threads()} CPU threads; "
+            f"draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token {costs.single_pass * 1e3:.2f} ms, "
+            f"over {costs.width} {costs.target_pass * 1e3:.2f} ms; c {costs.ratio:.2f}, window {costs.window.size}"
+        )
+        windows = [int(size) for size in given.windows.split(",") if size] or sweep(2 * costs.window.size)
+        names = [PLAIN, *SEQUENTIAL, AUTO, *(f"pearl:window={size}" for size in windows), *ABLATIONS]
+        print("\n".join(table(measure(pair, names, prompts, sampling))))
+
+
+if __name__ == "__main__":
+    main()
