@@ -151,7 +151,7 @@ LIGHT = [
     prompts("[" * 30, "more than 20 levels of nesting"),
     prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
     prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
-    trace(start(settings={"x": float("nan")}), "line 1: it is not JSON (NaN is not a number)"),
+    trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
