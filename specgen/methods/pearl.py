@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _schedule(setup: Setup, settings: Settings) -> Schedule:
-    """The schedule with its drafter, which the setup's worker provides. Where the setting `window` is `auto`, so does the setup."""
+    """The schedule, with the drafter of the setup's worker. The setup has the measured window for the setting `auto`."""
     from specgen.methods.pearl_schedule import Parallel
 
     if setup.worker is None:
