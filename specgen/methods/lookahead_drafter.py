@@ -11,7 +11,7 @@ import torch
 
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import LearningDrafter, Setup
+from specgen.decoding.drafting import LearningDrafter, Setup, derive_seed
 from specgen.decoding.policy import LengthPolicy
 from specgen.decoding.tree import Tree
 from specgen.engine.devices import upload
@@ -145,7 +145,7 @@ class LookaheadDrafter(LearningDrafter):
         assert setup.target is not None
         self._eos_ids, self._context_limit = setup.eos_ids, setup.target.context_limit
         self._pool = NgramPool(ngram, guesses)
-        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(setup.seed))
+        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
         self._context: Context | None = None
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:

@@ -12,7 +12,7 @@ import torch
 
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, LearningDrafter, Setup
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, LearningDrafter, Setup, derive_seed
 from specgen.decoding.policy import DraftedToken, LengthPolicy, extend_draft
 from specgen.decoding.tree import Tree
 from specgen.decoding.verification import match_path, own_tokens
@@ -49,7 +49,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         super().__init__(setup)
         self._branches = branches
         self._pool = NgramPool(ngram, width)
-        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(setup.seed))
+        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
         self._context: Context | None = None
         self._sequence = Context(())  # the context and the chain: the draft model's own context
         self._drawn: deque[tuple[int, torch.Tensor | None]] = deque()  # tokens of the last pass, with their distributions
