@@ -18,12 +18,11 @@ from statistics_checks import Distribution, output_distribution
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import Setup
 from specgen.decoding.costs.pearl_window import Window
-from specgen.decoding.drafting import ModelDrafter
-from specgen.methods.pearl_schedule import Parallel
+from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods import runs
+from specgen.methods.pearl_schedule import Parallel
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32
@@ -205,12 +204,9 @@ class InlineDrafter:
         self.policy = runs.make_policy(settings, components.seed, components.adaptive)
         self.seconds = 0.0
         self.drafted = Draft()
-        self._model = ModelDrafter(factory.draft_setup(components))
+        self._model = ModelDrafter(components)
 
     def prefill(self, context: Context) -> None:
-        pass
-
-    def complete_prefill(self) -> None:
         pass
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:

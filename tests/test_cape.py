@@ -11,16 +11,15 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed
+from specgen.decoding.verification import RejectionSampling
 from specgen.methods import cape
 from specgen.methods.cape import CapeDrafter, further_candidates
-from specgen.decoding.drafting import Setup, ModelDrafter
-from specgen.decoding.policy import DraftedToken
-from specgen.decoding.policy import Fixed
 from specgen.methods.sd import Heuristic
-from specgen.decoding.verification import RejectionSampling
-from specgen import methods
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.9, top_k=4)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.methods.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.methods.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
 from specgen.methods.first_acceptance import LEVELS, PRIOR, FirstAcceptance
 from specgen.methods.learned_drafting import OPTION, Learned

@@ -15,11 +15,10 @@ from static_checks import random_model
 
 from specgen.base.types import Context, Draft
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import LengthPolicy
-from specgen.methods.svip import SVIP
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.methods.svip import SVIP
 
 Path = tuple[int, ...]
 
@@ -94,7 +93,7 @@ def test_without_nodes_each_level_has_the_widths_likeliest() -> None:
     known = candidates(runner, 3, 4)
     levels = [[path for path in known if len(path) == level] for level in range(1, 5)]
     wanted = [path for level in levels for path in sorted(level, key=lambda path: -known[path])[:3]]
-    assert paths(drafted(runner, 3, None, Always())) == wanted
+    assert paths(drafted(runner, 3, None, LengthPolicy())) == wanted
 
 
 def test_an_impossible_token_is_no_candidate() -> None:
@@ -113,18 +112,18 @@ def test_where_a_draft_ends() -> None:
         assert (draft.levels, (draft.stop_reason or "")[:3]) == (levels, "√cH")
         assert len(draft.tokens) == (3 if levels == 1 else 8), "the rerank chooses from what there is"
     assert drafted(runner, 3, 8, SVIP(0.01, 0.15, 3, every=5)).stop_reason == "limit 3"
-    assert drafted(runner, 3, 100, Always()).stop_reason == "depth 4"
-    assert drafted(runner, 3, 100, Always()).levels == 4
+    assert drafted(runner, 3, 100, LengthPolicy()).stop_reason == "depth 4"
+    assert drafted(runner, 3, 100, LengthPolicy()).levels == 4
     certain = TableRunner(5)
     certain.table[..., -1] = 100.0
     certain.table[..., :-1] = -math.inf
-    ended = drafted(certain, 3, 8, Always())
+    ended = drafted(certain, 3, 8, LengthPolicy())
     assert (list(ended.tokens), ended.stop_reason) == ([VOCAB - 1], "eos")
 
 
 def test_a_tree_of_few_nodes_is_no_deeper_than_they_reach() -> None:
     runner = TableRunner(5, scale=0.1)
-    draft = drafted(runner, 4, 4, Always())
+    draft = drafted(runner, 4, 4, LengthPolicy())
     assert draft.levels == 1
     assert len(draft.with_predictions([0.5] * 4).predicted) == 1
 

@@ -15,16 +15,15 @@ from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 
 import specgen
+from specgen import methods
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import Setup, ModelDrafter
+from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
-from specgen.methods import runs
-from specgen import methods
 from specgen.pair.pair import Pair
 
 DEPTH = 4
@@ -179,8 +178,8 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        components = runs.Setup(
-            both.target, both.draft, sampling, frozenset(), VOCAB, seed, acceptance_predictor=both.acceptance_predictor
+        components = Setup(
+            both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.acceptance_predictor
         )
         chosen = methods.resolve(method, settings, has_predictor=True)
         return first_tokens(runs.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))

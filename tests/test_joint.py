@@ -15,13 +15,12 @@ from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.methods.bild_drafting import BildDrafter, BildVerifier
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import comparison
-from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy import Fixed, comparison
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
+from specgen.methods.bild_drafting import BildDrafter, BildVerifier
+from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
@@ -195,9 +194,7 @@ class TestBeams:
             passes.append(forward_pass.last - forward_pass.first)
             return forward(forward_pass, logits_to_keep)
 
-        search = BeamSearchDrafter(
-            Setup(ModelRunner(model, None, counted), SAMPLING, frozenset(), 96), width=6, stochastic=False
-        )
+        search = BeamSearchDrafter(Setup(ModelRunner(model, None, counted), SAMPLING, frozenset(), 96), width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]

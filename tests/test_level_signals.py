@@ -9,6 +9,7 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
@@ -16,10 +17,8 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.mtad_search import BeamSearchDrafter
 from specgen.methods.multi_draft_tree import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
-from specgen.methods.svip import SVIP
 from specgen.methods.sd import Confidence
-from specgen import methods
-from specgen.methods.method import no_predictor
+from specgen.methods.svip import SVIP
 
 SEEN = frozenset({"entropy", "prob", "top_prob", "margin"})
 RULES = {"specinfer": multi_round, "spectr": k_sequential}
@@ -172,7 +171,7 @@ def test_the_bandit_of_a_tree_is_the_one_asked_for() -> None:
     assert methods.resolve(tree, {}, has_predictor=False).policy == "beta-ts"
     asked_for = methods.resolve(tree, {"policy": "cali-ts"}, has_predictor=False)
     assert asked_for.policy == "cali-ts"
-    assert "or use policy=beta-ts" in str(no_predictor(tree).hint)
+    assert "or use policy=beta-ts" in str(tree.without_predictor().hint)
     with pytest.raises(SpecgenError, match="spectr cannot use the policy 'cali-ts': its drafter does not compute predicted_acc"):
         methods.resolve(methods.find("spectr"), {"policy": "cali-ts"})
     with pytest.raises(SpecgenError, match="eesd-beta has no setting 'policy'"):

@@ -16,14 +16,12 @@ from traces import start_line, summary_line
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import LengthPolicy
-from specgen.methods.lookahead_drafter import LookaheadDrafter, LookaheadWindow
-from specgen.methods.lookahead_drafter import NgramPool
-from specgen.methods.ouroboros_drafter import OuroborosDrafter
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.decoding.tree import Tree
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, positions
 from specgen.engine.native.inputs import ancestry
+from specgen.methods.lookahead_drafter import LookaheadDrafter, LookaheadWindow, NgramPool
+from specgen.methods.ouroboros_drafter import OuroborosDrafter
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line
@@ -45,11 +43,11 @@ def test_the_drafts_tree_is_the_papers_mask(width: int, ngram: int, guesses: int
     """Which tokens each node sees, and its position, by the rules of Fu et al., Figure 5 and its code."""
     drafter = LookaheadDrafter(Setup(None, context_limit=1000), width=width, ngram=ngram, guesses=guesses)
     context = Context([5, 6, 7])
-    drafter.propose(context, Always(), 100)
+    drafter.propose(context, LengthPolicy(), 100)
     drafter._window = filled(width, ngram)
     for guess in range(guesses):
         drafter._pool.add(7, [10 * (guess + 1) + place for place in range(ngram - 1)])
-    draft = drafter.propose(context, Always(), 100)
+    draft = drafter.propose(context, LengthPolicy(), 100)
     one = ForwardPass(context, TreeNodes(list(draft.tokens), list(draft.parents)), 2, 3 + len(draft.tokens), None)
     base, _, bits = ancestry(one)
     assert base == 2

@@ -20,16 +20,15 @@ from static_checks import HostReads
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import LengthPolicy
-from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
-from specgen.methods.svip import SVIP
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
 from specgen.engine.parts.weights import MedusaWeights
+from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
+from specgen.methods.svip import SVIP
 from specgen.tune.simulated_runs import MemoisedRunner
 
 WIDTH = 32  # of the families' hidden states
@@ -276,7 +275,7 @@ def test_sampling_is_lossless(
 
 def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     draft = HeadTable(100, 3)
-    setup = Setup(draft, SamplingParams(), frozenset(), 3, keep_logits=True)
+    setup = Setup(draft, SamplingParams(), frozenset(), 3, record=True)
     proposed = MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 9)
     ranks = [draft._tables[level].row(PROMPT).argsort(descending=True).tolist() for level in range(3)]
     paths = candidate_tree(HeadTable.rank_accuracies, 7)

@@ -9,17 +9,16 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 from scripted_models import TableRunner
 
+from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.methods import multi_draft_tree
 from specgen.decoding.drafting import Setup
-from specgen.methods.multi_draft_tree import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 from specgen.decoding.policy import Fixed
 from specgen.decoding.verification import RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import runs
-from specgen import methods
+from specgen.methods.multi_draft_tree import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
 
@@ -115,7 +114,7 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         runner.context_limit, runner.num_embeddings = context_limit, num_embeddings
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
-        components = runs.Setup(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
+        components = Setup(runner, vocab_size=6)  # type: ignore[arg-type]
         return runs.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit).levels
 
     assert length(1000, 6, 10) == 4

@@ -14,10 +14,8 @@ from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafting import HostChain
-from specgen.decoding.drafting import Drafter, Setup, ModelDrafter
-from specgen.decoding.policy import DraftedToken
-from specgen.decoding.policy import Fixed
+from specgen.decoding.drafting import Drafter, HostChain, ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
 from specgen.pair.pair import Pair
@@ -65,7 +63,7 @@ class Seeing(Fixed):
 def test_signals_describe_the_models_own_distribution(monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float) -> None:
     if kind == "on a device":
         monkeypatch.setattr(HostChain, "_choose_on_cpu", HostChain._choose)
-    setup = Setup(PenalisedRunner(), SamplingParams(temperature=temperature), frozenset(), 10, seed=4, keep_logits=True)
+    setup = Setup(PenalisedRunner(), SamplingParams(temperature=temperature), frozenset(), 10, seed=4, record=True)
     drafter: Drafter = TopKTreeDrafter(setup, width=1) if kind == "tree" else ModelDrafter(setup)
     policy = Seeing(6)
     draft = drafter.propose(Context([1]), policy, 9)

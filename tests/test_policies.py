@@ -10,15 +10,14 @@ import torch
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafting import Setup, ModelDrafter
-from specgen.decoding.policy import DraftedToken, LengthPolicy
-from specgen.methods.svip import SVIP
-from specgen.methods.eesd import BetaTS, CaliTS
-from specgen.methods.sd import Confidence, Heuristic
-from specgen.decoding.policy import Fixed
-from specgen.methods.selfsd import SelfSD
-from specgen.methods.lookup import PromptLookupDrafter
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
+from specgen.methods.eesd import BetaTS, CaliTS
+from specgen.methods.lookup import PromptLookupDrafter
+from specgen.methods.sd import Confidence, Heuristic
+from specgen.methods.selfsd import SelfSD
+from specgen.methods.svip import SVIP
 
 GREEDY = SamplingParams()
 NO_EOS: frozenset[int] = frozenset()

@@ -17,6 +17,7 @@ from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
@@ -27,7 +28,6 @@ from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.retokenized_context import RetokenizedContext
 from specgen.engine.text.token_bytes import token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen import methods
 
 TokenizerOf = Callable[[str], Tokenizer]
 

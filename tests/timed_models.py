@@ -27,7 +27,7 @@ class SlowTarget:
 class SlowDrafter:
     """Reports a fixed time per token without waiting."""
 
-    policy = Always()
+    policy = LengthPolicy()
 
     def __init__(self, token: float) -> None:
         self.token, self.seconds, self.closed = token, 0.0, False

@@ -169,9 +169,11 @@ class DraftServer:
             self._runner.clear_cache()
 
 
-def serve(connection: Connection, memory: int) -> None:
-    """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues."""
-    words = SharedWords(memory)
+def serve(connection: Connection, memory: int, words: SharedWords) -> None:
+    """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues.
+
+    `memory` is the descriptor of the shared memory, `words` are the numbers in it.
+    """
     server, serial, name = DraftServer(None, memory, words), 0, ""
     with suppress(EOFError, OSError), prefill_reports.to(lambda _, done, total: words.prefill(done, total)):
         while True:
