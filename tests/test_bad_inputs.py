@@ -148,6 +148,7 @@ LIGHT = [
     prompts("prompts: [1]", "prompt 1: 1 is not a prompt"),
     prompts("prompts: {", "line 2 is not YAML: "),
     prompts("a: &x 1\nb: *x", "aliases (*name) are not allowed"),
+    *(prompts(f"prompts: [{number}]", "") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
     prompts("[" * 30, "more than 20 levels of nesting"),
     prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
     prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),

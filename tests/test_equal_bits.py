@@ -266,7 +266,7 @@ def test_buckets_follow_from_the_tokens_index_alone() -> None:
 
 
 def test_torchrun_and_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.base.environment.launch", lambda: object())
+    monkeypatch.setattr("specgen.base.machine.launch", lambda: object())
     monkeypatch.setattr("specgen.engine.spread.processes.follow_unless_first", lambda: None)
     monkeypatch.setattr("specgen.engine.spread.processes.device_of_rank", lambda *_: "cuda:0")
     monkeypatch.setattr("specgen.pair.loading.pick_device", torch.device)

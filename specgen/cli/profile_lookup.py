@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import EXIT_WEIGHTS, pair_folder
+from specgen.base.files import EXIT_WEIGHTS, pair_folder
 from specgen.base.settings import written
 from specgen.methods import table as methods
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError, nearest
-from specgen.base.files import load_yaml
-from specgen.base.input_files import open_input
-from specgen.base.paths import examples_file
+from specgen.base.files import examples_file, load_yaml
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
@@ -131,7 +129,7 @@ def _read(path: Path, largest: int) -> str:
     try:
         if path.is_dir():
             raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
-        with open_input(path) as file:
+        with path.open("rb") as file:
             data = file.read(largest + 1)
     except (OSError, ValueError) as error:  # open raises ValueError for a name that contains NUL
         reason = error.strerror if isinstance(error, OSError) else str(error)

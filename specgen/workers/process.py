@@ -22,8 +22,8 @@ from threading import Event, Thread
 from typing import IO, Any
 
 from specgen.base import heartbeat
-from specgen.base.environment import WAIT_PASSIVELY
 from specgen.base.errors import RunError, SpecgenError
+from specgen.base.machine import WAIT_PASSIVELY
 from specgen.base.prefill_progress import prefill_reports
 from specgen.workers.shared_flags import SIZE, SharedFlags
 

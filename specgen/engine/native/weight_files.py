@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specgen.base.errors import SpecgenError
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.engine.extra_tensors import check_no_extra
 
 _PREFIX = "model."

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from specgen.base.errors import SpecgenError
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.engine.extra_tensors import BUFFER
 from specgen.engine.native.weight_files import WEIGHT_DTYPES, reading_weights, tensor_files
 
