@@ -12,7 +12,7 @@ from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.native.quantised_products import refusal
+from specgen.engine.native.products import refusal
 
 
 def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:

@@ -17,13 +17,11 @@ from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape
-from specgen.engine.native.description import Architecture
-from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.loading import norm_gain
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory, last_level_cache
-from specgen.engine.native.tensor_names import layer_tensors
 
 Passes = Mapping[int, Callable[[], object]]
 """For each number of tokens, a function that runs a forward pass over so many."""
@@ -152,11 +150,13 @@ def shortened_model(architecture: Architecture, dtype: torch.dtype) -> NativeMod
         vocab_size=min(architecture.vocab_size, max(1, _TABLE_NUMBERS // width)),
     )
 
-    def weights(_: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(shape, 1 / 64, dtype=dtype)
+    shapes = layer_shapes(short, 0) | {FINAL_NORM: (width,), "": (short.vocab_size, width)}
+
+    def weights(name: str) -> torch.Tensor:
+        return torch.full(shapes[name], 1 / 64, dtype=dtype)
 
     factory, gain = ProductFactory(device, dtype, cache_bytes=1), norm_gain(short, dtype, device)
-    table, norm = weights("", (short.vocab_size, width)), weights("", (width,))
-    parts = NativeParts(table, norm, norm if short.norm_has_bias else None, factory(table))
-    layer = NativeLayer(short, 0, 0, layer_weights(short, layer_tensors(short, 0), weights, dtype, gain), factory)
+    table = weights("")
+    parts = NativeParts(table, weights(FINAL_NORM), factory(table))
+    layer = NativeLayer(short, 0, 0, layer_weights(short, 0, weights, dtype, gain), factory, gain=gain)
     return NativeModel(short, [layer], parts, dtype, norm_gain=gain, min_rows=factory.min_rows)

@@ -17,7 +17,7 @@ from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.files import HEAD_DESCRIPTION, kept_head, whole_file, write_whole
 from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import read_config
+from specgen.engine.native.families import read_config
 from specgen.engine.parts.eagle_layouts import AUX_LAYERS, eagle_layout, read_eagle, rename_eagle
 from specgen.engine.parts.glide_layout import glide_layout, read_glide
 from specgen.engine.parts.head_description import COMMENT, RETRAIN, HeadDescription, description_for, read_head_description
