@@ -71,7 +71,7 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
     try:
         return cast(T, _adapter(cast(Hashable, kind)).validate_json(text, strict=True))
     except ValidationError as error:
-        raise SpecgenError(f"{where}: {_first_problem(error)}", hint) from error
+        raise SpecgenError(f"{where}{_first_problem(error)}", hint) from error
 
 
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
@@ -139,12 +139,14 @@ def _adapter(kind: Hashable) -> TypeAdapter[Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem in a pydantic validation error as one line of text: the key, the problem and the invalid value."""
+    """The first problem in a pydantic validation error as the end of a line: the key, the problem and the invalid value."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return f" is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] not in ("missing", "value_error"):
         what += f" (it is {shown(first['input'])})"
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), what)))
+    return "".join(f": {text}" for text in (".".join(map(str, first["loc"])), what) if text)
 
 
 def shown(value: object) -> str:

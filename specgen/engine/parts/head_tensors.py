@@ -13,14 +13,8 @@ import torch
 from safetensors import safe_open
 
 from specgen.base.errors import SpecgenError
-<<<<<<< HEAD
 from specgen.base.text import one_line
-from specgen.engine.extra_tensors import BUFFER
-from specgen.engine.native.weight_files import WEIGHT_DTYPES, reading_weights, tensor_files
-=======
-from specgen.base.sanitize import one_line
 from specgen.engine.weights import BUFFER, FLOATS, files_of_keys, reading_weights
->>>>>>> main
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 HEAD_FILE = "model.safetensors"
