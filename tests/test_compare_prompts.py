@@ -90,9 +90,23 @@ BOMB = "a: &a [x,x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}
         ("p.yaml", "", ("no list of prompts",)),
         ("p.yaml", "prompts: []", ("no prompts",)),
         ("p.yaml", "prompts:\n  - prompt: [1]", ("prompt 1: prompt", "it is a list of 1")),
-        ("p.yaml", "prompts:\n  - prompt: 5", ("prompt: ", "(it is 5)",)),
+        (
+            "p.yaml",
+            "prompts:\n  - prompt: 5",
+            (
+                "prompt: ",
+                "(it is 5)",
+            ),
+        ),
         ("p.yaml", "prompts:\n  - text: a", ("neither `prompt` nor `turns`",)),
-        ("p.yaml", "prompts:\n  - prompt: a\n    category: [b]", ("category", "(it is a list of 1)",)),
+        (
+            "p.yaml",
+            "prompts:\n  - prompt: a\n    category: [b]",
+            (
+                "category",
+                "(it is a list of 1)",
+            ),
+        ),
         ("p.yaml", "prompts:\n  - prompt: ' '", ("the prompt is empty",)),
         ("p.yaml", "prompts:\n  - prompt: a\x1bb", ("not YAML",)),
         ("p.yaml", "prompts:\n  - 2024-13-45\n", ("not YAML",)),
