@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.environment import __version__
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import __version__
 from specgen.base.types import Round, SamplingParams
 from specgen.methods import METHODS
 

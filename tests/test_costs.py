@@ -15,7 +15,7 @@ from timed_models import SlowDrafter, SlowTarget
 import specgen
 from specgen import demo
 from specgen.base import measurement_cache
-from specgen.base.paths import cache_folder
+from specgen.base.files import cache_folder
 from specgen.base.types import Context, SamplingParams
 from specgen.cli.output_writers import _window
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts

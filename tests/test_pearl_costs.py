@@ -230,7 +230,7 @@ def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatc
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":
-        monkeypatch.setattr("specgen.base.environment.os.sched_getaffinity", lambda _: range(17), raising=False)
+        monkeypatch.setattr("specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False)
     else:
         monkeypatch.setenv(changed, "17")
     now = keys_of(monkeypatch, near)

@@ -17,7 +17,7 @@ from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
 from specgen import demo, methods
-from specgen.base.environment import Launch
+from specgen.base.machine import Launch
 from specgen.base.settings import Setting
 from specgen.base.timing import timed
 from specgen.base.types import Context

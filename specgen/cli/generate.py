@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.input_files import waiting_for
+from specgen.base.interrupts import interrupts
 from specgen.base.settings import parse_pairs
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
 from specgen.methods.method import Method
 
@@ -152,8 +151,7 @@ def _standard_input(*, requested: bool) -> str:
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
-    with waiting_for("the prompt on standard input"):
-        data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
+    data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
     if len(data) > LONGEST_PROMPT:
         raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
     try:
@@ -169,7 +167,7 @@ def _run(run: Run, writer: OutputWriter, progress: Progress) -> int | None:
     from specgen.view.progress import reading_prompt
 
     interrupted = False
-    with Interrupts() as interrupts:
+    with interrupts.caught():
         try:
             with interrupts.held():
                 writer.start()

@@ -11,7 +11,7 @@ import typer
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.json_lines import print_json
+from specgen.base.text import print_json
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError
-from specgen.base.json_lines import print_json
+from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
 from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import EXIT_WEIGHTS, pair_folder
+from specgen.base.files import EXIT_WEIGHTS, pair_folder
 from specgen.base.settings import written
 
 if TYPE_CHECKING:

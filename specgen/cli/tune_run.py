@@ -17,10 +17,8 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import make_writable_folder
-from specgen.base.json_lines import print_json
-from specgen.base.paths import data_folder
-from specgen.base.sanitize import print_result
+from specgen.base.files import data_folder, make_writable_folder
+from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
 from specgen.cli import overlap_notice, profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair

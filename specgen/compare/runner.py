@@ -76,7 +76,7 @@ class Runner:
         pair: Pair,
         config: BenchmarkConfig,
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
-        held: Callable[[], AbstractContextManager[None]] = nullcontext,
+        held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.pair, self.config, self._write, self._held = pair, config, write, held
         self.results = Results(config)

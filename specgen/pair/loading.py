@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from specgen import demo
-from specgen.base import environment
+from specgen.base import machine
 from specgen.base.errors import SpecgenError
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.engine.deferred_model import DeferredModel
@@ -85,7 +85,7 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
 
     Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
     """
-    launched = environment.launch()
+    launched = machine.launch()
     if launched is not None:
         from specgen.engine.spread import processes
 
@@ -193,7 +193,7 @@ def _load(
     elif process is not None:
         process.close()
     load_target: WeightLoader | None = None
-    if environment.launch() is not None:
+    if machine.launch() is not None:
         if placement is not None:
             raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
         from specgen.engine.spread.processes import load_distributed

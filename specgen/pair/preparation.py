@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen import methods
-from specgen.base import measurement_cache
-from specgen.base.environment import machine, thread_settings, versions
+from specgen.base import measurement_cache, schema
 from specgen.base.errors import SpecgenError
-from specgen.base.files import load_yaml
-from specgen.base.paths import examples_file
+from specgen.base.files import examples_file
+from specgen.base.machine import machine, thread_settings, versions
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
@@ -163,7 +162,7 @@ def example_prompts(target: LoadedModel) -> list[list[int]]:
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
-    for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
+    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]:
         if entry.get("tuning"):  # others are for comparisons
             texts.setdefault(entry["category"], entry["prompt"])
     found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]

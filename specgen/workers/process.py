@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
-from specgen.base.environment import WAIT_PASSIVELY
 from specgen.base.errors import RunError, SpecgenError
+from specgen.base.machine import WAIT_PASSIVELY
 from specgen.base.prefill_progress import prefill_reports
 from specgen.workers.shared import SIZE, SharedWords
 

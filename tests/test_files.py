@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from cli_helpers import POSIX, run_main
+from cli_helpers import POSIX, run, run_main
 from comparisons import Compare, parsed, runs_of
 from processes import one_by_one
 from tuning_helpers import outcome
@@ -87,35 +87,24 @@ def test_a_device_is_written_to_and_stays(main: Main, trace: Path, full: Path) -
 
 
 @POSIX
-def test_a_fifo_is_written_to_and_says_that_it_waits(main: Main, trace: Path, tmp_path: Path) -> None:
-    fifo, read = tmp_path / "fi\x1b[2Jfo", []
+def test_a_fifo_is_written_to(main: Main, trace: Path, tmp_path: Path) -> None:
+    fifo, read = tmp_path / "fifo", []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: read.append(fifo.read_text(encoding="utf-8")))
     reader.start()
-    code, _, err = main("inspect", trace, "--html", fifo, "-q")
+    assert main("inspect", trace, "--html", fifo, "-q")[0] == 0
     reader.join(10)
-    assert code == 0
-    assert err == f"--html: waiting for a program that reads the FIFO {fifo}\n".replace("\x1b", "␛")
     assert read[0].rstrip().endswith("</html>")
     assert fifo.is_fifo()
 
 
 @POSIX
-def test_a_file_in_a_folder_that_takes_no_others_is_written_in_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, main: Main, trace: Path
-) -> None:
-    def refuses(**_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    target = tmp_path / "page.html"
-    target.write_text("old")
-    inode = target.stat().st_ino
-    monkeypatch.setattr("specgen.base.files.tempfile.mkstemp", refuses)
-    assert main("inspect", trace, "--html", target, "-q")[0] == 0
-    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert target.stat().st_ino == inode
-    code, _, err = main("inspect", trace, "--html", tmp_path / "new.html")
-    assert (code, "Permission denied" in err) == (2, True)
+def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
+    with (tmp_path / "gone").open("w+b") as file:
+        (tmp_path / "gone").unlink()
+        with files.whole_file(Path(f"/dev/fd/{file.fileno()}")) as out:
+            out.write(b"text")
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_same_file_is_known_by_all_its_names(tmp_path: Path) -> None:
@@ -206,32 +195,6 @@ def test_redirected_streams_are_not_overwritten(tmp_path: Path, trace: Path) -> 
     assert b"is also standard output" in done.stderr
 
 
-LONG = "a" * 5000
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(["generate", "hi", option, LONG] for option in ("--trace", "--profile", "--exit-layer", "-t")),
-        *(["compare", option, LONG] for option in ("--trace", "--csv", "--svg", "--html", "--prompts", "--resume", "--profile")),
-        *(["compare", "-m", "ar", option, LONG] for option in ("--exit-layer",)),
-        ["inspect", LONG],
-        ["inspect", "{trace}", "--html", LONG],
-        ["inspect", "--pair", "--exit-layer", LONG],
-        ["tune", "--out", LONG],
-        ["tune", "--prompts", LONG],
-        *(["tune", "--train", option, LONG] for option in ("--out", "--corpus", "--prompts")),
-        ["generate", "hi", "--trace", "/" + "a/" * 2500],
-    ],
-    ids=lambda command: " ".join(command).replace(LONG, "").strip(),
-)
-def test_a_path_that_is_too_long_is_a_wrong_option(main: Main, trace: Path, command: list[str]) -> None:
-    code, out, err = main(*(str(trace) if part == "{trace}" else part for part in command))
-    assert (code, out) == (2, ""), err
-    assert len(err.splitlines()) == 1
-    assert len(err) < 1100
-
-
 def _paths_and_models() -> list[tuple[str, ...]]:
     """A command line for each option and argument of each command that takes a path or a model, without its value."""
     found: list[tuple[str, ...]] = []
@@ -254,11 +217,6 @@ def test_empty_text_and_a_dash_are_no_paths_and_no_models(
         assert err.startswith("error: Invalid value for '")
         assert err.endswith(f"{why}. See --help\n")
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", [("generate", "hi"), ("generate", "--help-method"), ("tune", "--train", "--steps", "1")])
-def test_an_empty_name_of_a_method_is_not_the_default_method(main: Main, command: tuple[str, ...]) -> None:
-    assert main(*command, "-m", "")[::2] == (2, "error: there is no method ''. All of them: specgen inspect --methods\n")
 
 
 # ------------------------------------------------------------------ one process for each trace
@@ -305,15 +263,9 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         writer.write(traces.start_line())
 
 
-@POSIX
-@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP"])
-def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
-    import errno
-
-    def unsupported(*_: object) -> None:
-        raise OSError(getattr(errno, number), "no locks here")
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
+def test_without_a_folder_for_locks_traces_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "file"))
     with TraceWriter(tmp_path / "t.jsonl") as first, TraceWriter(tmp_path / "t.jsonl"):
         first.write(traces.start_line())
 
@@ -353,6 +305,20 @@ def test_a_comparison_shows_its_table_before_it_fails_to_write(compare: Compare,
     assert "tokens" in out
     assert err == f"error: cannot write {full}: No space left on device\n"
     assert page_file.read_text(encoding="utf-8").startswith("<!doctype html>"), "the other files are written"
+
+
+@FULL
+def test_a_generation_shows_its_text_before_its_trace_failed(main: Main, pair: tuple[str, ...], full: Path) -> None:
+    code, out, err = main("generate", "abc", "-q", *pair, "--device", "cpu", "-n", "20", "--trace", full)
+    assert (code, err) == (1, f"error: cannot write the trace {full}: No space left on device\n")
+    assert len(out) > 10
+
+
+def test_a_mistake_leaves_an_old_trace_unchanged(main: Main, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("precious")
+    assert main("generate", "hi", "-t", tmp_path / "no", "--trace", trace)[0] == 2
+    assert trace.read_text() == "precious"
 
 
 @FULL
@@ -431,3 +397,54 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
         assert (line["chosen"]["method"], line["profile"]) == ("svip", None)
     else:
         assert result.stdout.startswith("svip:threshold=0.45" if not form else "vllm serve")
+
+
+# ------------------------------------------------------------------ streams and the environment
+
+
+@FULL
+@pytest.mark.parametrize("command", [("--help",), ("generate", "--help"), ("--version",), ()])
+def test_help_on_a_full_disk_is_one_line(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = run(*command, stdout=full, environment={"PYTHONUNBUFFERED": ""})
+    assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
+
+
+@FULL
+@pytest.mark.parametrize("command", [("generate", "--no-such-option"), ("generate", "abc", "-m", "no-such-method")])
+def test_an_error_that_cannot_be_written_keeps_its_exit_code(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        assert run(*command, stderr=full, environment={"PYTHONUNBUFFERED": ""})[:2] == (2, b"")
+
+
+@POSIX
+@pytest.mark.parametrize(
+    "home", [None, pytest.param("", marks=pytest.mark.slow), pytest.param("/nonexistent", marks=pytest.mark.slow)]
+)
+def test_without_a_home_folder_and_with_an_accent_in_a_locale_without_any(
+    tmp_path: Path, pair: tuple[str, ...], home: str | None
+) -> None:
+    """All in one process: HOME unset, empty or missing and the user unknown, LC_ALL=C, an accent on standard input, marks that
+    the locale lacks on standard output."""
+    trace = traces.write(tmp_path / "t.jsonl", *traces.a_run())
+    generate = ["generate", "-q", "-n", "3", "-m", "ar", "--device", "cpu", *pair]
+    code = (
+        "import os, pwd, sys; [os.environ.pop(name, None) for name in ('HOME', 'SPECGEN_DATA', 'SPECGEN_CACHE')]\n"
+        f"home = {home!r}; home is None or os.environ.update(HOME=home); from specgen.cli.app import main\n"
+        "pwd.getpwuid = lambda _: {}[()]\n"
+        f"for arguments in ['inspect', {str(trace)!r}], {generate!r}:\n"
+        "    sys.argv = ['specgen', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 0\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        input="caf\u00e9".encode(),
+        capture_output=True,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"},
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    shown, generated = ended.stdout[:-4], ended.stdout[-4:]
+    assert b"?rejected" in shown
+    assert generated.strip().isalpha()
