@@ -12,12 +12,12 @@ from typing import Any
 import traces
 import yaml
 from families import CHAT_TEMPLATE, LETTERS, exit_of, make_model, make_tokenizer, near_copy, save
-from specgen.engine.parts.exit_files import Description, save_exit
 from tuning_helpers import outcome
 
 import specgen
 from specgen.cli.app import main
 from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.parts.exit_files import Description, save_exit
 from specgen.tune import profile as profiles
 
 

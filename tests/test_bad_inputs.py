@@ -7,13 +7,15 @@ this process, with a tiny pair. In a row's arguments and words, `{name}` stands 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +25,10 @@ from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
 from processes import one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from specgen.base import schema
+from specgen.base.errors import SpecgenError
+from specgen.engine.weights import check_no_extra
 
 LONG, LATIN_1, NINES = "a" * 5000, os.fsdecode(b"caf\xe9"), "9" * 400
 Change = Callable[[Path], object]
@@ -141,13 +147,13 @@ LIGHT = [
     row(["inspect", LONG], "aaa"),
     row("tune --out {file}/out", "{file}", content=""),
     # files
-    prompts("prompts: [1]", "prompt 1: 1 is not a prompt"),
+    prompts("prompts: [1]", "prompt 1: Input should be an object (it is 1)"),
     prompts("prompts: {", "line 2 is not YAML: "),
     prompts("a: &x 1\nb: *x", "aliases (*name) are not allowed"),
     prompts("[" * 30, "more than 20 levels of nesting"),
     prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
     prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
-    trace(start(settings={"x": float("nan")}), "line 1: it is not JSON (NaN is not a number)"),
+    trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
@@ -367,3 +373,97 @@ def test_a_gpu_that_is_not_there(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     row = generate(f"--device {device}", words)
     check(row, *run_main(monkeypatch, capfd, *row.arguments), {})
+
+
+@dataclass
+class Described:
+    count: int
+    shares: tuple[float, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "Input should be an object (it is None)"),
+        ("- a", "Input should be an object (it is a list of 1)"),
+        ("count: '1'", "count: Input should be a valid integer (it is '1')"),
+        ("count: 1.0", "count: Input should be a valid integer (it is 1.0)"),
+        ("count: true", "count: Input should be a valid integer (it is True)"),
+        ("count: 1\nshares: [1, x]", "shares.1: Input should be a valid number (it is 'x')"),
+        ("count: 1\nshares: [.nan]", "NaN is not a number"),
+        ("count: 1\nmore: {x: .inf}", "Infinity is not a number"),
+        ("count: 1\nmore: {x: 99999999999999999999}", "99999999999999999999 is too large"),
+        ("count: 1\nformat: 2", "format: Input should be 1 (it is 2)"),
+        ("count: &x 1\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
+        ("[" * 30, "more than 20 levels of nesting"),
+        ("count: 2020-99-99", "a value does not fit its type"),
+        ("count: !!bool maybe", "a value does not fit its type"),
+        ("? [1, 2]\n: 3", "unhashable key"),
+        ("count: !!python/object:os.system x", "could not determine a constructor"),
+        *((f"count: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
+        (b"caf\xe9", "not UTF-8 (at byte 3)"),
+        ("a" * 2000, "larger than"),
+    ],
+)
+def test_a_file_that_does_not_fit_its_schema_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SpecgenError) as found:
+        schema.read(path, Described, "part", "Make it again", largest=1 << 20 if len(content) != 2000 else 1999)
+    message = str(found.value)
+    assert words in message
+    assert str(path) in message
+    assert message.isprintable()
+    path.write_text("count: 2\nshares: [1, 0.5]\nmore: {when: 2020-01-01}\n")
+    assert schema.read(path, Described, "part") == Described(2, (1.0, 0.5), {"when": "2020-01-01"})
+    (tmp_path / "part.json").write_text('{"count": 2, "more": {"x": "\\ud800"}}')
+    assert schema.read(tmp_path / "part.json", Described, "part").more == {"x": "?"}
+
+
+# ------------------------------------------------------------------ odd, but accepted
+
+
+@pytest.mark.parametrize(("backend", "ids"), [("native", [10**9, 10**30]), ("transformers", [10**9])])
+def test_ids_beyond_the_vocabulary_change_nothing(
+    places: Mapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    backend: str,
+    ids: list[int],
+) -> None:
+    folder = Path(shutil.copytree(places["target"], tmp_path / "model"))
+    fields = {"eos_token_id": ids, "suppress_tokens": ids, "begin_suppress_tokens": ids, "min_length": 10**30}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    command = f"generate abc -m ar -n 3 -q --device cpu --ignore-eos --backend {backend} -t".split(" ")
+    found, expected = (run_main(monkeypatch, capfd, *command, model) for model in (str(folder), places["target"]))
+    assert found == expected
+    assert found[0] == 0
+
+
+def test_layers_that_predict_several_tokens_are_expected_where_the_config_has_them() -> None:
+    names = ["model.layers.2.a.weight", "model.layers.2.b.weight"]
+    check_no_extra(names, "m", 2, prediction_layers=1)
+    for layers, prediction_layers in ((2, 0), (1, 1), (3, 1)):
+        with pytest.raises(SpecgenError, match=r"m has 2 tensors .* \(the first: model.layers.2.a.weight\)"):
+            check_no_extra(names, "m", layers, prediction_layers)
+
+
+def test_standard_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    class Endless(io.RawIOBase):
+        given = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            Endless.given += len(buffer)
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    code, out, err = run_main(monkeypatch, capfd, "generate", "-n", "3")
+    assert (code, out, err) == (2, "", "error: the prompt on standard input is longer than 16 MiB. Give a part of it\n")
+    assert Endless.given < 20 << 20

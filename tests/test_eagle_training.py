@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
 from training_helpers import TEXTS, TINY, corpus_of, opened, packed
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
 from specgen.train import eagle_objective
 from specgen.train.corpus import Part
 from specgen.train.eagle_objective import EagleObjective

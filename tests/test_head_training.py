@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from specgen.engine.parts.head_description import HeadDescription, read_head_description
-from specgen.engine.parts.head_files import find_head, load_head
 from torch import nn
 from training_helpers import TEXTS, TINY, Recorder, corpus_of, opened, packed, refused, train_command, trained
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.parts.head_description import HeadDescription, read_head_description
+from specgen.engine.parts.head_files import find_head, load_head
 from specgen.engine.parts.weights import HeadWeights, MedusaWeights
 from specgen.train.corpus import Part
 from specgen.train.frozen_target import FrozenTarget, TargetStates

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from specgen.engine.parts.medusa_runner import make_runners
 from training_helpers import TINY, corpus_of, opened
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts.medusa_runner import make_runners
 from specgen.train.frozen_target import FrozenTarget
 from specgen.train.head_objective import RowLabels
 from specgen.train.head_training import HeadTraining, predictions

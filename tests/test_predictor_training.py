@@ -12,11 +12,11 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, save
 from runner_checks import every
 from safetensors.torch import load_file
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
 from specgen.base.types import Context
 from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
 from specgen.train import exit_training, predictor_training
 from specgen.train.corpus import Part
 from specgen.train.exit_training import retrain_predictor, train_exit

@@ -14,18 +14,6 @@ from cli_helpers import parsed, run_main
 from families import NATIVE, make_model, near_copy, plain, prompt, save
 from runner_checks import uncached
 from scripted_models import PROMPT, scripted_run
-from specgen.engine.native.quantised_products import (
-    GROUP,
-    QuantisedProduct,
-    quantised_bytes,
-    quantised_product,
-    refusal,
-    rounded_groups,
-    rounded_rows,
-    with_int4_weights,
-    with_int8_weights,
-    with_rounded_activations,
-)
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 from worker_helpers import posix
 
@@ -37,7 +25,20 @@ from specgen.engine.draft_dtype import choose_draft_dtype
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import quantised_products
 from specgen.engine.native.loading import return_free_memory
-from specgen.engine.native.products import DenseProduct, ProductFactory
+from specgen.engine.native.products import (
+    GROUP,
+    DenseProduct,
+    ProductFactory,
+    QuantisedProduct,
+    quantised_bytes,
+    quantised_product,
+    refusal,
+    rounded_groups,
+    rounded_rows,
+    with_int4_weights,
+    with_int8_weights,
+    with_rounded_activations,
+)
 from specgen.pair.pair import Pair
 
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from unittest.mock import Mock, patch
 import pytest
 from families import exit_of, make_model, save
 from head_layouts import write_head
-from specgen.engine.parts.head_files import load_head
 from tuning_helpers import COSTS, PROMPTS, PairOf, really
 from typer.testing import CliRunner
 
@@ -22,6 +21,7 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import RoundCosts
+from specgen.engine.parts.head_files import load_head
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles

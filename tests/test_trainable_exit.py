@@ -10,7 +10,6 @@ import torch
 from families import BACKENDS, make_model, make_tokenizer, model_of, save
 from runner_checks import LAYERED, quick
 from safetensors.torch import load_file
-from specgen.engine.parts.exit_files import WEIGHTS, Description, load_exit, save_exit
 from training_helpers import opened
 
 from specgen import demo
@@ -21,6 +20,7 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import Model, TrainableExit
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts.exit_files import WEIGHTS, Description, load_exit, save_exit
 from specgen.train.exit_training import exit_outputs
 from specgen.train.training_loop import autocast_for
 
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(family: str, backend: s
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * scale, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_a_bfloat16_target_is_trained_with_products_in_bfloat16(family: str, tmp_path: Path) -> None:
     module = make_model(family, tie_word_embeddings=False)
     save(module, tmp_path)

@@ -18,7 +18,6 @@ import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import every
 from safetensors.torch import load_file
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
 from specgen.base.errors import RunError, SpecgenError
@@ -26,6 +25,7 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import TrainableExit
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from specgen.train.corpus import Corpus, Part, read_corpus
 from specgen.train.distillation import DistillationBatches
 from specgen.train.exit_training import ExitTraining, exit_outputs, first_layers, train_exit

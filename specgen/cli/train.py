@@ -5,24 +5,21 @@ Imports no torch.
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import make_writable_folder
-from specgen.base.json_lines import print_json
-from specgen.base.paths import EXIT_WEIGHTS, head_folder, pair_folder
-from specgen.base.sanitize import print_result
+from specgen.base.files import EXIT_WEIGHTS, head_folder, make_writable_folder, pair_folder
+from specgen.base.interrupts import interrupts
+from specgen.base.text import print_json, print_result
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.methods import table as methods
 
 if TYPE_CHECKING:
     import torch
@@ -178,7 +175,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
         task = training_task(models, request, objective.target, draft, prompts)
         objective.check(task)
     make_writable_folder(task.folder)
-    with _stop_on_interrupt() as stop_requested, Progress(err, quiet=quiet) as progress:
+    with interrupts.held(raises=False) as stop_requested, Progress(err, quiet=quiet) as progress:
         bars, target = TrainingLine(progress, stop_requested), objective.target
         bars.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
         try:
@@ -200,23 +197,6 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
     return None
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C was pressed. The first Ctrl-C does nothing else; the second one interrupts."""
-    received: list[int] = []
-
-    def handle(signum: int, _: object) -> None:
-        received.append(signum)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def load_objective(

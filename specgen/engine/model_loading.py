@@ -389,8 +389,8 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
 
 
 _INSTEAD = (
-    "Draft text (-m sd --set translation=text; in compare -m sd:translation=text), "
-    "or take a method without a draft model: -m lookup"
+    "Only drafts by their text work with such tokenizers (-m sd --set translation=text; in compare -m sd:translation=text), "
+    "and methods without a draft model: -m lookup"
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
@@ -13,9 +14,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.trained_part import TrainedPart, find_part, open_part
 from specgen.engine.parts.weights import KINDS, Kind
-from specgen.methods import table as methods
-from specgen.methods.method import Method
-from specgen.methods.missing_parts import no_exit_layer, no_head
+from specgen.methods.method import DRAFT_MODEL, NOTHING, SKIPPED_LAYERS, Method
 
 _ALL: tuple[Kind, ...] = ("exit", *KINDS)
 _MODULES = {"exit": "early_exit", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}
@@ -23,7 +22,7 @@ _MODULES = {"exit": "early_exit", "medusa": "medusa", "eagle": "eagle", "glide":
 
 def kind_for(method: Method) -> str:
     """Returns the kind of trained part that the method needs; empty if it needs none."""
-    return "exit" if method.needs_exit_layer else method.head
+    return "" if method.needs in (NOTHING, DRAFT_MODEL, SKIPPED_LAYERS) else method.needs
 
 
 def name_in(values: Mapping[str, object]) -> str:
@@ -158,8 +157,8 @@ class PartStore:
         kind, location = kind_for(method), None if self._target.name.startswith("demo/") else self._target.name
         if kind == "exit":
             self._target.model.check_layers("early exit")
-            return self.refusal(kind) or no_exit_layer(method, location)
-        error, head = self.refusal(kind) or no_head(method, location), self._named_head
+            return self.refusal(kind) or method.without_part(location)
+        error, head = self.refusal(kind) or method.without_part(location), self._named_head
         if head is None:
             return error
         given, hint = f"the head {head.path} is for {head.kind}, not for {method.name}", error.hint

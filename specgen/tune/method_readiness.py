@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.decoding.adaptive import Adaptive
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.parts.weights import KINDS
-from specgen.methods import table as methods
-from specgen.methods.method import Method
-from specgen.methods.missing_parts import head_training_command, training_command
+from specgen.methods.adaptive import Adaptive
+from specgen.methods.method import Method, training_command
 from specgen.pair.pair import Pair
 from specgen.pair.parts import PartStore
 
@@ -73,10 +72,7 @@ def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, R
     missing: dict[str, Readiness] = {}
     for kind in ("exit", *KINDS):
         if store.find(kind) is None:
-            error, train = (
-                store.refusal(kind),
-                training_command(location) if kind == "exit" else head_training_command(kind, location),
-            )
+            error, train = store.refusal(kind), training_command(kind, location)
             why = f"no {'exit layer' if kind == 'exit' else 'head'}"
             missing[kind] = Readiness(False, why, f"train one with {train}")
             if error is not None:

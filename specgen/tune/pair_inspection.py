@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specgen.base.environment import launch
+from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
@@ -22,8 +22,8 @@ from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.device_map import place
 from specgen.engine.spread.placement import Placement, Stage
 from specgen.engine.text.token_bytes import NoTokenBytes
-from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.engine.weight_sizes import weight_sizes
 from specgen.pair.pair import Pair

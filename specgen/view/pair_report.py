@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.sanitize import inline, one_line
+from specgen.base.text import inline, one_line
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
 from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:
-    from specgen.engine.text.token_overlap import TokenOverlap
+    from specgen.engine.text.translation import TokenOverlap
     from specgen.tune.method_readiness import Readiness
     from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 

@@ -22,8 +22,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.files import whole_file
-from specgen.base.paths import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head
+from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
 from specgen.base.schema import read
 from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
