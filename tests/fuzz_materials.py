@@ -11,13 +11,13 @@ from typing import Any
 
 import traces
 import yaml
-from families import CHAT_TEMPLATE, LETTERS, exit_of, make_model, make_tokenizer, near_copy, save
+from families import CHAT_TEMPLATE, LETTERS, make_model, make_tokenizer, near_copy, random_predictor, save
 from tuning_helpers import outcome
 
 import specgen
 from specgen.cli.app import main
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.parts.exit_files import Description, save_exit
+from specgen.engine.parts.trained_part import ExitDescription, save_exit
 from specgen.tune import profile as profiles
 
 
@@ -59,10 +59,9 @@ def make(folder: Path) -> Materials:
         profile = folder / "profile"
         profile.mkdir()
         profiles.save(profiles.from_outcome(outcome(), profiles.profile_key_of(pair)), profile)
-        trainable = pair.target.model.trainable_exit(target, 1)  # type: ignore[attr-defined]
-        predictor = exit_of(pair.target, 1).predictor
-    described = Description("target", weights_fingerprint(target), 1, predictor=predictor is not None)
-    save_exit(folder / "exit", trainable.module, predictor, described)
+        tensors = pair.target.model.last_layers(target, 1)
+    described = ExitDescription("target", weights_fingerprint(target), 1, predictor=True)
+    save_exit(folder / "exit", tensors, random_predictor(32), described)
     made = Materials(target, draft, other, families, [], profile, folder / "exit")
     made.traces.extend(_traces(folder, made))
     return made

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import soak
 from cli_helpers import POSIX
-from families import LETTERS, exit_of, make_model, make_tokenizer, near_copy, save
+from families import LETTERS, make_model, make_tokenizer, near_copy, save, with_exit
 
 import specgen
 from specgen.methods import METHODS
@@ -25,9 +25,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Pair]:
 
     def made() -> Pair:
         pair = specgen.load(*names, device="cpu", dtype="float32")
-        pair.exit_layer = exit_of(pair.target, 1)
         pair._process_worker = None  # PEARL's draft in a thread: test_workers has the process
-        return pair
+        return with_exit(pair, 1)
 
     return made
 
