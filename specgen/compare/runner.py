@@ -263,15 +263,11 @@ class Runner:
     @contextmanager
     def _metered(self, summary: Summary) -> Iterator[None]:
         """Adds the energy used inside the block to the summary, if the comparison measures energy."""
-        if self._meter is None:
-            yield
-            return
-        self._meter.start()
-        try:
-            yield
+        if self._meter is not None:
+            self._meter.start()
+        yield
+        if self._meter is not None:
             summary.add_energy(self._meter.stop())
-        finally:
-            self._meter.close()
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
         if self.config.measures_perplexity:
