@@ -16,7 +16,7 @@ from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
-from specgen.view.terminal.comparison import Report, page
+from specgen.view.comparison import Report, page
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
 CATEGORIES = ["prose", "prose", "code", "code"]

@@ -11,14 +11,12 @@ from rich.text import Text
 
 import specgen
 from specgen.pair.figures import Summary
+from specgen.traces.reader import read_trace
 from specgen.traces.statistics import TraceStatistics
-from specgen.traces.trace_reader import read_trace
-from specgen.view.recorded_methods import RecordedMethod
-from specgen.view.svg_export import BACKGROUNDS, recorder
-from specgen.view.terminal import trace_report
-from specgen.view.terminal.answer_stream import AnswerText, AnswerView
-from specgen.view.terminal.footer import footer
-from specgen.view.terminal.rounds import RoundsView
+from specgen.view import trace_report
+from specgen.view.generation import AnswerText, AnswerView, RoundsView, footer
+from specgen.view.theme import BACKGROUNDS, recorder
+from specgen.view.trace_report import RecordedMethod
 
 WIDTH = 100  # columns
 FOLDER = Path(__file__).parent.parent / ".github"
@@ -33,15 +31,15 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     """The rounds of a run as an SVG of a terminal."""
     console = recorder(WIDTH, flavour)
     sampling = specgen.SamplingParams(max_new_tokens=128)
-    pair.prepare(f"{QUESTION}\nAnswer:", sampling=sampling)
-    plan = pair.plan(f"{QUESTION}\nAnswer:", sampling=sampling)
-    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(plan.info.prompt_ids))
-    answer, view = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), ()), AnswerView(console)
-    summary = Summary(plan.method.name)
+    request = pair.request(f"{QUESTION}\nAnswer:", sampling=sampling)
+    pair.prepare(request)
+    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids))
+    answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), ()), AnswerView(console)
+    summary = Summary(request.method.name)
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
     rounds.legend()
-    for round_ in plan.run.rounds():
+    for round_ in pair.run(request).rounds():
         summary.add(round_)
         rounds.show(round_)
         pieces += answer.add(round_)
@@ -63,7 +61,7 @@ def draw_inspected(flavour: str, folder: Path) -> str:
         )
         run = next(read_trace(path))
         shown.append(RecordedMethod(run.method, path.name, TraceStatistics(run.method), run))
-        shown[-1].statistics.add(run)
+        shown[-1].figures.add(run)
     console = recorder(WIDTH, flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
     trace_report.show(console, shown, None)

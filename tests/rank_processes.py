@@ -92,11 +92,11 @@ def _run_out_of_memory(passes: int) -> None:
 class _Answers:
     @staticmethod
     def plan(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> None:
-        pair.plan(prompt, method, sampling, **settings)
+        pair.run(pair.request(prompt, method, sampling, **settings))
 
     @staticmethod
     def generate(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> Any:
-        pair.prepare(prompt, method, sampling, **settings)
+        pair.prepare(pair.request(prompt, method, sampling, **settings))
         return pair.generate(prompt, method, sampling, **settings).token_ids
 
     @staticmethod

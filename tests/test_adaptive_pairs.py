@@ -62,7 +62,7 @@ def test_greedy_and_unseeded_runs_learn_for_later_runs(load: Callable[[], Pair])
     pair = load()
     seen = []
     for sampling in (GREEDY, UNSEEDED, GREEDY, UNSEEDED, SEEDED):
-        learned = pair.plan(PROMPT, "adaptive", sampling, **COSTS).run.policy.learned  # type: ignore[attr-defined]
+        learned = pair.run(pair.request(PROMPT, "adaptive", sampling, **COSTS)).policy.learned  # type: ignore[attr-defined]
         before = learned.token.information
         lengths(pair, sampling)
         seen.append((before > 0, learned.token.information > before))
@@ -154,6 +154,6 @@ def test_pearl_with_a_given_window_measures_what_it_needs(
     ids = pair.generate(PROMPT, "ar", GREEDY).token_ids
     assert pair.generate(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).token_ids == ids
     assert bool(pair._pearl_costs._known) == (not given_)
-    policy: Any = pair.plan(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).run.policy
+    policy: Any = pair.run(pair.request(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_)).policy
     assert policy._costs.draft == 0
     assert policy._costs.verification.at(1) == given_.get("verify_cost", policy._costs.verification.at(1))

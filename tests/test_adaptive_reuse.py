@@ -17,7 +17,6 @@ from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafting_guard import LONGEST_PAUSE
 from specgen.decoding.learned_drafting import Learned
 from specgen.decoding.length_policy import DraftedToken
-from specgen.decoding.sequential import Checked
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 from specgen.tune.simulation import SimulatedClock, SimulatedDrafter
@@ -26,13 +25,17 @@ PROMPT = [5, 9, 7, 3]
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
 
 
+def run_of(pair: Pair) -> Any:
+    return lambda *given, **settings: pair.run(pair.request(*given, **settings))
+
+
 def one_length(**points: float) -> CostTable:
     return CostTable({100: Curve({int(name[1:]): seconds for name, seconds in points.items()})})
 
 
 def test_only_equal_settings_and_sampling_share_what_is_learned(near: Pair) -> None:
     def learned(method: str = "adaptive", sampling: SamplingParams | None = None, **given: object) -> object:
-        policy: Any = near.plan(PROMPT, method, sampling, **COSTS | given).run.policy
+        policy: Any = near.run(near.request(PROMPT, method, sampling, **COSTS | given)).policy
         return policy.learned
 
     hot = SamplingParams(temperature=1.0)
@@ -81,7 +84,7 @@ def test_copied_tokens_are_no_drafts_of_the_model() -> None:
     added: list[int] = []
     noted: Any = SimpleNamespace(add=lambda drafted, *_: added.append(drafted), conclude=lambda: None)
     run = scripted_run("adaptive", COSTS, TableRunner(0), TableRunner(7), SamplingParams(max_new_tokens=80))
-    run.schedule = Checked(noted)
+    run = replace(run, check=noted)
     rounds = list(run.rounds())[1:]
     copied = ["lookup" in (round_.draft.stop_reason or "") for round_ in rounds]
     assert any(copied)
@@ -99,26 +102,26 @@ def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytes
         return RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
 
     monkeypatch.setattr(drafting_knowledge, "time_rounds", times)
-    request: Any = near._request(PROMPT, "adaptive", None, {})
+    request: Any = near.request(PROMPT, "adaptive")
     for part, count in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
-        near.knowledge.measure(request, near.plan, 200, part)
+        near.knowledge.measure(request, run_of(near), 200, part)
         assert len(measured) == count
 
 
 def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pair, tmp_path: Path) -> None:
     """For instance because the timed context has a token that its vocabulary lacks. A later process tries again."""
-    run = near.plan(PROMPT, "adaptive", SamplingParams(max_new_tokens=60), lookup=False, **COSTS).run
+    run = near.run(near.request(PROMPT, "adaptive", SamplingParams(max_new_tokens=60), lookup=False, **COSTS))
     never: Any = SimpleNamespace(propose=lambda *_: Draft())
-    request: Any = near._request(PROMPT, "adaptive", None, {})
-    near.knowledge.measure(request, lambda *_, **__: SimpleNamespace(run=replace(run, drafter=never)), 200)
+    request: Any = near.request(PROMPT, "adaptive")
+    near.knowledge.measure(request, lambda *_, **__: replace(run, drafter=never), 200)
     assert near.knowledge.inputs(request, None).costs.draft == pytest.approx(1.0)
     assert not (tmp_path / "cache" / "rounds").exists()
 
 
 def test_bild_is_timed_with_drafts_of_all_lengths(near: Pair) -> None:
     """It ends drafts by itself, before the lengths that are to be timed."""
-    request: Any = near._request(PROMPT, "bild", None, {"policy": "adaptive"})
-    costs = drafting_knowledge.time_rounds(near.knowledge._timed_run(request, near.plan, 200))
+    request: Any = near.request(PROMPT, "bild", policy="adaptive")
+    costs = drafting_knowledge.time_rounds(near.knowledge._timed_run(request, run_of(near), 200))
     assert set(next(iter(costs.draft_cost.curves.values())).points) == {0, 1, 4, 8}
 
 

@@ -24,7 +24,7 @@ from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.spread import device_map, placement
 from specgen.engine.spread.device_map import model_memory, place
 from specgen.engine.spread.placement import Room
-from specgen.tune.model_facts import model_facts
+from specgen.tune.pair_inspection import model_facts
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -24,7 +24,7 @@ from specgen.base.types import Draft, Verdict
 from specgen.decoding.verifiers import GreedyVerifier
 from specgen.methods import factory
 from specgen.methods import table as methods
-from specgen.view.recorded_methods import LOSSY
+from specgen.view.trace_report import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
 FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}

@@ -45,14 +45,14 @@ def test_caches_are_reserved_for_the_limit_alone(limited: Pair) -> None:
     target, draft = limited.runners
     assert draft is not None
     target.cache.capacity = draft.cache.capacity = 0
-    assert limited.plan([1, 5, 6], "sd", SAMPLING).context_ends
+    assert limited.request([1, 5, 6], "sd", SAMPLING).context_ends
     assert target.cache.capacity == draft.cache.capacity == LIMIT
     assert (limited.target.context_limit, target.context_limit, draft.context_limit) == (LIMIT, LIMIT, CONTEXT)
 
 
 def test_a_prompt_beyond_the_limit_is_refused(limited: Pair) -> None:
     with pytest.raises(specgen.SpecgenError, match=r"24 tokens and 100 new ones are 100 over --context 24"):
-        limited.plan([5] * LIMIT, "ar", SAMPLING)
+        limited.run(limited.request([5] * LIMIT, "ar", SAMPLING))
 
 
 @pytest.mark.parametrize(("limit", "message"), [(1, "--context is 1"), (CONTEXT + 1, "--context is 129, and .* for 128 tokens")])
@@ -121,9 +121,9 @@ def test_a_prompt_takes_its_cache_and_one_chunk(
         pair.load_draft()
         cache = pair.target.model.shape.kv_bytes_per_token(4) * capacity // buffers
         sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
-        plan = pair.plan([5 + number % 7 for number in range(length)], "sd", sampling, k=3)
+        run = pair.run(pair.request([5 + number % 7 for number in range(length)], "sd", sampling, k=3))
         with allocations:
-            assert len([*plan.run.rounds()]) > 1
+            assert len([*run.rounds()]) > 1
     others = [size for size in allocations.sizes if size != cache]
     assert len(allocations.sizes) - len(others) == 2 * buffers
     assert allocations.logits == 3, "of a prompt only the last token's"

@@ -134,23 +134,27 @@ def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
     sampling = SamplingParams(max_new_tokens=16)
-    demo_pair.prepare("def f(x):", "pearl", sampling)
-    plan = demo_pair.plan("def f(x):", "pearl", sampling)
-    costs = plan.info.costs
+    demo_pair.prepare(demo_pair.request("def f(x):", "pearl", sampling))
+    run = demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling))
+    costs = run.costs
     assert costs is not None
-    assert plan.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
+    assert run.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
     monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
     for known in ({}, demo_pair._pearl_costs._known):  # from the file, from memory
         monkeypatch.setattr(demo_pair._pearl_costs, "_known", known)
-        demo_pair.prepare("def f(x):", "pearl", sampling)
-        assert demo_pair.plan("def f(x):", "pearl", sampling).info.costs == costs
-    assert demo_pair.plan("def f(x):", "pearl", sampling, window=3).info.costs is None
+        demo_pair.prepare(demo_pair.request("def f(x):", "pearl", sampling))
+        assert demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling)).costs == costs
+    assert demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling, window=3)).costs is None
 
 
 def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with specgen.load(device="cpu", dtype="float32") as pair:
-        pair.prepare("def f(x):", "sd")
-        for started in ("workers.process_worker.DraftProcess", "preparation.time_parallel_passes", "preparation.search_skips"):
+        pair.prepare(pair.request("def f(x):", "sd"))
+        for started in (
+            "workers.process_worker.DraftProcess",
+            "pair.preparation.time_parallel_passes",
+            "pair.preparation.search_skips",
+        ):
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
@@ -158,10 +162,10 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
         settings |= {name: {"draft_cost": 0.1, "verify_cost": 0.02} for name in measured}
         for name, method in specgen.METHODS.items():
             if not method.head or demo.head_folder(method.head).is_dir():
-                pair.plan("def f(x):", name, **settings.get(name, {}))
+                pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
         for method in settings:
             with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
-                pair.plan("def f(x):", method)
+                pair.run(pair.request("def f(x):", method))
         assert pair._thread_worker is None
         assert pair._process_worker is None or pair._process_worker._process is None
 
@@ -174,10 +178,10 @@ def test_inspect_announces_the_window_that_a_run_uses(
     monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
     monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
     prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
-    demo_pair.prepare(prompt, "pearl", sampling)
+    demo_pair.prepare(demo_pair.request(prompt, "pearl", sampling))
     announced = measure_parallel(demo_pair, lambda _: None)
     assert announced is not None
-    assert demo_pair.plan(prompt, "pearl", sampling).settings.values["window"] == announced.window.size == 9
+    assert demo_pair.run(demo_pair.request(prompt, "pearl", sampling)).settings.values["window"] == announced.window.size == 9
 
 
 def test_eesd_speedup_by_hand() -> None:
@@ -194,7 +198,7 @@ def test_eesd_speedup_by_hand() -> None:
 def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
     costs = ParallelCosts(0.000654, 0.009026, 0.004, 15, 64)
     schedule = SimpleNamespace(window=SimpleNamespace(is_flexible=False))
-    line = _window(cast(Any, SimpleNamespace(info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=schedule))))
+    line = _window(cast(Any, SimpleNamespace(costs=costs, schedule=schedule)))
     target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
     assert round(target / draft, 1) == ratio
     assert f"; {costs.window.first} while it verifies one token" in line

@@ -35,7 +35,7 @@ from specgen.engine.native import weight_files
 from specgen.engine.native.masks import ChainMasks
 from specgen.engine.native.weight_files import WeightFiles
 from specgen.pair.figures import Summary
-from specgen.view.terminal.footer import footer
+from specgen.view.generation import footer
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -21,7 +21,6 @@ from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.first_acceptance import FirstAcceptance
 from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.sequential import Checked
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
@@ -148,7 +147,7 @@ def test_each_round_is_checked_but_not_the_first_draft() -> None:
     concluded: list[int] = []
     noted: Any = SimpleNamespace(add=lambda *given: added.append(given), conclude=lambda: concluded.append(len(added)))
     run = scripted_run("sd", {"k": 3}, TableRunner(0), TableRunner(0), SamplingParams(max_new_tokens=20))
-    run.schedule = Checked(noted)
+    run = replace(run, check=noted)
     rounds = list(run.rounds())[1:]
     assert [drafted for drafted, *_ in added] == [0, *(len(round_.draft.tokens) for round_ in rounds[1:])]
     assert [width for _, _, width, _ in added] == [len(round_.draft.tokens) + 1 for round_ in rounds]
@@ -159,5 +158,5 @@ def test_each_round_is_checked_but_not_the_first_draft() -> None:
 
 def test_the_default_of_a_pair_needs_prepare_first(near: Pair) -> None:
     with pytest.raises(SpecgenError, match="adaptive is not prepared for this run"):
-        near.plan(PROMPT)
-    assert near.plan(PROMPT, draft_cost=0.2, verify_cost=0.02).method.name == "adaptive"
+        near.run(near.request(PROMPT))
+    assert near.run(near.request(PROMPT, draft_cost=0.2, verify_cost=0.02)).settings.policy == "adaptive"

@@ -27,7 +27,7 @@ from specgen.base import files
 from specgen.base.errors import RunError, SpecgenError
 from specgen.cli.app import app, compare, generate, inspect, tune
 from specgen.pair.records import TraceWriter
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 Main = Callable[..., tuple[int, str, str]]

@@ -26,9 +26,8 @@ from specgen.base.types import Draft, Round, Verdict
 from specgen.cli import error_reporting
 from specgen.compare.prompts import load_prompts
 from specgen.engine.layer_skipping import SkippedLayers
-from specgen.traces.trace_reader import is_deeper
 from specgen.train.corpus import read_corpus
-from specgen.view.terminal.rounds import parts
+from specgen.view.generation import parts
 
 Main = Callable[..., tuple[int, str, str]]
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -103,15 +102,9 @@ def test_numbers_without_a_float_and_deep_nesting_are_refused(main: Main, tmp_pa
     for view in VIEWS[:2]:
         code, out, err = main("inspect", path, *view)
         assert (code, out) == (2, "")
-        assert "line 1: it is not JSON (" in err
+        assert "line 1: is not JSON (" in err
         assert why in err
         assert err.count("\n") == 1
-
-
-def test_depth_counts_levels() -> None:
-    assert not is_deeper([[1], {"a": [2]}], 3)
-    assert is_deeper([[1], {"a": [2]}], 2)
-    assert not is_deeper(5, 0)
 
 
 class Counted(list[int]):

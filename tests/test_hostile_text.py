@@ -21,9 +21,9 @@ from rich.text import Text
 from specgen.base.types import SamplingParams
 from specgen.compare.columns import csv_text
 from specgen.decoding.logits_ops import warp
-from specgen.view import svg_export, theme
-from specgen.view.terminal.comparison import page
-from specgen.view.terminal.loading_line import LoadingLine
+from specgen.view import theme
+from specgen.view.comparison import page
+from specgen.view.progress import Progress
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m\u202e\u200b\U000e0041[/x] =cmd|' /C calc'!A0"
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
@@ -50,7 +50,11 @@ def hostile(value: Any, key: str = "") -> Any:
 @pytest.mark.parametrize("more", [(), ("--run", "1", "--rounds", "9")])
 def test_no_text_of_a_trace_reaches_the_terminal_unchanged(main: Main, tmp_path: Path, more: tuple[str, ...]) -> None:
     """Every text of the trace is hostile, so a field that is shown in a new place is tested too."""
-    lines = [hostile(line) for method in ("svip", "pearl") for line in traces.a_run(method, spec=method, category="c")]
+    runs = [
+        traces.a_recorded_run(6, spec="beta-ts"),
+        *(traces.a_run(method, spec=method, category="c") for method in ("svip", "pearl")),
+    ]
+    lines = [hostile(line) for run in runs for line in run]
     path = traces.write(tmp_path / f"t{HOSTILE.replace('/', '')}.jsonl", *lines)
     page_file = tmp_path / "page.html"
     code, out, err = main("inspect", path, *more)
@@ -71,10 +75,10 @@ def test_the_console_shows_its_own_styles_only() -> None:
     console.stream(Text(f"line\n{HOSTILE}\n"))
     with console.status(Text(HOSTILE)):
         pass
-    with LoadingLine(console, quiet=False) as loading:
+    with Progress(console, quiet=False) as loading:
         loading.announce(f"loading {HOSTILE}")  # not Rich's markup either
-        loading.still(HOSTILE)
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue().replace("\x1b[2J", "FORGED"))
+        loading.bar(HOSTILE, 0.5, HOSTILE)
+    shown = re.sub(r"\x1b(\[[\d;?]*[A-Za-z]|[78])", "", out.getvalue().replace("\x1b[2J", "FORGED"))
     assert "FORGED" not in shown
     assert not UNSAFE.search(shown.replace("\r", ""))
     first, second = out.getvalue().splitlines()[:2]
@@ -83,7 +87,7 @@ def test_the_console_shows_its_own_styles_only() -> None:
 
 
 def test_pictures_have_no_control_characters() -> None:
-    assert not UNSAFE.search(svg_export.svg([Text(HOSTILE)], 300))
+    assert not UNSAFE.search(theme.svg([Text(HOSTILE)], 300))
 
 
 def named(category: str, name: str = "") -> Any:

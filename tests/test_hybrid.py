@@ -214,6 +214,6 @@ def test_timed_rounds_draft_with_the_model_or_copy_a_token(pair_of: Callable[...
     shared = pair_of("llama", "near")
     for draft in (shared.draft, None):
         pair = Pair(shared.target, draft)
-        pair.prepare([1, 2, 3], "adaptive")
-        pair.prepare([1, 2, 3], "lookup", policy="adaptive")
+        pair.prepare(pair.request([1, 2, 3], "adaptive"))
+        pair.prepare(pair.request([1, 2, 3], "lookup", policy="adaptive"))
     assert timed == ["ModelDrafter", *["RepeatDrafter"] * 3]

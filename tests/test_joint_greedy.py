@@ -23,7 +23,7 @@ from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 
 PairOf = Callable[..., Pair]
 Block = tuple[list[int], float]  # tokens and joint log-likelihood
@@ -209,7 +209,7 @@ def test_a_stop_text_cuts_a_block() -> None:
 
 def test_it_decodes_greedily_only(pair_of: PairOf) -> None:
     with pytest.raises(SpecgenError, match=r"joint decodes greedily only, and temperature is 0\.7"):
-        pair_of("llama", "near").plan([1, 5], "joint", SamplingParams(temperature=0.7))
+        pair_of("llama", "near").request([1, 5], "joint", SamplingParams(temperature=0.7))
     found = CliRunner().invoke(app, ["generate", "-m", "joint", "--temperature", "0.7", "Hi"])
     assert found.exit_code == 2
     assert found.stdout == ""

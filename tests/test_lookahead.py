@@ -27,7 +27,7 @@ from specgen.engine.native.ancestry import ancestry
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line
-from specgen.traces.trace_reader import read_trace
+from specgen.traces.reader import read_trace
 
 GREEDY = SamplingParams(max_new_tokens=20)
 

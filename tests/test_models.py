@@ -129,9 +129,9 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
     shape = pair.target.model.shape
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
-    short = pair.plan([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
+    short = pair.request([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
     assert short.context_ends
-    assert short.run.limit == 13, "the token after the boundary is never run"
+    assert short.limit == 13, "the token after the boundary is never run"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (20, 32, 33, 60):

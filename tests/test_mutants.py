@@ -15,12 +15,13 @@ from head_mutants import HEAD_MUTANTS
 from mutants import DECODING_MUTANTS, Mutant, Selection
 from policy_mutants import POLICY_MUTANTS
 from tree_mutants import TREE_MUTANTS
+from view_mutants import VIEW_MUTANTS
 
 import specgen
 
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
-MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS]
+MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS, *VIEW_MUTANTS]
 
 
 def test_mutants_have_names_of_their_own_and_change_something() -> None:

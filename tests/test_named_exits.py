@@ -50,14 +50,14 @@ def test_each_run_has_the_exit_that_it_names(folder: Path, pair: Pair) -> None:
     sampling = SamplingParams(16, ignore_eos=True, seed=1)
     expected = pair.generate(PROMPT, "ar", sampling).token_ids
     for name, policy in (("first", "cali-ts"), ("second", "beta-ts")):
-        plan = pair.plan(PROMPT, "eesd", sampling, exit=folder / name)
-        assert plan.settings.policy == policy, "the policy fits the named exit's predictor"
-        assert plan.info.settings["exit"] == str(folder / name)
-        assert [token for round_ in plan.run.rounds() for token in round_.token_ids] == expected
+        run = pair.run(pair.request(PROMPT, "eesd", sampling, exit=folder / name))
+        assert run.settings.policy == policy, "the policy fits the named exit's predictor"
+        assert run.settings.values["exit"] == str(folder / name)
+        assert [token for round_ in run.rounds() for token in round_.token_ids] == expected
     with pytest.raises(SpecgenError, match="needs an exit layer trained for the target, and there is none"):
         pair.generate(PROMPT, "eesd", sampling)
     pair.exit_layer = pair.exits.get(str(folder / "second"))  # type: ignore[assignment]
-    assert pair.plan(PROMPT, "eesd-fixed", sampling).info.settings["exit"] == "auto"
+    assert pair.run(pair.request(PROMPT, "eesd-fixed", sampling)).settings.values["exit"] == "auto"
 
 
 def test_an_exit_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.request import Deadline, TuningRequest
 from specgen.tune.round_timing import ParallelProbe
 from specgen.tune.simulation import PairMeasurements
-from specgen.view.terminal import pair_report
+from specgen.view import pair_report
 from specgen.workers.stream_worker import StreamWorker
 from specgen.workers.thread_worker import ThreadWorker
 
@@ -92,14 +92,14 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
     shown = " ".join(" ".join(line.plain for line in pair_report._costs(alone, announced, 100)).split())
     assert "8.3 draft passes (c): PEARL's window is 8" in shown
-    near.prepare(PROMPTS[0], "pearl", GREEDY)
-    plan = near.plan(PROMPTS[0], "pearl", GREEDY)
-    assert plan.settings.values["window"] == 8
-    assert plan.info.costs is not None
-    assert plan.info.costs.as_dict()["window"] == 8
-    assert isinstance(plan.run.schedule, Parallel)
-    assert plan.run.schedule.window == simulated_window(near, flexible=flexible)
-    assert plan.run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
+    near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
+    run = near.run(near.request(PROMPTS[0], "pearl", GREEDY))
+    assert run.settings.values["window"] == 8
+    assert run.costs is not None
+    assert run.costs.as_dict()["window"] == 8
+    assert isinstance(run.schedule, Parallel)
+    assert run.schedule.window == simulated_window(near, flexible=flexible)
+    assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
     assert costs_of_rounds(ROUNDS, 8).window == costs.window
 
 
@@ -296,7 +296,7 @@ def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
         added.clear()
         with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
             run = scripted_run("pearl", {"window": 3}, runner, runner, SamplingParams(max_new_tokens=12), worker=worker)
-            run.schedule = replace(run.schedule, check=noted)  # type: ignore[type-var]
+            run = replace(run, check=noted)
             rounds: Iterator[Any] = run.rounds()
             read = [next(rounds) for _ in range(rounds_read)] if rounds_read else list(rounds)
             rounds.close()  # type: ignore[attr-defined]

@@ -13,12 +13,12 @@ from specgen.base.types import SamplingParams
 from specgen.engine import cached_prefix
 from specgen.pair.pair import Pair
 from specgen.view import theme
-from specgen.view.terminal.prefill_line import DELAY, PrefillLine
+from specgen.view.progress import PREFILL_DELAY, Progress, reading_prompt
 from specgen.workers.process import DraftProcess
 from specgen.workers.shared_flags import SharedFlags
 
 PROMPT = [5 + token % 9 for token in range(23)]
-ERASE = "\x1b[K"
+ERASE = "\x1b[J"
 
 
 @pytest.fixture
@@ -54,59 +54,28 @@ def test_other_runners_report_too(demo_pair: Pair, reports: list[tuple[int, int,
     assert all(done == total for done, total in ends.values())
 
 
-class Screen:
-    """A terminal's stderr, and a clock that the test sets."""
-
-    def __init__(self, *, terminal: bool = True, quiet: bool = False) -> None:
-        self.file, self.now = io.StringIO(), 0.0
-        console = theme.console(file=self.file, force_terminal=terminal, width=80)
-        self.line = PrefillLine(console, quiet=quiet, clock=lambda: self.now)
-
-    @property
-    def written(self) -> str:
-        text = self.file.getvalue()
-        self.file.truncate(0)
-        self.file.seek(0)
-        return text
-
-
 def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
-    screen = Screen()
-    with screen.line.watching():
-        prefill_reports.report(1, 0, 32_000)
-        screen.now = DELAY - 0.01
-        prefill_reports.report(1, 1024, 32_000)
-        assert screen.written == ""
-        screen.now = DELAY
-        prefill_reports.report(1, 2048, 32_000)
-        shown = screen.written
+    """And begins at the cursor, where an answer may have begun."""
+    file, now = io.StringIO(), [0.0]
+    progress = Progress(theme.console(file=file, force_terminal=True, width=80), quiet=False)
+
+    def written(source: int, done: int, total: int, at: float | None = None) -> str:
+        now[0] = now[0] if at is None else at
+        file.truncate(file.seek(0))
+        prefill_reports.report(source, done, total)
+        return file.getvalue()
+
+    with reading_prompt(progress, lambda: now[0]):
+        assert written(1, 0, 32_000) == written(1, 1024, 32_000, PREFILL_DELAY - 0.01) == ""
+        shown = written(1, 2048, 32_000, PREFILL_DELAY)
         assert "reading the prompt" in shown
         assert "2,048 of 32,000 tokens" in shown
-        assert shown.startswith("\x1b7"), "the cursor is where it was"
-        assert shown.endswith("\x1b8")
-        prefill_reports.report(1, 32_000, 32_000)
-        assert screen.written == ERASE
-        prefill_reports.report(2, 0, 8_000)  # the draft's, at once: the user has waited before
-        assert "0 of 8,000 tokens" in screen.written
-        prefill_reports.report(3, 500, 2_000)
-        assert "500 of 10,000 tokens" in screen.written
-        screen.line.clear()
-        assert screen.written == ERASE
-        prefill_reports.report(2, 8_000, 8_000)
-        assert "8,500 of 10,000 tokens" in screen.written
-    assert screen.written == ERASE, "an interrupted prefill leaves no bar"
-    prefill_reports.report(2, 1, 2)
-    assert screen.written == ""
-
-
-@pytest.mark.parametrize("options", [{"terminal": False}, {"quiet": True}])
-def test_nothing_is_shown_without_a_terminal_or_with_quiet(options: dict[str, bool]) -> None:
-    screen = Screen(**options)
-    with screen.line.watching():
-        for now in (0.0, 9.0, 18.0):
-            screen.now = now
-            prefill_reports.report(1, int(now), 32_000)
-    assert screen.written == ""
+        assert (shown[:2], shown[-2:]) == ("\x1b7", "\x1b8"), "the cursor is where it was"
+        assert written(1, 32_000, 32_000) == ERASE
+        assert "0 of 8,000 tokens" in written(2, 0, 8_000), "the draft's, at once: the user has waited before"
+        assert "500 of 10,000 tokens" in written(3, 500, 2_000)
+    assert file.getvalue().endswith(ERASE), "an interrupted prefill leaves no bar"
+    assert written(2, 1, 2) == ""
 
 
 def test_the_parent_passes_on_what_its_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +106,7 @@ def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
         if done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(PrefillLine, "watching", lambda self: prefill_reports.to(press))
+    monkeypatch.setattr("specgen.view.progress.reading_prompt", lambda _: prefill_reports.to(press))
     code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc " * 6, *pair, "-m", "sd")
     assert (code, out) == (130, "")
     assert "interrupted" in err

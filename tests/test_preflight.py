@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, LETTERS, NATIVE, VOCAB, WORDS, make_model, make_tokenizer, near_copy, save
+from families import CONTEXT, LETTERS, NATIVE, make_model, make_tokenizer, save
 from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
@@ -21,10 +21,10 @@ from specgen.base.settings import Setting
 from specgen.base.timing import timed
 from specgen.base.types import Context
 from specgen.cli.app import main
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.decoding.drafter_kinds import LOOKUP
-from specgen.engine.model_loading import ModelSource
+from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
@@ -33,7 +33,7 @@ from specgen.methods import factory
 from specgen.methods import table as methods
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
-from specgen.view.terminal import pair_report
+from specgen.view import pair_report
 
 Inspect = Callable[..., tuple[str, str]]
 CPU = torch.device("cpu")
@@ -173,13 +173,6 @@ def test_an_option_of_models_alone_inspects_the_bundled_pair(inspect: Inspect, o
     assert "demo/target" in out
 
 
-def test_padded_tables_and_added_tokens_are_named(inspect: Inspect, tmp_path: Path) -> None:
-    model = make_model("llama")
-    both = ("-t", save(model, tmp_path / "t"), "-d", save(near_copy(model), tmp_path / "d"))
-    out, _ = inspect(*both)
-    assert f"✓ tokenizer  the same, {len(WORDS)} tokens (tables of {VOCAB} rows: padded)" in out
-
-
 def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = None
@@ -205,22 +198,6 @@ def test_what_is_no_model_is_refused(inspect: Inspect, tmp_path: Path) -> None:
     out, err = inspect("-t", str(tmp_path), code=2)
     assert out == ""
     assert "is no Hugging Face model" in err
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
-def test_every_line_fits_its_width(inspect: Inspect, width: int) -> None:
-    out = inspect("--pair", width=width)[0]
-    assert max(map(len, out.splitlines())) <= width
-
-
-@pytest.mark.parametrize("width", [40, 100])
-def test_every_measured_line_fits_its_width(inspect: Inspect, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_inspection, "measure", lambda *_: speedup_model(draft=0.2, a_token_more=0.03))
-    monkeypatch.setattr(pair_inspection, "measure_parallel", lambda *_: ParallelCosts(0.2, 1.0, 1.0, 5, 256))
-    out = inspect("--measure", "-t", str(demo.folder("draft")), "-d", str(demo.folder("draft")), width=width)[0]
-    # a path is not cut: whoever copies the command needs all of it
-    assert all(len(line) <= width or str(demo.folder("draft"))[:10] in line for line in out.splitlines())
-    assert "✓ cost" in out
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +228,10 @@ def test_methods_that_cannot_be_planned_say_why(
     monkeypatch.setitem(methods.METHODS, "picky", picky)
     planned = factory.make_run
 
-    def refusing(method: Method, *rest: Any) -> Any:
+    def refusing(method: Method, *rest: Any, **given: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
-        return planned(method, *rest)
+        return planned(method, *rest, **given)
 
     monkeypatch.setattr(factory, "make_run", refusing)
     line = json_report(inspect, "-t", strangers[0], "--measure")
@@ -328,3 +305,25 @@ def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPa
     assert "cpu has 12.0 MiB free: room for about" in target
     assert draft.startswith("✗ memory: ")
     assert draft.endswith("mps has 900 KiB free: the weights do not fit")
+
+
+def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with specgen.load(save(make_model("llama"), tmp_path), device="cpu", dtype="float32") as pair:
+        assert pair_inspection.engine_choices(pair).threads is None
+        pair.warm_up()
+        choices = pair_inspection.engine_choices(pair)
+    assert choices.threads == pair.thread_choice
+    assert choices.threads is not None
+    assert choices.threads.reason == "OMP_NUM_THREADS is set"
+    assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer
+    assert {choice.reason for choice in choices.products["target"]} == {"too small"}
+    assert choices.padded_to == {"target": 1}
+
+
+def test_on_apple_gpus_auto_takes_transformers() -> None:
+    folder = demo.folder("target")
+    chosen = describe(folder, ModelSource(str(folder), on_mps=True))
+    assert (chosen.backend, chosen.fallback) == ("transformers", "on Apple GPUs")
+    assert describe(folder, ModelSource(str(folder), on_mps=True, backend="native")).backend == "native"
+    assert describe(folder, ModelSource(str(folder))).backend == "native"

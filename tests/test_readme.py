@@ -110,7 +110,7 @@ def test_profiles_are_for_the_commands_only(
     options = ("--device", "cpu", "--dtype", "float32", "--json", "-n", "4", "abc")
     start: dict[str, Any] = parsed(run_main(monkeypatch, capfd, "generate", *options)[1])[0]
     assert start["settings"]["threshold"] == 0.45
-    assert demo_pair.plan("abc", "svip").settings.values["threshold"] == 0.4
+    assert demo_pair.run(demo_pair.request("abc", "svip")).settings.values["threshold"] == 0.4
     assert demo_pair.generate("abc", sampling=SamplingParams(max_new_tokens=2)).summary["method"] == "adaptive"
 
 

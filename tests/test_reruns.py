@@ -150,7 +150,7 @@ def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(
     probe.run(Deadline.after(0, count().__next__))
     ((_, curve),) = probe.costs.draft_cost.curves.items()
     assert set(curve.points) == {0, 4}
-    run = headed.plan(PROMPTS[0], "eagle", GREEDY, **shape).run
+    run = headed.run(headed.request(PROMPTS[0], "eagle", GREEDY, **shape))
     with patch.object(run.policy, "keep_drafting", wraps=run.policy.keep_drafting) as judged:
         for round_ in run.rounds():
             assert sum(call.args[0].nodes for call in judged.call_args_list) == len(round_.draft.tokens)

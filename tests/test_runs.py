@@ -90,13 +90,14 @@ def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: li
 def test_the_context_ends_a_run(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("gpt2", "near")
     sampling = SamplingParams(max_new_tokens=500, ignore_eos=True)
-    plan = pair.plan([5] * 100, "sd", sampling, k=6)
-    rounds = list(plan.run.rounds())
-    assert plan.context_ends
+    request = pair.request([5] * 100, "sd", sampling, k=6)
+    run = pair.run(request)
+    rounds = list(run.rounds())
+    assert request.context_ends
     assert sum(len(round_.token_ids) for round_ in rounds) == CONTEXT - 100
-    assert plan.run.finish_reason == "length"
+    assert run.finish_reason == "length"
     with pytest.raises(specgen.SpecgenError, match=r"too long: 128 tokens and 500 new ones are 500 over the target's 128"):
-        pair.plan([5] * CONTEXT, "sd", sampling)
+        pair.run(pair.request([5] * CONTEXT, "sd", sampling))
 
 
 QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"

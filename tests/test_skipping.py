@@ -107,12 +107,12 @@ def pair(tmp_path: Path) -> Pair:
 def test_a_search_result_is_cached_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.pair.preparation.SEARCH_SECONDS", 0.0)
     sampling = SamplingParams(max_new_tokens=12)
-    pair.prepare([1, 5, 6], "selfsd", sampling)
-    first = pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"]
+    pair.prepare(pair.request([1, 5, 6], "selfsd", sampling))
+    first = pair.run(pair.request([1, 5, 6], "selfsd", sampling)).settings.values["skip"]
     monkeypatch.setattr("specgen.pair.preparation.search_skips", lambda *_: pytest.fail("it was searched for already"))
     monkeypatch.setattr(pair, "_fastest_skips", None)
-    pair.prepare([1, 5, 6], "selfsd", sampling)
-    assert pair.plan([1, 5, 6], "selfsd", sampling).settings.values["skip"] == first
+    pair.prepare(pair.request([1, 5, 6], "selfsd", sampling))
+    assert pair.run(pair.request([1, 5, 6], "selfsd", sampling)).settings.values["skip"] == first
     assert SkippedLayers.parse(str(first), 4).attention
     assert list((cache_folder() / "skips").iterdir())
     expected = pair.generate([1, 5, 6], "ar", sampling).token_ids

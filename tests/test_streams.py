@@ -325,10 +325,8 @@ def test_the_overlap_of_both_models_is_measured(turns: bool, monkeypatch: pytest
     assert (costs.gain < 1) == turns
     assert costs.target_pass == pytest.approx(PASS)
     assert time_parallel_passes(gpu, gpu, Context([1] * 8), gpu, 16).overlap is None
-    plan: Any = SimpleNamespace(
-        info=SimpleNamespace(costs=costs), run=SimpleNamespace(schedule=SimpleNamespace(window=costs.window))
-    )
-    assert ("the models take turns on this machine, so PEARL is expected to have 0." in _window(plan)) == turns
+    run: Any = SimpleNamespace(costs=costs, schedule=SimpleNamespace(window=costs.window))
+    assert ("the models take turns on this machine, so PEARL is expected to have 0." in _window(run)) == turns
     assert preparation._valid_costs({**vars_of(costs)}) == costs
     for name in ("overlap", "draft_alone", "target_alone"):
         for value in (None, float("nan")):

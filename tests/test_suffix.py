@@ -215,7 +215,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
     pair = near
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)
     with pytest.raises(SpecgenError, match=r"same seed.*Leave the seed or history out"):
-        pair.plan([3, 5], "suffix", sampled, history=True, policy="fixed")
+        pair.run(pair.request([3, 5], "suffix", sampled, history=True, policy="fixed"))
     timed: list[Run] = []
 
     def time_rounds(run: Run, **_: object) -> RoundCosts:
@@ -224,7 +224,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
     monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
-    pair.prepare([3, 5], "suffix", replace(sampled, seed=None), history=True)
+    pair.prepare(pair.request([3, 5], "suffix", replace(sampled, seed=None), history=True))
     assert len(timed) == 1
     assert isinstance(timed[0].drafter, RepeatDrafter)
 

@@ -23,7 +23,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.tune import pair_inspection
-from specgen.view.terminal import token_overlap as words
+from specgen.view import pair_report as words
 
 TokenizerOf = Callable[..., Tokenizer]
 

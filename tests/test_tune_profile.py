@@ -36,7 +36,8 @@ from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune.outcome import Candidate, TuningOutcome
 from specgen.view import theme
-from specgen.view.terminal.tune_report import TuneProgress, report
+from specgen.view.progress import Progress, TuneProgress
+from specgen.view.tune_report import report
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -345,7 +346,7 @@ def test_steps_and_result_fit_the_terminal(key: profiles.ProfileKey, tmp_path: P
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("ansi"), no_color=True, _environ={})
     step = "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
-    TuneProgress(console, None, time.perf_counter(), 60, quiet=False).done(step)
+    TuneProgress(Progress(console, quiet=False), time.perf_counter(), 60).done(step)
     lossy = Candidate("mtad", {"k": 4}, 120.0, measured=110.0, speedup=1.3, low=1.2, high=1.4, perplexity=1.07)
     report(console, replace(outcome(), methods=[*outcome().methods, lossy]), tmp_path / "profile.yaml")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]

@@ -288,7 +288,7 @@ def test_after_a_load_that_failed_a_second_try_fails_too(tmp_path: Path) -> None
     with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
         for _ in range(2):
             with pytest.raises(SpecgenError, match="no weights"):
-                pair.prepare(PROMPT, "pearl", window=4)
+                pair.prepare(pair.request(PROMPT, "pearl", window=4))
 
 
 @posix
@@ -315,6 +315,7 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders:
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     settings: dict[str, object] = {"window": 4} if method == "pearl" else {}
     pair = specgen.load(*folders, device="cpu", dtype="float32")
+    request = pair.request(PROMPT, method, sampling, **settings)
     run = pair.rounds(PROMPT, method, sampling, **settings)
     next(run)
     pair.close()
@@ -324,9 +325,12 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders:
             next(run)
     else:
         assert sum(len(round_.token_ids) for round_ in run) > 20
-    for use in (pair.prepare, pair.plan, pair.generate, pair.rounds):
+    for make in (pair.request, pair.generate, pair.rounds):
         with pytest.raises(SpecgenError, match="the pair of models is closed"):
-            use(PROMPT, method, sampling, **settings)
+            make(PROMPT, method, sampling, **settings)
+    for use in (pair.prepare, pair.run):
+        with pytest.raises(SpecgenError, match="the pair of models is closed"):
+            use(request)
     with pytest.raises(SpecgenError, match="the pair of models is closed"):
         pair.parallel_costs(4)
 

@@ -121,7 +121,7 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}," if mark is not None else ""
+        line = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecgenError(f"{where}{line} is not YAML: {problem}", hint) from error
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:  # `2020-99-99`, `!!bool maybe`, `!!int ''`

@@ -23,9 +23,9 @@ from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult
 from specgen.compare.resume import RecordedComparison
 from specgen.compare.runner import Runner
 from specgen.pair import records as traces
+from specgen.view import comparison as views
 from specgen.view import theme
-from specgen.view.terminal import comparison as views
-from specgen.view.terminal.live_table import live_lines, live_table
+from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
     from specgen.cli.compare_output import CompareOutput
@@ -78,11 +78,11 @@ class Comparison:
         failure: SpecgenError | None = None
         with self._interrupts as interrupts:
             try:
-                with live_lines(self._err, quiet=self._display.quiet) as show:
+                with Progress(self._err, quiet=self._display.quiet) as progress:
                     for step in self._runner.steps():
-                        if show is not None:
+                        if not progress.is_silent:
                             with interrupts.held():
-                                show(live_table(self._table_so_far(), step, self._err))
+                                views.show_step(progress, self._report(method_results(self.results, FEW_RESAMPLES)), step)
                 if self._output.predict:
                     costs = measure_costs(self._pair, self.results)
             except KeyboardInterrupt:
@@ -115,15 +115,12 @@ class Comparison:
     def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
         return views.Report(self.results, made, self._where, self._output.by_category, self._output.phases, notes)
 
-    def _table_so_far(self) -> Sequence[Text]:
-        return views.headed_table(self._report(method_results(self.results, FEW_RESAMPLES)), self._err.width)[0]
-
     def _interruption(self, interrupted: bool) -> list[str]:
         path = self._output.trace_path
         hint = "with --trace FILE.jsonl the next one can be resumed"
         if path is not None:
             hint = f"continue with --resume {shlex.quote(str(path))}"
-        return [f"Interrupted after {len(self.results.runs)} runs; {hint}."] * interrupted
+        return [f"Interrupted after {theme.counted(len(self.results.runs), 'run')}; {hint}."] * interrupted
 
     def _energy_notes(self) -> list[str]:
         """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
@@ -168,9 +165,7 @@ class Comparison:
         return [csv_text(shown.made, by_category=self._output.by_category)]
 
     def _svg(self, shown: views.Report) -> Iterable[str]:
-        from specgen.view.svg_export import svg
-
-        return [svg(views.page(shown, theme.PIPED_WIDTH), theme.PIPED_WIDTH)]
+        return [views.picture(shown)]
 
     def _page(self, shown: views.Report) -> Iterable[str]:
         from specgen.view.html import compare_page

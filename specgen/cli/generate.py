@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.cli.output_writers import OutputWriter
     from specgen.cli.profile_lookup import Choice
+    from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Plan
-    from specgen.view.terminal.prefill_line import PrefillLine
+    from specgen.pair.request import Request
+    from specgen.view.progress import Progress
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
@@ -54,12 +55,12 @@ def generate(
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.records import TraceWriter
     from specgen.view import theme
-    from specgen.view.terminal import method_catalogue
-    from specgen.view.terminal.prefill_line import PrefillLine
+    from specgen.view.methods import method_card
+    from specgen.view.progress import Progress
 
     if help_method:
         shown = methods.DEFAULT_METHOD if method is None else method
-        method_catalogue.method_card(theme.console(no_color=output.no_color), methods.find(shown))
+        method_card(theme.console(no_color=output.no_color), methods.find(shown))
         return None
     models = profile_lookup.with_exit(models, profile)
     params = sampling.params(stop or ())
@@ -84,30 +85,34 @@ def generate(
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
-        plan = _planned(pair, formatted, choice, params, err, record=record, quiet=quiet)
-        with closing(OutputWriter(pair, plan, output, choice.tuned, trace)) as writer:
-            return _run(plan, writer, PrefillLine(err, quiet=quiet))
+        request, run = _prepared(pair, formatted, choice, params, err, record=record, quiet=quiet)
+        with closing(OutputWriter(pair, request, run, output, choice.tuned, trace)) as writer:
+            return _run(run, writer, Progress(err, quiet=quiet))
 
 
-def _planned(
+def _prepared(
     pair: Pair, prompt: str | list[int], choice: Choice, sampling: SamplingParams, err: Console, *, record: bool, quiet: bool
-) -> Plan:
-    """Returns the run, ready to start; first measures what it needs. Prints notes about it on `err`, unless `quiet`."""
+) -> tuple[Request, Run]:
+    """Returns the request and its run, ready to start; first measures what it needs.
+
+    Prints notes about it on `err`, unless `quiet`.
+    """
     from rich.text import Text
 
     from specgen.cli import overlap_notice
-    from specgen.view.terminal.loading_line import LoadingLine
+    from specgen.view.progress import Progress
 
     chosen = methods.find(choice.method)
     settings = methods.resolve(chosen, choice.settings)
     overlap_notice.show(pair, err, quiet=quiet or not chosen.uses_draft_model or settings.drafts_text)
-    with LoadingLine(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
-        loading.still("preparing")
-        pair.prepare(prompt, choice.method, sampling, record=record, **choice.settings)
-        plan = pair.plan(prompt, choice.method, sampling, record=record, **choice.settings)
+    with Progress(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
+        loading.announce("preparing")
+        request = pair.request(prompt, choice.method, sampling, record=record, **choice.settings)
+        pair.prepare(request)
+        run = pair.run(request)
     if (unused := pair.heads.unused(chosen)) is not None and not quiet:
         err.print(Text(unused), soft_wrap=True)
-    return plan
+    return request, run
 
 
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
@@ -163,16 +168,18 @@ def _standard_input(*, requested: bool) -> str:
         ) from error
 
 
-def _run(plan: Plan, writer: OutputWriter, prefill: PrefillLine) -> int | None:
+def _run(run: Run, writer: OutputWriter, progress: Progress) -> int | None:
+    from specgen.view.progress import reading_prompt
+
     interrupted = False
     with Interrupts() as interrupts:
         try:
             with interrupts.held():
                 writer.start()
-            with prefill.watching():
-                for round_ in plan.run.rounds():
+            with reading_prompt(progress):
+                for round_ in run.rounds():
                     with interrupts.held():
-                        prefill.clear()
+                        progress.clear()
                         writer.add(round_)
         except KeyboardInterrupt:
             interrupted = True
@@ -180,5 +187,5 @@ def _run(plan: Plan, writer: OutputWriter, prefill: PrefillLine) -> int | None:
             with interrupts.held():
                 writer.end_text()
         with interrupts.held():
-            writer.finish("interrupted" if interrupted else plan.run.finish_reason or "length")
+            writer.finish("interrupted" if interrupted else run.finish_reason or "length")
     return INTERRUPTED if interrupted else None

@@ -55,24 +55,27 @@ def inspect(
     display: options.OutputOptions,
 ) -> None:
     """Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods)."""
-    named = {f"--{field.name.replace('_', '-')}": getattr(models, field.name) != field.default for field in fields(models)}
-    pair_options = {**named, "--pair": pair, "--measure": measure}
-    pair_option = next((name for name, is_given in pair_options.items() if is_given), None)
-    if not (traces or pair_option or list_methods):
-        raise SpecgenError(
-            "nothing to inspect",
-            "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
-            "specgen inspect --methods",
-        )
-    if list_methods and (given := pair_option or ("a trace" if traces else None)):
-        raise SpecgenError(f"--methods lists the methods, and {given} is given too", "Inspect one or the other")
-    if traces and pair_option:
-        raise SpecgenError(f"{pair_option} is for a pair of models, and a trace is given too", "Inspect one or the other")
-    if not traces and (html is not None or rounds is not None):
-        name = "--html" if html is not None else "--rounds"
-        raise SpecgenError(f"{name} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
-    if pair and models.target is not None:
-        raise SpecgenError(f"--pair is the bundled pair, and --target {models.target} is given too", "Leave one of them out")
+    given = {f"--{field.name.replace('_', '-')}": getattr(models, field.name) != field.default for field in fields(models)}
+    pair_option = next((name for name, is_given in {**given, "--pair": pair, "--measure": measure}.items() if is_given), None)
+    trace_option = "--html" if html is not None else "--rounds" if rounds is not None else None
+    other = pair_option or ("a trace" if traces else None)
+    ways = "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
+    either = "Inspect one or the other"
+    for is_wrong, message, hint in (
+        (not (other or list_methods), "nothing to inspect", f"{ways}specgen inspect --methods"),
+        (list_methods and other, f"--methods lists the methods, and {other} is given too", either),
+        (traces and pair_option, f"{pair_option} is for a pair of models, and a trace is given too", either),
+        (not traces and trace_option, f"{trace_option} is given without a trace", "Name one: specgen inspect TRACE.jsonl"),
+        (
+            pair and models.target is not None,
+            f"--pair is the bundled pair, and --target {models.target} is given too",
+            "Leave one of them out",
+        ),
+        (rounds is not None and rounds < 0, f"--rounds is {rounds}", "It has to be a whole number, 0 for none"),
+        (run < 1, f"--run is {run}", "Runs count from 1"),
+    ):
+        if is_wrong:
+            raise SpecgenError(message, hint)
     if list_methods:
         _list_methods(display)
     elif traces:
@@ -87,7 +90,7 @@ def inspect(
 
 def _list_methods(display: options.OutputOptions) -> None:
     from specgen.view import theme
-    from specgen.view.terminal.method_catalogue import method_card, method_line
+    from specgen.view.methods import method_card, method_line
 
     out = theme.console(no_color=display.no_color)
     for method in methods.METHODS.values():

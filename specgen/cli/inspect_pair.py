@@ -11,9 +11,9 @@ from rich.console import Console
 from specgen.base.json_lines import print_json
 from specgen.cli.model_options import ModelOptions, disable_hub_progress, open_pair
 from specgen.cli.options import OutputOptions
+from specgen.view import pair_report as view
 from specgen.view import theme
-from specgen.view.terminal import pair_report as view
-from specgen.view.terminal.loading_line import LoadingLine
+from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
     from specgen.tune.pair_inspection import PairReport
@@ -37,7 +37,7 @@ def inspect_pair(models: ModelOptions, display: OutputOptions, *, measure: bool)
 def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     """Returns the report that needs only the models' files, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
-    with LoadingLine(err, quiet=quiet) as loading:
+    with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
         from specgen.engine.hub import head_folder
         from specgen.pair.loading import model_sources
@@ -70,13 +70,13 @@ def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
         models = replace(models, dtype=dtypes.pop())
-    with open_pair(models, err, quiet=quiet) as pair, LoadingLine(err, quiet=quiet) as line:
+    with open_pair(models, err, quiet=quiet) as pair, Progress(err, quiet=quiet) as line:
         return replace(
             report,
-            tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.still),
-            speedup_model=measure(pair, line.still),
+            tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.announce),
+            speedup_model=measure(pair, line.announce),
             choices=engine_choices(pair),
-            parallel_costs=measure_parallel(pair, line.still),
+            parallel_costs=measure_parallel(pair, line.announce),
             methods=planned(pair, report.methods),
         )
 

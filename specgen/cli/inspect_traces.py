@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_pieces
@@ -15,12 +15,10 @@ from specgen.base.json_lines import print_json
 from specgen.base.sanitize import one_line
 from specgen.cli.options import OutputOptions
 from specgen.cli.output_checks import check_outputs
+from specgen.traces.reader import TracedRun, read_trace
 from specgen.traces.statistics import TraceStatistics, posteriors
-from specgen.traces.trace_reader import TracedRun, read_trace
 from specgen.view import theme
-
-if TYPE_CHECKING:
-    from specgen.view.recorded_methods import RecordedMethod
+from specgen.view.trace_report import RecordedMethod, show
 
 START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
 
@@ -36,18 +34,18 @@ class _Group:
 
     path: Path
     name: str
-    statistics: TraceStatistics
+    figures: TraceStatistics
     settings: dict[str, list[Any]] = field(default_factory=dict)
     run: TracedRun | None = None
 
     def add(self, run: TracedRun, detailed: int) -> None:
         """Adds a run to the statistics. If it is the group's run number `detailed`, counted from 1, it becomes `self.run`."""
-        self.statistics.add(run)
+        self.figures.add(run)
         for setting, value in run.start["settings"].items():
             values = self.settings.setdefault(setting, [])
             if value not in values:
                 values.append(value)
-        if self.statistics.runs == detailed:
+        if self.figures.runs == detailed:
             self.run = run
 
     def values(self) -> dict[str, str]:
@@ -55,13 +53,12 @@ class _Group:
 
         PEARL's window, for instance, is measured for each prompt.
         """
-        return {name: _range(values) for name, values in self.settings.items()}
-
-
-def _range(values: Sequence[Any]) -> str:
-    if len(values) > 1 and all(type(value) in (int, float) for value in values):
-        return f"{min(values):g}–{max(values):g}"
-    return ", ".join(map(str, values))
+        return {
+            name: f"{min(values):g}–{max(values):g}"
+            if len(values) > 1 and all(type(value) in (int, float) for value in values)
+            else ", ".join(map(str, values))
+            for name, values in self.settings.items()
+        }
 
 
 def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | None, rounds: int | None, number: int) -> None:
@@ -70,41 +67,27 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
     `html` is the file for an HTML page; None means no page. At most `rounds` rounds are listed; None means 40 for a
     single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
-    from specgen.view.html import trace_page
-    from specgen.view.terminal import trace_report
-
-    if rounds is not None and rounds < 0:
-        raise SpecgenError(f"--rounds is {rounds}", "It has to be a whole number, 0 for none")
-    if number < 1:
-        raise SpecgenError(f"--run is {number}", "Runs count from 1")
     check_outputs({"--html": html}, [("the trace", path) for path in paths])
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
-            _group(groups, path, run).add(run, number)
+            # runs of `compare` with the same written method are one group, even if measured settings differ
+            spec = run.start.get("spec")
+            name = spec if isinstance(spec, str) and spec else run.method
+            key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
+            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(run, number)
             if display.json:
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), number))
     if html is not None:
-        write_pieces(
-            html, trace_page.page(shown, f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}")
-        )
+        from specgen.view.html import trace_page
+
+        made_with = f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"
+        write_pieces(html, trace_page.page(shown, made_with))
         if not display.quiet:
             theme.console(stderr=True, no_color=display.no_color).print(f"page written to {html}")
     elif not display.json:
-        trace_report.show(theme.console(no_color=display.no_color), shown, rounds)
-
-
-def _group(groups: dict[tuple[Path, str, str], _Group], path: Path, run: TracedRun) -> _Group:
-    """Returns the group that a run belongs to, and creates it if needed.
-
-    Runs of `specgen compare` are one group if the user gave the same method and settings, even if measured settings differ. Runs
-    of `generate` are one group if all their settings are equal.
-    """
-    spec = run.start.get("spec")
-    name = spec if isinstance(spec, str) and spec else run.method
-    key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
-    return groups.setdefault(key, _Group(path, name, TraceStatistics(run.method)))
+        show(theme.console(no_color=display.no_color), shown, rounds)
 
 
 def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]:
@@ -113,23 +96,18 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
     The label is the method's name. Where several groups have the same method, it also has the settings in which they differ, or
     the file's name. `(lossy)` follows the name of a lossy method. Raises SpecgenError for a group without run `number`.
     """
-    from specgen.view.recorded_methods import RecordedMethod
-
     for group in groups:
-        run, statistics = group.run, group.statistics
-        if run is None:
-            message = f"{group.path} has no run {number} of {group.name}: it holds {statistics.runs}"
+        if group.run is None:
+            message = f"{group.path} has no run {number} of {group.name}: it holds {group.figures.runs}"
             raise SpecgenError(message, "Choose another with --run")
         own = group.values()
         others = [other.values() for other in groups if other.name == group.name and other is not group]
         differing = {name for other in others for name in own if own[name] != other.get(name, ...)}
         label = group.name + "".join(f":{name}={value}" for name, value in own.items() if name in differing)
-        if own in others:
-            label += f" ({group.path.stem})"
-        if run.start.get("lossless") is False:
-            label += " (lossy)"
+        label += f" ({group.path.stem})" * (own in others)
+        label += " (lossy)" * (group.run.start.get("lossless") is False)
         varying = {name: own[name] for name, values in group.settings.items() if len(values) > 1}
-        yield RecordedMethod(one_line(label), group.path.name, statistics, run, varying)
+        yield RecordedMethod(one_line(label), group.path.name, group.figures, group.run, varying)
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:
@@ -137,6 +115,7 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
     statistics = TraceStatistics(run.method)
     statistics.add(run)
     rounds = [traced.round for traced in run.rounds]
+    posterior = map(asdict, posteriors(rounds))
     return {
         "type": "inspect",
         "trace": str(path),
@@ -147,8 +126,5 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
         **statistics.as_dict(),
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
-        "posterior": [
-            {"round": posterior.index, "mean": posterior.mean, "low": posterior.low, "high": posterior.high}
-            for posterior in posteriors(rounds)
-        ],
+        "posterior": [{"round": each.pop("index"), **each} for each in posterior],
     }

@@ -126,7 +126,7 @@ def open_pair(
     chat: bool = False,
     tuned_draft: Callable[[Pair, DraftProcess | None], Pair] | None = None,
 ) -> Pair:
-    """Loads the models and runs them once to warm them up, with a spinner on the console `err`.
+    """Loads the models and runs them once to warm them up, with a progress line on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
@@ -137,11 +137,11 @@ def open_pair(
     from rich.text import Text
 
     from specgen.engine.text.template_process import TemplateProcess
-    from specgen.view.terminal.loading_line import LoadingLine
+    from specgen.view.progress import Progress
     from specgen.workers.process import DraftProcess, is_possible
 
     disable_hub_progress(err, quiet=quiet)
-    with LoadingLine(err, quiet=quiet) as loading:
+    with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         templates = TemplateProcess() if chat else None
         if templates is not None:
@@ -158,7 +158,7 @@ def open_pair(
         if pair.draft is not None and pair.draft.refusal is None and runs_here:
             loading.announce(f"loading {pair.draft.name}")
             pair.load_draft()
-        loading.still("warming up")
+        loading.announce("warming up")
         pair.warm_up()
         interrupt_watch.check()
     for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):

@@ -14,14 +14,13 @@ from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.view import theme
-from specgen.view.terminal.answer_stream import AnswerText, AnswerView, Piece
-from specgen.view.terminal.footer import footer
-from specgen.view.terminal.rounds import RoundsView
+from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
     from specgen.decoding.parallel import Parallel
+    from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Plan
+    from specgen.pair.request import Request
 
 
 _NOTED_CAPTURES = 0.1  # seconds of a run; the footer says it if captures took longer
@@ -34,33 +33,35 @@ class OutputWriter:
     gets every line; if it fails, all else is shown before `finish` raises its error.
     """
 
-    def __init__(self, pair: Pair, plan: Plan, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None) -> None:
-        self._pair, self._plan, self._output, self._tuned = pair, plan, output, tuned
+    def __init__(
+        self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None
+    ) -> None:
+        self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
-        self._summary = Summary(plan.method.name)
-        self._answer = AnswerText(pair.tokenizer.detokenizer(plan.info.prompt_ids), plan.info.sampling.stop)
+        self._summary = Summary(request.method.name)
+        self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
         self._captured = pair.capture_seconds  # before the run
         self._trace_error: RunError | None = None
-        self._meter = energy_meter_for(pair.devices(plan.method)) if output.energy else None
+        self._meter = energy_meter_for(pair.devices(request.method)) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
             self._rounds = RoundsView(
                 self._err,
                 pair.tokenizer.text_of,
                 pair.target.eos_ids,
-                len(plan.info.prompt_ids),
-                parallel=plan.method.is_parallel,
-                window=_window(plan),
-                branches=plan.method.drafts_trees(plan.settings),
+                len(request.prompt_ids),
+                parallel=request.method.is_parallel,
+                window=_window(run),
+                branches=request.method.drafts_trees(run.settings),
             )
 
     def start(self) -> None:
         if self._records:
-            self._record(traces.start_line(self._plan.info))
+            self._record(traces.start_line(self._pair, self._request, self._run))
         if self._rounds is not None:
             self._rounds.legend()
         if self._meter is not None:
@@ -74,7 +75,7 @@ class OutputWriter:
         self._summary.add(round_)
         pieces = self._answer.add(round_)
         if self._records:
-            self._record(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._plan.record))
+            self._record(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._request.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
@@ -100,9 +101,9 @@ class OutputWriter:
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
         self._summary.capture_seconds = self._pair.capture_seconds - self._captured
-        if self._output.perplexity or not self._plan.method.lossless:
+        if self._output.perplexity or not self._request.method.lossless:
             token_ids = self._summary.token_ids
-            self._summary.add_log_likelihood(self._pair.log_likelihood(self._plan.info.prompt_ids, token_ids))
+            self._summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, token_ids))
         if self._records:
             self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
         if not self._output.quiet:
@@ -139,22 +140,23 @@ class OutputWriter:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> list[str]:
-        plan, energy = self._plan, self._summary.energy
+        method, run, energy = self._request.method, self._run, self._summary.energy
+        draft = self._pair.draft if method.uses_draft_model else None
         notes = []
-        if not plan.method.lossless:
+        if not method.lossless:
             notes.append("lossy")
-        if plan.info.draft_dtype in QUANTISED and (rounded := f"{plan.info.draft_dtype} draft") not in self._tuned:
+        if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
             notes.append(rounded)
-        if plan.info.costs is not None:
-            notes.append(f"window {plan.info.costs.window.size}, c {plan.info.costs.ratio:.1f}")
-            if remark := plan.info.costs.remark:
+        if run.costs is not None:
+            notes.append(f"window {run.costs.window.size}, c {run.costs.ratio:.1f}")
+            if remark := run.costs.remark:
                 notes.append(remark)
-        elif "window" in plan.settings.values and not self._tuned:  # `tuned` contains the window
-            notes.append(f"window {plan.settings.values['window']}")
-        if (plan.method.name in ("lookup", "suffix") or plan.method.drafts_without_model) and self._pair.draft is None:
+        elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
+            notes.append(f"window {run.settings.values['window']}")
+        if (method.name in ("lookup", "suffix") or method.drafts_without_model) and self._pair.draft is None:
             notes.append("no draft model")
-        if plan.context_ends and finish_reason == "length":
-            notes.append(f"the context of {len(plan.run.context):,} tokens is full")
+        if self._request.context_ends and finish_reason == "length":
+            notes.append(f"the context of {len(run.context):,} tokens is full")
         if energy is not None and energy.joules is None:
             notes.append(f"energy unavailable: {energy.reason}")
         if (seconds := self._summary.capture_seconds) > _NOTED_CAPTURES:
@@ -164,16 +166,16 @@ class OutputWriter:
         return notes
 
 
-def _window(plan: Plan) -> str:
+def _window(run: Run) -> str:
     """Returns, in words, PEARL's window (tokens drafted during a target pass) and the measured pass times that it was chosen by.
 
     Returns an empty string where no times were measured, because the window was given or the method is not PEARL.
     """
-    costs = plan.info.costs
+    costs = run.costs
     if costs is None:
         return ""
     first = f"; {costs.window.first} while it verifies one token" if costs.window.first != costs.window.size else ""
-    if cast("Parallel", plan.run.schedule).window.is_flexible:
+    if cast("Parallel", run.schedule).window.is_flexible:
         first = "; drafts end with the pass"
     return (
         f"window {costs.window.size}: a target pass over {costs.width} tokens takes {_milliseconds(costs.target_pass)} ms, "

@@ -17,6 +17,6 @@ def show(pair: Pair, err: Console, *, quiet: bool) -> None:
     from rich.text import Text
 
     from specgen.engine.text.token_overlap import overlap_of_examples
-    from specgen.view.terminal import token_overlap as words
+    from specgen.view import pair_report as words
 
     err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)

@@ -31,17 +31,17 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     from specgen.cli.train_inputs import load_models, training_task
     from specgen.cli.trainers import TRAINERS
     from specgen.train.training_task import TrainingStopped
-    from specgen.view.terminal.loading_line import LoadingLine
-    from specgen.view.terminal.training_progress import TrainingBars
+    from specgen.view.progress import Progress, TrainingLine
 
-    with LoadingLine(err, quiet=quiet) as loading:
+    with Progress(err, quiet=quiet) as loading:
         loaded = load_models(models, request, loading.announce)
         trainer = TRAINERS[request.part]
         trainer.check(loaded, request)
         loading.announce("reading texts")
         task = training_task(models, request, loaded, prompts)
     make_writable_folder(task.folder)
-    with _stop_on_interrupt() as stop_requested, TrainingBars(err, stop_requested, quiet=quiet) as bars:
+    with _stop_on_interrupt() as stop_requested, Progress(err, quiet=quiet) as progress:
+        bars = TrainingLine(progress, stop_requested)
         target = loaded.target
         bars.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
         try:

@@ -29,7 +29,8 @@ from specgen.methods import table as methods
 from specgen.methods.missing_parts import no_draft_model
 from specgen.tune import export as exports
 from specgen.tune.request import BY_SPEED, Objective
-from specgen.view.terminal import tune_report as view
+from specgen.view import tune_report as view
+from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
@@ -146,7 +147,8 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
         folder = request.out or default
         request.check_folder(folder)
         deadline = Deadline(request.begin + request.budget - _REPORT_SECONDS)
-        with view.tune_progress(err, request.begin, request.budget, quiet=quiet) as progress:
+        with Progress(err, quiet=quiet) as line:
+            progress = TuneProgress(line, request.begin, request.budget)
             progress.done(_headline(pair, sampling))
             task = TuningRequest(prompts, sampling, deadline, names, request.chat, request.goal)
             with _rounded(models, pair) as rounded:

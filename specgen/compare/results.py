@@ -18,7 +18,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
 from specgen.pair.figures import Summary
-from specgen.traces.trace_reader import TracedRun
+from specgen.traces.reader import TracedRun
 
 RESAMPLES = 2000
 FEW_RESAMPLES = 200  # for the live table, whose intervals still change

@@ -15,7 +15,7 @@ from specgen.base.types import PHASES
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
 from specgen.compare.runner import Runner
-from specgen.traces.trace_reader import TracedRun, read_trace
+from specgen.traces.reader import TracedRun, read_trace
 
 _UNCHANGED = "Name a trace as --trace writes it, unchanged"
 

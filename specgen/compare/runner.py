@@ -33,11 +33,11 @@ from specgen.methods.factory import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.pair.request import RESERVED
-from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.traces.reader import TracedRound, TracedRun
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Plan
+    from specgen.pair.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Runner:
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
-                    self._reference_plan(self.prompt_ids(prompt))
+                    self._reference_request(self.prompt_ids(prompt))
                 except SpecgenError as error:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
@@ -230,32 +230,34 @@ class Runner:
             raise error
 
     def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        self.pair.prepare(ids, spec.name, sampling, record=self.config.record, **spec.settings)
-        plan = self.pair.plan(ids, spec.name, sampling, record=self.config.record, **spec.settings)
+        request = self.pair.request(ids, spec.name, sampling, record=self.config.record, **spec.settings)
+        self.pair.prepare(request)
+        run = self.pair.run(request)
         self.pair.forget()
         summary = Summary(spec.name)
         with self._metered(summary):
-            rounds = list(plan.run.rounds())
+            rounds = list(run.rounds())
         for round_ in rounds:
             summary.add(round_)
         self._add_likelihood(summary, ids)
-        text = self.pair.text(plan, summary.token_ids)
+        text = request.text(self.pair.tokenizer, summary.token_ids)
         counts = {"drafts": summary.drafts, "rejections": summary.rejections}
-        line = summary.as_dict(text, plan.run.finish_reason or "length") | counts
-        return _Finished(traces.start_line(plan.info), rounds, line)
+        line = summary.as_dict(text, run.finish_reason or "length") | counts
+        return _Finished(traces.start_line(self.pair, request, run), rounds, line)
 
     def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
         settings = baseline_settings(spec.name, spec.settings)
-        plan = self._reference_plan(ids, sampling)
+        request = self._reference_request(ids, sampling)
+        run = self.pair.run(request)
         summary = Summary(spec.name)
         with self._metered(summary):
-            counted = run_baseline(self.pair, spec.name, settings, ids, plan.run.limit, sampling, plan.seed)
-        start = traces.start_line(plan.info) | {"method": spec.name, "settings": settings, "lossless": True}
+            counted = run_baseline(self.pair, spec.name, settings, ids, request.limit, sampling, run.seed)
+        start = traces.start_line(self.pair, request, run) | {"method": spec.name, "settings": settings, "lossless": True}
         if spec.name == "transformers-assisted" and self.pair.draft is not None:
             start["draft"] = self.pair.draft.name
         summary.include(counted)
         self._add_likelihood(summary, ids)
-        line = summary.as_dict(self.pair.text(plan, counted["token_ids"]), counted["finish_reason"])
+        line = summary.as_dict(request.text(self.pair.tokenizer, counted["token_ids"]), counted["finish_reason"])
         return _Finished(start, (), line | {"phase_seconds": None, "drafts": counted["drafts"]})
 
     @contextmanager
@@ -275,8 +277,8 @@ class Runner:
         if self.config.measures_perplexity:
             summary.add_log_likelihood(self.pair.log_likelihood(prompt_ids, summary.token_ids))
 
-    def _reference_plan(self, ids: list[int], sampling: SamplingParams | None = None) -> Plan:
-        return self.pair.plan(ids, REFERENCE, sampling or self.config.sampling)
+    def _reference_request(self, ids: list[int], sampling: SamplingParams | None = None) -> Request:
+        return self.pair.request(ids, REFERENCE, sampling or self.config.sampling)
 
     def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
         if repeat == 0 and prompt is self.config.prompts[0]:

@@ -18,7 +18,6 @@ import torch
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, Mode, Round
 from specgen.decoding.components import Components
-from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.pearl_window import Window
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
@@ -90,15 +89,13 @@ class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
 
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
-    are verified. Both are ablations in the paper's Table 3. `check` compares the times of passes with those that the window was
-    computed from; None if it was given.
+    are verified. Both are ablations in the paper's Table 3.
     """
 
     drafter: ParallelDrafter
     window: Window
     pre_verify: bool = True
     post_verify: bool = True
-    check: CostCheck | None = None
 
     def __call__(self, run: Run) -> Iterator[Round]:
         try:
@@ -110,8 +107,8 @@ class Parallel:
                     round_, unverified = self._step(run, unverified)
                     yield round_
         finally:
-            if self.check is not None:
-                self.check.conclude()
+            if run.check is not None:
+                run.check.conclude()
 
     @inference
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
@@ -150,8 +147,8 @@ class Parallel:
         verdict = run.verifier.verify(both.part(0, len(both.tokens) - pending), output)
         run.clock.lap("sample")
         round_ = run.commit(mode, both, verdict, pending)
-        if self.check is not None:
-            self.check.add(drafted, self.drafter.seconds, len(inputs) + 1, round_.seconds["verify"])
+        if run.check is not None:
+            run.check.add(drafted, self.drafter.seconds, len(inputs) + 1, round_.seconds["verify"])
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:

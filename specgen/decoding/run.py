@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 
 if TYPE_CHECKING:
+    from specgen.decoding.costs.cost_check import CostCheck
+    from specgen.decoding.costs.pearl_window import ParallelCosts
     from specgen.decoding.drafters import Drafter
     from specgen.decoding.length_policy import LengthPolicy
     from specgen.decoding.verifiers import Verifier
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner
 
+NO_SETTINGS = Settings(None, {})
 Schedule = Callable[["Run"], Iterator[Round]]
 
 
@@ -85,6 +89,9 @@ class Run:
 
     `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
     ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
+    `settings` are the method's, with measured values in place of `auto`, and `seed` is that of the run's random numbers.
+    `costs` are the pass times that PEARL's window was computed from, None if it was given. `check` compares the times of rounds
+    with those that the run decides by; None if it decides by none that may be out of date.
     """
 
     context: Context
@@ -97,6 +104,10 @@ class Run:
     eos_ids: Collection[int]
     stop_texts: StopTexts | None
     clock: Clock
+    settings: Settings = NO_SETTINGS
+    seed: int = 0
+    costs: ParallelCosts | None = None
+    check: CostCheck | None = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 

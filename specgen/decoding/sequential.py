@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from specgen.base.types import Round
-from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.drafters import LearningDrafter
 from specgen.decoding.run import Run
 from specgen.engine.inference_mode import inference
@@ -15,29 +13,19 @@ from specgen.engine.inference_mode import inference
 def sequential(run: Run) -> Iterator[Round]:
     """Yields rounds that each add a draft's accepted tokens and one token of the target (Leviathan et al., Algorithm 1)."""
     yield run.prefill()
-    while run.finish_reason is None:
-        yield _draft_then_verify(run)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The same schedule, which compares the times of its rounds with those that the length policy decides by."""
-
-    check: CostCheck
-
-    def __call__(self, run: Run) -> Iterator[Round]:
-        is_first = True  # the draft model runs over the prompt in the first draft
-        try:
-            for round_ in sequential(run):
-                draft = round_.draft
-                drafted = draft.levels if draft.entropies else 0  # copied tokens are not the draft model's
-                if round_.mode != "prefill":
-                    counted = 0 if is_first else drafted
-                    self.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
-                    is_first = is_first and not drafted
-                yield round_
-        finally:
-            self.check.conclude()
+    has_drafted = False  # the draft model runs over the prompt in the first draft, whose time is not checked
+    try:
+        while run.finish_reason is None:
+            round_ = _draft_then_verify(run)
+            if run.check is not None:
+                drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
+                counted = drafted if has_drafted else 0
+                run.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
+                has_drafted |= drafted > 0
+            yield round_
+    finally:
+        if run.check is not None:
+            run.check.conclude()
 
 
 @inference

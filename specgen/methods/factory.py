@@ -22,6 +22,8 @@ from specgen.methods.table import METHODS
 
 if TYPE_CHECKING:
     from specgen.base.types import Context
+    from specgen.decoding.costs.cost_check import CostCheck
+    from specgen.decoding.costs.pearl_window import ParallelCosts
     from specgen.decoding.drafters import Drafter, DraftSetup
     from specgen.decoding.joint import JointGreedy
     from specgen.decoding.parallel import DraftWorker, Parallel
@@ -129,10 +131,14 @@ def make_run(
     stop_texts: StopTexts | None,
     clock: Clock,
     worker: DraftWorker | None = None,
+    *,
+    costs: ParallelCosts | None = None,
+    check: CostCheck | None = None,
 ) -> Run:
     """Constructs a run of the method, which continues `context` by at most `limit` new tokens.
 
     `stop_texts` is None without stop strings. `worker` runs the draft model of a parallel method; other methods ignore it.
+    `costs` and `check`: see `Run`.
     """
     from specgen.decoding.drafters import NoDrafter
     from specgen.decoding.run import Run
@@ -160,4 +166,8 @@ def make_run(
         eos_ids=components.eos_ids,
         stop_texts=stop_texts,
         clock=clock,
+        settings=settings,
+        seed=components.seed,
+        costs=costs,
+        check=check,
     )

@@ -28,7 +28,7 @@ from specgen.pair.request import prepared
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.methods.method import Method
-    from specgen.pair.request import Plan, RunRequest
+    from specgen.pair.request import Request
 
 LENGTHS = (1, 4, 8, 0)  # tokens in the timed drafts; the first one is not 0, so that the draft model's prefill warms up
 NEW_TOKENS = 160  # of a timed run, at most
@@ -77,16 +77,16 @@ class DraftingKnowledge:
         return method.cost_kind if self.drafts_with_model(method) else LOOKUP.cost_kind
 
     @staticmethod
-    def reads_pass_costs(request: RunRequest) -> bool:
+    def reads_pass_costs(request: Request) -> bool:
         """Whether the run's policy is `adaptive` in PEARL's window, and reads what the target's passes cost there."""
         settings = request.settings
         return request.method.is_parallel and settings.policy == Adaptive.name and settings.values["verify_cost"] == AUTO
 
-    def lacks_costs(self, request: RunRequest) -> bool:
+    def lacks_costs(self, request: Request) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
         return self._measures_costs(request) and self._cost_key(request) not in self._costs
 
-    def _measures_costs(self, request: RunRequest) -> bool:
+    def _measures_costs(self, request: Request) -> bool:
         """Whether the run's policy is `adaptive` with costs that `measure` finds: of the method's rounds, not from a profile."""
         settings = request.settings
         if settings.policy != Adaptive.name or request.method.is_parallel:
@@ -95,22 +95,22 @@ class DraftingKnowledge:
 
     def measure(
         self,
-        request: RunRequest,
-        plan: Callable[..., Plan],
+        request: Request,
+        run_of: Callable[..., Run],
         context_limit: int,
         part: str | None = None,
         capture: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         """Times rounds like the request's, or reads their times from the cache.
 
-        `plan` makes a run, see `Pair.plan`. `context_limit` (tokens) is that of the models. `part` identifies the part of the
-        target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
+        `run_of` makes a run, with the arguments of `Pair.request`. `context_limit` (tokens) is that of the models. `part`
+        identifies the part of the target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
         """
         key = self._cost_key(request)
         stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
         costs = _costs_of(measurement_cache.find("rounds", stored))
         if costs is None:
-            run = self._timed_run(request, plan, context_limit)
+            run = self._timed_run(request, run_of, context_limit)
             capturing = partial(capture, len(run.context), len(run.context) + run.limit)
             costs = time_rounds(run, before=capturing)
             if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
@@ -123,7 +123,7 @@ class DraftingKnowledge:
         verification = partial(costs.verification_cost.at, context_length=length)
         self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
 
-    def _timed_run(self, request: RunRequest, plan: Callable[..., Plan], context_limit: int) -> Run:
+    def _timed_run(self, request: Request, run_of: Callable[..., Run], context_limit: int) -> Run:
         """Returns a run like the one requested, of `NEW_TOKENS` tokens if they fit. Without a model it always drafts."""
         sampling = replace(request.sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(), seed=0)
         length = max(1, min(_context_length(request), context_limit - NEW_TOKENS))
@@ -131,17 +131,17 @@ class DraftingKnowledge:
         has_model = self.drafts_with_model(request.method)
         timed = {"draft_cost": 0, "verify_cost": 0, "fallback": 0, "history": False} | ({"lookup": False} if has_model else {})
         given |= {name: value for name, value in timed.items() if name in given}  # fallback: BiLD drops no token
-        run = plan([1] * length, request.method.name, sampling, **given).run
+        run = run_of([1] * length, request.method.name, sampling, **given)
         return run if has_model else replace(run, drafter=RepeatDrafter())
 
-    def check(self, request: RunRequest) -> CostCheck | None:
+    def check(self, request: Request) -> CostCheck | None:
         """Returns the check of the costs that the request's run decides by; None if they were not measured by `measure`.
 
         If they do not fit the times of rounds, later processes measure again.
         """
         return self._checks.get(self._cost_key(request)) if self._measures_costs(request) else None
 
-    def inputs(self, request: RunRequest, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
+    def inputs(self, request: Request, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
 
         They are None for other methods, and if the setting `verify_cost` says what verification costs.
@@ -171,24 +171,24 @@ class DraftingKnowledge:
             initial = self._learned.setdefault(key, initial)
         return AdaptiveInputs(costs, initial, in_parallel=method.is_parallel, key=key, slowdown=slowdown)
 
-    def _tuned_costs(self, request: RunRequest) -> RoundCosts | None:
+    def _tuned_costs(self, request: Request) -> RoundCosts | None:
         """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
         if request.method.drafts_trees(request.settings):
             return None
         return self.tuned_costs.get(self._cost_kind(request.method))
 
-    def _cost_key(self, request: RunRequest) -> Key:
+    def _cost_key(self, request: Request) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""
         sampling = request.sampling
         return *_draft_key(request), _context_length(request), sampling.greedy, sampling.top_k > 0, sampling.top_p < 1
 
 
-def _draft_key(request: RunRequest) -> Key:
+def _draft_key(request: Request) -> Key:
     """Returns what distinguishes requests with different drafters."""
     return request.method.cost_kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
 
 
-def _learned_key(request: RunRequest) -> Key:
+def _learned_key(request: Request) -> Key:
     """Returns what distinguishes requests that do not share what `adaptive` learns.
 
     These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
@@ -198,7 +198,7 @@ def _learned_key(request: RunRequest) -> Key:
     return request.method.name, *sorted(request.settings.values.items()), sampling.temperature, *cuts
 
 
-def _context_length(request: RunRequest) -> int:
+def _context_length(request: Request) -> int:
     """Returns the length of the context (tokens) at which a request's rounds are timed: a power of two, at most 1,024."""
     return min(1 << (request.typical_length - 1).bit_length(), _LONGEST_CONTEXT)
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -16,9 +16,8 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.components import Components
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.decoding.parallel import DraftWorker, Parallel
-from specgen.decoding.run import Clock, StopTexts
-from specgen.decoding.sequential import Checked
+from specgen.decoding.parallel import DraftWorker
+from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.decoding.suffix_index import SuffixHistory
 from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
@@ -37,7 +36,7 @@ from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
 from specgen.pair.exits import Exits
 from specgen.pair.figures import Summary, speed_without_prefill
 from specgen.pair.heads import Heads
-from specgen.pair.request import Plan, Result, RunRequest, check_prompt_ids, fitting_tokens, prepared, run_info
+from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
 from specgen.pair.skip_search import NEW_TOKENS
 from specgen.workers.draft_streams import streams_for
 from specgen.workers.process_worker import ProcessWorker
@@ -121,16 +120,17 @@ class Pair:
         sampling: SamplingParams | None = None,
         *,
         record: bool = False,
-        **parameters: object,
+        **settings: object,
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `method` None takes the default method, `sampling` None greedy decoding. `parameters` are the method's settings. `record`
+        `method` None takes the default method, `sampling` None greedy decoding. `settings` are the method's. `record`
         adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
         SpecgenError at the call, before the first round.
         """
-        self.prepare(prompt, method, sampling, record=record, **parameters)
-        return self.plan(prompt, method, sampling, record=record, **parameters).run.rounds()
+        request = self.request(prompt, method, sampling, record=record, **settings)
+        self.prepare(request)
+        return self.run(request).rounds()
 
     def generate(
         self,
@@ -140,43 +140,60 @@ class Pair:
         *,
         perplexity: bool = False,
         record: bool = False,
-        **parameters: object,
+        **settings: object,
     ) -> Result:
         """Decodes to the end of the output. Arguments as for `rounds`.
 
         `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
         distribution always get it.
         """
-        self.prepare(prompt, method, sampling, record=record, **parameters)
-        plan = self.plan(prompt, method, sampling, record=record, **parameters)
-        rounds = list(plan.run.rounds())
-        summary = Summary(plan.method.name, rounds)
-        if perplexity or not plan.method.lossless:
-            summary.add_log_likelihood(self.log_likelihood(plan.info.prompt_ids, summary.token_ids))
-        text = self.text(plan, summary.token_ids)
-        return Result(text, summary.token_ids, rounds, summary.as_dict(text, plan.run.finish_reason or "length"))
+        request = self.request(prompt, method, sampling, record=record, **settings)
+        self.prepare(request)
+        run = self.run(request)
+        rounds = list(run.rounds())
+        summary = Summary(request.method.name, rounds)
+        if perplexity or not request.method.lossless:
+            summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
+        text = request.text(self.tokenizer, summary.token_ids)
+        return Result(text, summary.token_ids, rounds, summary.as_dict(text, run.finish_reason or "length"))
 
-    def prepare(
+    def request(
         self,
         prompt: str | Sequence[int],
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
         record: bool = False,
-        **parameters: object,
-    ) -> None:
-        """Does the slow work that `plan` with the same arguments needs, if any.
+        **settings: object,
+    ) -> Request:
+        """Checks the arguments, which are those of `rounds`, and returns them for `prepare` and `run`. Raises SpecgenError."""
+        self._check_open()
+        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
+        exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
+        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
+        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
+        sampling = SamplingParams() if sampling is None else sampling
+        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
+        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
+        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
+        refusal = None if self.draft is None else self.draft.refusal
+        if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
+            raise refusal
+        return Request(chosen, resolved, sampling, prompt_ids, limit, record)
+
+    def prepare(self, request: Request) -> None:
+        """Does the slow work that `run` needs for this request, if any.
 
         Loads the draft model, if the method uses it, starts PEARL's process or thread, and measures or searches for settings that
-        are `auto`. Results of earlier calls, also of other processes on this machine, are reused. Raises SpecgenError as `plan`
-        does.
+        are `auto`. Results of earlier calls, also of other processes on this machine, are reused.
         """
-        request = self._request(prompt, method, sampling, parameters)
+        self._check_open()
         if self.drafts_here(request.method):
             self.load_draft()
         if request.method.is_parallel and (worker := self._worker) is not None:
             if request.settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
-                self.parallel_costs(request.typical_length, request.sampling, record=record)
+                self.parallel_costs(request.typical_length, request.sampling, record=request.record)
             worker.ready()
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
@@ -185,38 +202,37 @@ class Pair:
             part = self.exits.digest(values.get("exit")) or self.heads.digest(request.method, values.get("head"))
             part = self._fastest_skips if request.method.skips_layers else part
             limit = min(model.context_limit for model in self._models(request.method))
-            self.knowledge.measure(request, self.plan, limit, part, self.capture_passes)
 
-    def plan(
-        self,
-        prompt: str | Sequence[int],
-        method: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        record: bool = False,
-        **parameters: object,
-    ) -> Plan:
-        """Checks the arguments (as for `rounds`) and returns a run that is ready to start. Decodes and measures nothing.
+            def run_of(*arguments: Any, **settings: Any) -> Run:
+                return self.run(self.request(*arguments, **settings))
 
-        Raises SpecgenError for an invalid argument, and if `prepare` has to be called first because a setting is `auto`.
+            self.knowledge.measure(request, run_of, limit, part, self.capture_passes)
+
+    def run(self, request: Request) -> Run:
+        """Returns a run of the request, ready to start: `run(request).rounds()` decodes. Decodes and measures nothing itself.
+
+        Without a seed in the request, each run has one of its own. Raises SpecgenError if `prepare` has to be called first,
+        because a setting is `auto`.
         """
-        request = self._request(prompt, method, sampling, parameters)
-        chosen, settings, sampling, prompt_ids = request.method, request.settings, request.sampling, request.prompt_ids
+        self._check_open()
+        method, settings, sampling = request.method, request.settings, request.sampling
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
-        components = replace(self._components(chosen, sampling, request.capacity), seed=seed, eos_ids=eos_ids, record=record)
+        components = self._components(method, sampling, request.capacity)
+        components = replace(components, seed=seed, eos_ids=eos_ids, record=request.record)
         worker = measured = passes = None
-        if chosen.needs_exit_layer or chosen.head:
-            components = self._with_trained_part(components, chosen, settings)
-        elif chosen.skips_layers:
+        if method.needs_exit_layer or method.head:
+            components = self._with_trained_part(components, method, settings)
+        elif method.skips_layers:
             if settings.values["skip"] == "auto":
-                settings = settings.with_value("skip", prepared(chosen, self._fastest_skips))
+                settings = settings.with_value("skip", prepared(method, self._fastest_skips))
             components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
-        elif chosen.is_parallel and self.draft is not None:
+        elif method.is_parallel and self.draft is not None:
             worker = self._worker
             assert worker is not None
             if settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
-                passes = prepared(chosen, self._pearl_costs.find(worker, sampling, request.typical_length, record=record))
+                found = self._pearl_costs.find(worker, sampling, request.typical_length, record=request.record)
+                passes = prepared(method, found)
             if settings.values["window"] == "auto":
                 measured, is_flexible = passes, self.has_flexible_window(sampling)
                 assert measured is not None
@@ -226,15 +242,20 @@ class Pair:
             components = replace(components, history=self._history)
         if settings.policy == Adaptive.name:
             components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
+        prompt_ids = request.prompt_ids
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        clock = Clock(device_timer(self.target.device))
-        run = factory.make_run(chosen, settings, components, Context(prompt_ids), request.limit, stops, clock, worker)
-        if measured is not None:
-            run.schedule = replace(cast("Parallel", run.schedule), check=measured.check)
-        elif (check := self.knowledge.check(request)) is not None:
-            run.schedule = Checked(check)
-        info = run_info(request, settings, seed, self.target, self.draft, None if measured is None else measured.costs)
-        return Plan(run, chosen, settings, info, request.limit < sampling.max_new_tokens, record)
+        return factory.make_run(
+            method,
+            settings,
+            components,
+            Context(prompt_ids),
+            request.limit,
+            stops,
+            Clock(device_timer(self.target.device)),
+            worker,
+            costs=None if measured is None else measured.costs,
+            check=self.knowledge.check(request) if measured is None else measured.check,
+        )
 
     def _with_trained_part(self, components: Components, method: Method, settings: Settings) -> Components:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
@@ -245,31 +266,6 @@ class Pair:
         early = self.exits.runners(method, str(settings.values["exit"]))
         early.reserve(components.capacity)
         return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
-
-    def text(self, plan: Plan, token_ids: Sequence[int]) -> str:
-        """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
-        detokenizer = self.tokenizer.detokenizer(plan.info.prompt_ids)
-        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-        return text[: min((text.index(stop) for stop in plan.info.sampling.stop if stop in text), default=len(text))]
-
-    def _request(
-        self,
-        prompt: str | Sequence[int],
-        method: str | None,
-        sampling: SamplingParams | None,
-        parameters: dict[str, object],
-    ) -> RunRequest:
-        self._check_open()
-        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
-        exit_name = str(parameters.get("exit", methods.DEFAULT_EXIT))
-        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
-        settings = methods.resolve(chosen, parameters, has_predictor=has_predictor)
-        sampling = SamplingParams() if sampling is None else sampling
-        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
-        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
-        limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
-        return RunRequest(chosen, settings, sampling, prompt_ids, limit, None if self.draft is None else self.draft.refusal)
 
     def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:
         """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
@@ -302,7 +298,7 @@ class Pair:
         `prompts` are token ids; the speed is measured on all of them together.
         """
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        runs = (self.plan(ids, "selfsd", sampling, skip=str(skips)).run for ids in prompts)
+        runs = (self.run(self.request(ids, "selfsd", sampling, skip=str(skips))) for ids in prompts)
         return speed_without_prefill(round_ for run in runs for round_ in run.rounds())
 
     def _penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:

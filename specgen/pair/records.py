@@ -6,46 +6,47 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from specgen.base.environment import versions
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import own_stream, take_lock
 from specgen.base.json_lines import json_line
-from specgen.base.types import Round, SamplingParams
-from specgen.decoding.costs.pearl_window import ParallelCosts
+from specgen.base.types import Round
+
+if TYPE_CHECKING:
+    from specgen.decoding.run import Run
+    from specgen.pair.pair import Pair
+    from specgen.pair.request import Request
 
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What the start line of a trace says about a run (one generation). `draft` is None if no draft model was used, and so is
-    `draft_dtype`, its dtype, which the line has only if it is not `dtype`. `sampling` contains the seed that was really used.
-    `costs` are the measured pass times that determined PEARL's window, None if no window was computed from them."""
+def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
+    """The first line of a recorded run: method, models, prompt, settings and the installed versions.
 
-    method: str
-    settings: Mapping[str, Any]
-    lossless: bool
-    target: str
-    draft: str | None
-    device: str
-    dtype: str
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    costs: ParallelCosts | None = None
-    draft_dtype: str | None = None
-
-
-def start_line(run: RunInfo) -> dict[str, Any]:
-    """The first line of a recorded run: method, models, prompt, settings and the installed versions."""
-    line = {"type": "start", **asdict(run), "sampling": asdict(run.sampling) | {"stop": list(run.sampling.stop)}}
-    del line["costs"]
-    if run.draft_dtype in (None, run.dtype):
-        del line["draft_dtype"]
+    `sampling` contains the seed that was really used. `draft` is null if no draft model was used; `draft_dtype` is left out if it
+    is `dtype`. `costs` are the pass times that PEARL's window was computed from, left out if there are none.
+    """
+    method, target = request.method, pair.target
+    draft = pair.draft if method.uses_draft_model else None
+    line = {
+        "type": "start",
+        "method": method.name,
+        "settings": run.settings.as_dict(with_policy=method.any_policy),
+        "lossless": method.lossless,
+        "target": target.name,
+        "draft": None if draft is None else draft.name,
+        "device": str(target.device),
+        "dtype": target.dtype_name,
+        "prompt_ids": request.prompt_ids,
+        "sampling": asdict(request.sampling) | {"seed": run.seed, "stop": list(request.sampling.stop)},
+    }
+    if draft is not None and draft.dtype_name != target.dtype_name:
+        line["draft_dtype"] = draft.dtype_name
     return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
 
 

@@ -1,22 +1,19 @@
-"""The data of one decoding run (one prompt, one method): its checked arguments, its plan, and its result."""
+"""The data of one decoding run (one prompt, one method): its checked arguments and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specgen.base.errors import SpecgenError
-from specgen.pair.records import RunInfo
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
     from specgen.base.types import Round, SamplingParams
-    from specgen.decoding.costs.pearl_window import ParallelCosts
-    from specgen.decoding.run import Run
-    from specgen.engine.deferred_model import DraftModel
     from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.method import Method
 
 T = TypeVar("T")
@@ -24,26 +21,49 @@ RESERVED = 4096  # KV caches are allocated for at most this many new tokens befo
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A decoding run that is ready to start: `run.rounds()` decodes.
+class Request:
+    """The checked arguments of a decoding run; see `Pair.request`.
 
-    `settings` are the method's settings; for the settings `window` and `skip`, `auto` is replaced by what was measured. `info`
-    describes the run (prompt, models, sampling, settings, seed) for the first line of a trace file. `record`: each round also
-    measures how close the target's and the draft's probabilities are at each drafted token.
+    `settings` are the method's; a value that has to be measured is still `auto`. `limit` is the maximum number of new tokens:
+    `max_new_tokens`, or fewer if the target's context has no room for them. `record`: each round also measures how close the
+    target's and the draft's probabilities are at each drafted token. Raises SpecgenError if the method cannot decode with the
+    sampling parameters.
     """
 
-    run: Run
     method: Method
     settings: Settings
-    info: RunInfo
-    context_ends: bool  # fewer than `max_new_tokens` new tokens fit into the target's context, so the output may end early
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    limit: int
     record: bool = False
 
+    def __post_init__(self) -> None:
+        self.method.check_sampling(self.sampling)
+        if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
+            raise SpecgenError(
+                f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",
+                "Leave the seed or history out",
+            )
+
     @property
-    def seed(self) -> int:
-        """The seed of the run's random numbers: the caller's, or one chosen at random if the caller gave none."""
-        assert self.info.sampling.seed is not None
-        return self.info.sampling.seed
+    def context_ends(self) -> bool:
+        """Whether the target's context has no room for `max_new_tokens` new tokens, so that the output may end early."""
+        return self.limit < self.sampling.max_new_tokens
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens for which the KV caches are allocated before the run."""
+        return len(self.prompt_ids) + min(self.limit, RESERVED)
+
+    @property
+    def typical_length(self) -> int:
+        return typical_length(len(self.prompt_ids), self.limit)
+
+    def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+        """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
+        detokenizer = tokenizer.detokenizer(self.prompt_ids)
+        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        return text[: min((text.index(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,68 +77,6 @@ class Result:
     token_ids: list[int]
     rounds: list[Round]
     summary: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """The checked arguments of a decoding run.
-
-    `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
-    `refusal` says why drafts cannot be in the target's tokens; None if they can. Raises it for a method that has such drafts, and
-    SpecgenError if the method cannot decode with the sampling parameters.
-    """
-
-    method: Method
-    settings: Settings
-    sampling: SamplingParams
-    prompt_ids: list[int]
-    limit: int
-    refusal: SpecgenError | None = None
-
-    def __post_init__(self) -> None:
-        self.method.check_sampling(self.sampling)
-        if self.refusal is not None and self.method.uses_draft_model and not self.settings.drafts_text:
-            raise self.refusal
-        if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
-            raise SpecgenError(
-                f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",
-                "Leave the seed or history out",
-            )
-
-    @property
-    def capacity(self) -> int:
-        """The number of tokens for which the KV caches are allocated before the run."""
-        return len(self.prompt_ids) + min(self.limit, RESERVED)
-
-    @property
-    def typical_length(self) -> int:
-        return typical_length(len(self.prompt_ids), self.limit)
-
-
-def run_info(
-    request: RunRequest,
-    settings: Settings,
-    seed: int,
-    target: LoadedModel,
-    draft: DraftModel | None,
-    costs: ParallelCosts | None,
-) -> RunInfo:
-    """Returns what the start line of a trace says about a run of the request with these measured settings and this seed."""
-    method = request.method
-    used = draft if method.uses_draft_model else None
-    return RunInfo(
-        method.name,
-        settings.as_dict(with_policy=method.any_policy),
-        method.lossless,
-        target.name,
-        None if used is None else used.name,
-        str(target.device),
-        target.dtype_name,
-        request.prompt_ids,
-        replace(request.sampling, seed=seed),
-        costs,
-        None if used is None else used.dtype_name,
-    )
 
 
 def typical_length(prompt_length: int, limit: int) -> int:
@@ -162,8 +120,8 @@ def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
 def prepared(method: Method, value: T | None) -> T:
     """Returns `value`, which `Pair.prepare` has found for a setting that the user left at `auto`.
 
-    None means that `Pair.prepare` has not been called with these arguments; then raises SpecgenError.
+    None means that `Pair.prepare` has not been called with the request; then raises SpecgenError.
     """
     if value is None:
-        raise SpecgenError(f"{method.name} is not prepared for this run", "Call pair.prepare with the same arguments first")
+        raise SpecgenError(f"{method.name} is not prepared for this run", "Call pair.prepare with the same request first")
     return value

@@ -10,29 +10,31 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import StatisticsError, correlation, fmean, median
+from statistics import StatisticsError, correlation, fmean, median, pstdev
 from typing import Any, NamedTuple, cast
 
 from specgen.base.types import Round, TokenStatus
-from specgen.pair.accepted_runs import AcceptedRuns, accepted_runs, complete_runs
 from specgen.pair.figures import Summary
-from specgen.traces.acceptance_bounds import Bounds, DraftedToken, bounds_of, by_entropy
-from specgen.traces.calibration import AcceptanceBin, Calibration, Prediction, calibration_of, judged_predictions
-from specgen.traces.trace_reader import TracedRound, TracedRun
+from specgen.traces.acceptance import (
+    ENTROPY_EDGES,
+    AcceptanceBin,
+    Bounds,
+    Calibration,
+    DraftedToken,
+    Judged,
+    acceptance_bins,
+    bounds_of,
+    calibration_of,
+    grouped,
+    judged_predictions,
+)
+from specgen.traces.reader import TracedRound, TracedRun
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
 _LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens
 _Z90 = 1.644854
-
-
-@dataclass(frozen=True, slots=True)
-class Bin(AcceptanceBin):
-    """How many tokens were accepted among the verified (accepted or rejected) tokens whose draft entropy, in nats, is at least
-    `low` and below `high`."""
-
-    mean_entropy: float
 
 
 class DraftOutcome(NamedTuple):
@@ -71,6 +73,57 @@ class Posterior:
     high: float
 
 
+def complete_runs(rounds: Iterable[Round]) -> Iterator[int]:
+    """Yields the number of accepted tokens before each rejection of one output, as PEARL's authors count them.
+
+    What follows the last rejection is no complete run: the output's end, not the target, ended it.
+    """
+    accepted = 0
+    for round_ in rounds:
+        accepted += len(round_.verdict.path)
+        if round_.verdict.source == "correction":
+            yield accepted
+            accepted = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRuns:
+    """The measured runs beside what PEARL's Theorem 2 expects of them.
+
+    `alpha` is the probability that a token is accepted: accepted / judged tokens, where the judged ones are the accepted and the
+    rejected ones. `mean` is the mean length of the `complete` runs with the token that corrects each, `expected` the same by
+    Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's end:
+    `unfinished` counts the tokens that were accepted after the last rejection of their output.
+    The theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
+    deviation of the runs' lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
+
+    `Summary.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
+    """
+
+    complete: int
+    alpha: float
+    mean: float
+    expected: float
+    deviation: float
+    expected_deviation: float
+    longest: int
+    unfinished: int
+
+
+def accepted_runs(summary: Summary, lengths: Sequence[int]) -> AcceptedRuns | None:
+    """Returns the statistics of the complete runs with these lengths; None if nothing was rejected.
+
+    `summary` counts the accepted tokens and the rejections of the same outputs, unfinished runs included.
+    """
+    if not lengths:
+        return None
+    rejected = summary.rejections / (summary.accepted + summary.rejections)
+    alpha = 1 - rejected
+    deviations = pstdev(lengths), math.sqrt(alpha) / rejected
+    unfinished = summary.accepted - sum(lengths)
+    return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths), unfinished)
+
+
 class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
@@ -79,7 +132,7 @@ class TraceStatistics:
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
-        self.predictions: list[Prediction] = []  # predicted acceptance probabilities of judged tokens
+        self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens
         self.runs = 0
         self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
         self.accepted_runs = array("l")  # accepted tokens before each rejection
@@ -97,17 +150,10 @@ class TraceStatistics:
             self._add_draft(traced)
         self.accepted_runs.extend(complete_runs(traced.round for traced in run.rounds))
         if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
-            known = {
-                name: known_number(run.summary, name) for name in ("drafts", "drafted", "accepted", "target_passes", "seconds")
-            }
-            self.summary.include(
-                {
-                    **known,
-                    "rounds": known["target_passes"],
-                    "token_ids": run.summary["token_ids"],
-                    "phase_seconds": {"other": known["seconds"]},
-                }
-            )
+            keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
+            line: dict[str, Any] = {name: known_number(run.summary, name) for name in keys}
+            line |= {"rounds": line["target_passes"], "token_ids": run.summary["token_ids"]}
+            self.summary.include(line | {"phase_seconds": {"other": line["seconds"]}})
         if self.summary.seconds > seconds:
             self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
@@ -145,20 +191,10 @@ class TraceStatistics:
         """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected."""
         return accepted_runs(self.summary, self.accepted_runs)
 
-    def acceptance_by_entropy(self) -> list[Bin]:
-        """Returns the acceptance rate for each range of the draft's entropy (SVIP, Figure 2, top). Ranges without verified tokens
-        are left out."""
-        bins = by_entropy(token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
-        return [
-            Bin(
-                low,
-                high,
-                len(tokens),
-                sum(token.status is TokenStatus.ACCEPTED for token in tokens),
-                fmean(token.entropy for token in tokens),
-            )
-            for low, high, tokens in bins
-        ]
+    def acceptance_by_entropy(self) -> list[AcceptanceBin]:
+        """Returns the acceptance rate of verified tokens for each range of the draft's entropy (SVIP, Figure 2, top)."""
+        verified = (token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
+        return acceptance_bins((Judged(each.entropy, each.status is TokenStatus.ACCEPTED) for each in verified), ENTROPY_EDGES)
 
     def accepted_length_by_entropy(self) -> list[LengthBin]:
         """Returns the accepted tokens per draft for each range of the draft's mean entropy (SVIP, Figures 2, bottom, and 8).
@@ -167,7 +203,7 @@ class TraceStatistics:
         are left out.
         """
         found = []
-        for low, high, drafts in by_entropy(self.drafts):
+        for low, high, drafts in grouped(self.drafts, lambda draft: draft.entropy, ENTROPY_EDGES):
             lengths = [draft.accepted for draft in drafts]
             entropy = fmean(draft.entropy for draft in drafts)
             found.append(LengthBin(low, high, len(drafts), entropy, fmean(lengths), median(lengths), max(lengths)))

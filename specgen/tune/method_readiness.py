@@ -121,7 +121,7 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
             given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
             if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
                 given |= {"translation": "text"}
-            pair.plan([1], name, SamplingParams(max_new_tokens=1), **given)
+            pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))
             checked[name] = found[name]
         except SpecgenError as error:
             checked[name] = Readiness(False, error.message, error.hint) if found[name].ready else found[name]

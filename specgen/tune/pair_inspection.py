@@ -14,7 +14,9 @@ from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
 from specgen.engine.draft_dtype import choose_dtypes
-from specgen.engine.model_loading import ModelSource, PreparedModel, prepare, translation_between
+from specgen.engine.dtype_choice import DtypeChoice
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.device_map import place
@@ -23,10 +25,10 @@ from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.timing import ThreadChoice, time_passes
+from specgen.engine.weight_sizes import weight_sizes
 from specgen.pair.pair import Pair
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
-from specgen.tune.model_facts import ModelFacts, model_facts
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -40,6 +42,58 @@ CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a model, read from its files.
+
+    `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
+    with which the model would run, but for quantised weights, which stay packed as in their files. `context_limit` is the
+    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
+    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
+    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    layers: int
+    hidden: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    cache_bytes: int
+    context_limit: int | None
+    table_rows: int
+    backend: str
+    fallback: str | None
+    dtype_reason: str
+    tokenizer_fallback: str | None
+
+
+def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
+    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read."""
+    shape, size = prepared.shape, weights.dtype.itemsize
+    check_weight_files(prepared.folder, prepared.name)
+    parameters, sizes = weight_sizes(prepared, device, weights)
+    return ModelFacts(
+        prepared.name,
+        shape.model_type,
+        parameters,
+        shape.num_layers,
+        shape.hidden_size,
+        weights.name,
+        str(device),
+        sum(sizes.values()),
+        shape.kv_bytes_per_token(size),
+        None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
+        shape.vocab_size,
+        prepared.config.backend,
+        prepared.config.fallback,
+        weights.warning or weights.reason,
+        prepared.tokenizer.fallback,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineChoices:
     """What was chosen for the loaded models, and why: the CPU threads (None on an accelerator), and the weights of each model.
 
@@ -50,23 +104,6 @@ class EngineChoices:
     threads: ThreadChoice | None
     products: Mapping[str, Sequence[ProductChoice]]
     padded_to: Mapping[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the choices as an object for the JSON output."""
-        return {
-            "threads": None if self.threads is None else {**asdict(self.threads), "seconds": _by_text(self.threads.seconds)},
-            "padded_to": dict(self.padded_to),
-            "products": {role: [_product(choice) for choice in choices] for role, choices in self.products.items()},
-        }
-
-
-def _product(choice: ProductChoice) -> dict[str, Any]:
-    seconds = {"dense_seconds": _by_text(choice.dense_seconds), "packed_seconds": _by_text(choice.packed_seconds)}
-    return {**asdict(choice), **seconds}
-
-
-def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
-    return {str(number): taken for number, taken in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +193,21 @@ class PairReport:
         overlap = None if self.tokenizers is None else self.tokenizers.overlap
         kappa = None if overlap is None else overlap.kappa
         return {
-            "target": asdict(self.target),
-            "draft": None if self.draft is None else asdict(self.draft),
-            "tokenizers": None if self.tokenizers is None else self.tokenizers.as_dict(),
-            "weight_bytes": self.weight_bytes,
-            "cache_bytes": self.cache_bytes,
-            "free_bytes": self.free_bytes,
-            "draft_free_bytes": self.draft_free_bytes,
+            **{name: _as_dict(getattr(self, name)) for name in ("target", "draft", "tokenizers")},
+            **{name: getattr(self, name) for name in ("weight_bytes", "cache_bytes", "free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
-            "ranks": self.ranks,
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
-            "engine": None if self.choices is None else self.choices.as_dict(),
+            "engine": _as_dict(self.choices),
             "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs, kappa),
         }
+
+
+def _as_dict(facts: Any) -> dict[str, Any] | None:
+    if facts is None:
+        return None
+    return facts.as_dict() if isinstance(facts, TokenizerFacts) else asdict(facts)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:
@@ -186,13 +223,13 @@ def _placement(placement: Placement) -> dict[str, Any]:
 def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
     return {
         "context_length": model.context_length,
-        "target_seconds": {str(width): seconds for width, seconds in model.target_seconds.items()},
+        "target_seconds": dict(model.target_seconds),
         "draft_seconds": model.draft_seconds or None,
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
         "pearl_overlap": None if parallel is None else parallel.overlap,
         "pearl_gain_over_sd": None if parallel is None else parallel.gain,
-        "pays_from": {str(k): model.break_even_acceptance(k) for k in model.draft_lengths},
+        "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [_expected(model, acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else _expected(model, kappa),
     }

@@ -79,7 +79,7 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
     The key-value caches are emptied first, so that the time of the pass over the whole prompt is measured.
     """
-    run = pair.plan(prompt_ids, "ar", sampling).run
+    run = pair.run(pair.request(prompt_ids, "ar", sampling))
     pair.forget()
     rounds = list(run.rounds())
     ids = [token for round_ in rounds for token in round_.token_ids]

@@ -120,7 +120,7 @@ class RoundProbe:
         combinations, counted = len(self._sweep.combinations), 0
         while True:
             self._sweep.start_run()
-            run = self._pair.plan(timings.prompt, self._method, self._sampling, **self._settings).run
+            run = self._pair.run(self._pair.request(timings.prompt, self._method, self._sampling, **self._settings))
             run = replace(run, policy=self._sweep, drafter=self._drafter or run.drafter)
             rounds, before = run.rounds(), counted
             for position in range(NEW_TOKENS):
@@ -199,11 +199,11 @@ class ParallelProbe:
                 self._time(timings)
 
     def _time(self, timings: _Timings) -> None:
-        plain = self._pair.plan(timings.prompt, "ar", self._sampling).run
+        plain = self._pair.run(self._pair.request(timings.prompt, "ar", self._sampling))
         self._pair.forget()
         prefill_alone = sum(next(plain.rounds()).seconds.values())
         windows = self._windows
-        run = self._pair.plan(timings.prompt, "pearl", self._sampling, window=windows.size).run
+        run = self._pair.run(self._pair.request(timings.prompt, "pearl", self._sampling, window=windows.size))
         self._pair.forget()
         assert isinstance(run.schedule, Parallel)
         drafter = run.schedule.drafter

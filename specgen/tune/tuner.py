@@ -142,7 +142,7 @@ def measure_pair(
     if "pearl" in selection.simulated:  # a draft process that starts during a measurement would slow it
         observer.doing("waiting for the draft's process")
         try:
-            pair.prepare([1], "pearl", SamplingParams(max_new_tokens=1), window=1)
+            pair.prepare(pair.request([1], "pearl", SamplingParams(max_new_tokens=1), window=1))
         except SpecgenError as error:
             selection = selection.without({"parallel": error.message})
     if references is None:

@@ -1,4 +1,4 @@
-"""Colours and text attributes of the terminal output.
+"""What is common to all that a terminal shows: the console that all text passes, colours, line breaks, tables, pictures.
 
 A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives every style its look.
 
@@ -10,19 +10,32 @@ mono   NO_COLOR or --no-color: attributes only
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.style import Style
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from rich.theme import Theme
 
 from specgen.base.sanitize import one_line, streamed
 
 PIPED_WIDTH = 100  # columns of output that does not go to a terminal
+SHORTEST_WRAP = 12  # cells
+GAP = 2  # cells between the columns of a table
+_GREY = [(0x59, 0x60, 0x69)] * 16
+_PICTURE = Path(__file__).with_name("picture.svg")  # a format string for Rich's `export_svg`
+BACKGROUNDS = {
+    "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
+    "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
+}
 _STYLES = {
     "token.accepted": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
     "token.rejected": {"ansi": "red strike", "dark": "#ff7b72 strike", "light": "#b3261e strike", "mono": "strike"},
@@ -101,6 +114,105 @@ def one_line_text(text: str | Text) -> Text:
         text = text.copy()
         text.plain = one_line(text.plain)  # as long as before, so that its styles keep their positions
     return text
+
+
+_CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
+
+
+def wrapped(text: Text, width: int) -> list[Text]:
+    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and control characters."""
+    lines = one_line_text(text).wrap(_CONSOLE, width)
+    for line in lines:
+        line.rstrip()
+    return list(lines)
+
+
+def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
+    """Returns lines of at most `width` cells: the label in a column of `lead` cells, and the text wrapped to the right of it.
+
+    A label that does not fit into the column gets a line of its own.
+    """
+    lines, label = [], one_line_text(label)
+    if label.cell_len >= lead:
+        lines, label = [label], Text()
+    for part in wrapped(text, max(width - lead, SHORTEST_WRAP)):
+        line = Text().append_text(label).append(" " * (lead - label.cell_len)).append_text(part)
+        line.rstrip()
+        lines.append(line)
+        label = Text()
+    return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `1 round` or `2,000 rounds`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def column_width(cells: Iterable[str | Text]) -> int:
+    """Returns the width in cells of the longest of these texts; 0 without any."""
+    return max((each.cell_len if isinstance(each, Text) else cell_len(each) for each in cells), default=0)
+
+
+def table(
+    rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), styles: Sequence[str] = (), gap: int = GAP
+) -> list[Text]:
+    """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to the left, others to the right.
+
+    The first row has the headings. `styles` has the style of each column's other cells that are plain strings.
+    """
+    sizes = [column_width(column) for column in zip(*rows, strict=True)]
+    lines: list[Text] = []
+    for row in rows:
+        cells = [one_line_text(cell).copy() for cell in row]
+        for number, (cell, size) in enumerate(zip(cells, sizes, strict=True)):
+            if not lines:
+                cell.stylize("quiet")
+            elif styles and not cell.style and not cell.spans:
+                cell.stylize(styles[number])
+            cell.align("left" if number in left else "right", size)
+        line = Text(" " * gap).join(cells)
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
+    """Returns styled lines as an SVG picture, `width` terminal cells wide. All its CSS class names begin with `unique_id`.
+
+    It loads no fonts, and its colours follow the system's light or dark mode.
+    """
+    template, pictures = _PICTURE.read_text(encoding="utf-8"), {}
+    for flavour, background in BACKGROUNDS.items():
+        console = recorder(width, flavour)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        pictures[flavour] = console.export_svg(title="", theme=background, code_format=template, unique_id=unique_id)
+    light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
+    # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
+    rules = re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", pictures["dark"], flags=re.MULTILINE)
+    rules.append(f".{unique_id}-background {{ fill: {dark}; }}")
+    dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
+    return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
+
+
+def recorder(width: int, flavour: str) -> Console:
+    """Returns a Rich console that records what is printed, so that its `export_svg` can draw it.
+
+    `width` is in cells. `flavour` is the name of a colour scheme (see above).
+    """
+    return ThemedConsole(
+        record=True,
+        width=width,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        theme=theme(flavour),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+        _environ={},
+    )
 
 
 def width(console: Console) -> int:

@@ -67,13 +67,13 @@ def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt],
         for name in names:
             method, *settings = name.split(":")
             given: dict[str, Any] = dict(setting.split("=") for setting in settings)
-            pair.prepare(prompt.text, method, sampling, **given)
-            plan = pair.plan(prompt.text, method, sampling, **given)
-            log, schedule = PassLog(), plan.run.schedule
-            if isinstance(schedule, Parallel):
-                plan.run.schedule = replace(schedule, check=cast("Any", log))
+            request, log = pair.request(prompt.text, method, sampling, **given), PassLog()
+            pair.prepare(request)
+            decoding = pair.run(request)
+            if isinstance(decoding.schedule, Parallel):
+                decoding = replace(decoding, check=cast("Any", log))
             pair.forget()
-            rounds = list(plan.run.rounds())
+            rounds = list(decoding.rounds())
             run = Summary(name, rounds)
             taken[name], outputs[name] = run.seconds, run.token_ids
             if not position:
@@ -81,9 +81,9 @@ def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt],
             for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Summary(name))):
                 for round_ in rounds:
                     summary.add(round_)
-            if plan.info.costs is not None and len(rounds) > 1:
+            if decoding.costs is not None and len(rounds) > 1:
                 after = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
-                reached.append(allowed_seconds(rounds[1:], log, plan.info.costs) / after)
+                reached.append(allowed_seconds(rounds[1:], log, decoding.costs) / after)
         for name in names if position else ():
             figures[name].ratios.append(taken[PLAIN] / taken[name])
         if different := [name for name in names if sampling.greedy and outputs[name] != outputs[PLAIN]]:

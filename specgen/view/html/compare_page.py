@@ -7,11 +7,10 @@ from typing import Any
 
 from specgen.compare.columns import Entry, output_text, ranked_entries, shown_columns
 from specgen.compare.ranking import best, not_run, ranked, too_few_prompts
-from specgen.view.html.charts import time_shares
-from specgen.view.html.methods_table import Line, Scale
-from specgen.view.html.page import render
-from specgen.view.html.token_view import run_view
-from specgen.view.terminal.comparison import Report, headline, sentences
+from specgen.view.comparison import Report, headline, sentences
+from specgen.view.html.charts import time_bar
+from specgen.view.html.page import Line, Scale, render
+from specgen.view.html.run_view import run_view
 
 
 def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str) -> Iterator[str]:
@@ -32,9 +31,7 @@ def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made
         table=_table(report),
         sentences=[sentence.plain for sentence in sentences(report)],
         times=[
-            (name, time_shares(overall.summary.phase_seconds))
-            for name, overall in measured
-            if not overall.summary.unsplit_seconds
+            (name, time_bar(overall.summary.phase_seconds)) for name, overall in measured if not overall.summary.unsplit_seconds
         ],
         prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
         examples=[(name, run_view(run, run.fold(), f"gone-{index}")) for index, (name, run) in enumerate(runs)],
@@ -75,7 +72,7 @@ def _table(report: Report) -> dict[str, Any]:
     speeds = [speed for line in lines for speed in (line.speed, line.low, line.high)]
     lines += [Line("off", ", ".join(names), why=reason) for names, reason in not_run(report.made)]
     columns = [column for column in shown_columns(shown) if column.label]
-    return {"lines": lines, "columns": columns, "scale": Scale.over(speeds, "×", reference=1.0)}
+    return {"lines": lines, "columns": columns, "scale": Scale(speeds, "×", reference=1.0)}
 
 
 def _line(entry: Entry, *, is_best: bool) -> Line:

@@ -6,16 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specgen.base.settings import written_value
-from specgen.traces.statistics import TraceStatistics, posteriors, setting
-from specgen.traces.trace_reader import TracedRun
-from specgen.view.html.bounds_charts import lengths_chart, ratios_chart, sorted_chart
-from specgen.view.html.calibration_chart import calibration_chart
-from specgen.view.html.entropy_chart import entropy_chart
-from specgen.view.html.methods_table import Line, Scale
-from specgen.view.html.page import render
-from specgen.view.html.round_charts import posterior_chart, rounds_chart
-from specgen.view.html.token_view import run_view
-from specgen.view.recorded_methods import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, runs_until_rejection
+from specgen.traces.statistics import TraceStatistics
+from specgen.view.html.page import Line, Scale, render
+from specgen.view.html.run_view import run_view
+from specgen.view.html.trace_charts import figures
+from specgen.view.theme import counted
+from specgen.view.trace_report import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions
 
 MOST_SHOWN = 12  # runs whose text and charts are on the page; the table has all
 
@@ -26,12 +22,12 @@ def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
     return render(
         "trace_page.html.j2",
         headline=verdict(shown),
-        subtitle=conditions(shown[0].run.start, sum(entry.statistics.runs for entry in shown)),
+        subtitle=conditions(shown[0].run.start, sum(entry.figures.runs for entry in shown)),
         table=_table(shown) if len(shown) > 1 else None,
         has_lossy=not all(entry.lossless for entry in shown),
         lossy=LOSSY,
         runs=(_run(entry, f"gone-{index}", is_only=len(shown) == 1) for index, entry in enumerate(shown[:MOST_SHOWN])),
-        hidden_runs=max(0, len(shown) - MOST_SHOWN),
+        hidden_runs=counted(len(shown) - MOST_SHOWN, "more run") if len(shown) > MOST_SHOWN else "",
         versions=", ".join(f"{name} {versions[name]}" for name in ("specgen", "torch", "transformers") if name in versions),
         made_with=made_with,
         wide=len(shown) > 1,
@@ -41,7 +37,7 @@ def page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
 def verdict(shown: Sequence[RecordedMethod]) -> str:
     """Returns the page's headline: the acceptance and efficiency of a single method, or the fastest of several methods."""
     if len(shown) == 1:
-        summary = shown[0].statistics.summary
+        summary = shown[0].figures.summary
         if summary.acceptance_rate is None:
             return f"{shown[0].label}: nothing was drafted, {shown[0].speed:.1f} tokens per second"
         accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
@@ -59,46 +55,27 @@ def _run(entry: RecordedMethod, name: str, *, is_only: bool) -> dict[str, Any]:
 
     `name` is an HTML id, unique on the page. `is_only` says that the page shows no other method.
     """
-    run, statistics, bounds = entry.run, entry.statistics, entry.statistics.bounds()
-    if statistics.runs > 1:  # the statistics of the run shown alone
-        statistics = TraceStatistics(run.method)
-        statistics.add(run)
+    run, own = entry.run, entry.figures
+    if own.runs > 1:  # the statistics of the run shown alone
+        own = TraceStatistics(run.method)
+        own.add(run)
     settings = (
         f"{name} {written_value(value)}" + (f" ({entry.varying[name]} over all runs)" if name in entry.varying else "")
         for name, value in run.start["settings"].items()
     )
-    rounds = [traced.round for traced in run.rounds]
-    until_rejection = entry.statistics.runs_of_accepted() if statistics.summary.parallel else None
-    texts = [text for traced in run.rounds if traced.round.draft.entropies for text in traced.draft_texts]
     return {
-        **run_view(run, statistics.summary, name),
+        **run_view(run, own.summary, name),
         "title": "How one answer was generated" if is_only else entry.label,
         "method": run.method,
         "settings": ", ".join(settings),
-        "prompt_tokens": f"{len(run.start['prompt_ids']):,}",
+        "prompt_tokens": counted(len(run.start["prompt_ids"]), "token"),
         "end": ENDED[run.finish_reason] if run.finish_reason else "",
         "source": entry.source,
         "line": f"{run.first_line:,}",
         "is_lossy": not entry.lossless,
         "notes": run.notes,
-        "rounds_chart": rounds_chart(rounds) if rounds and statistics.summary.drafted else None,
-        "until_rejection": None if until_rejection is None else runs_until_rejection(until_rejection),
-        "entropy_chart": entropy_chart(statistics, texts, stop_entropy(run)),
-        "lengths_chart": lengths_chart(entry.statistics),
-        "ratios_chart": ratios_chart(entry.statistics, bounds),
-        "sorted_chart": sorted_chart(entry.statistics, bounds),
-        "calibration_chart": calibration_chart(entry.statistics.calibration()),
-        "posterior_chart": posterior_chart(posteriors(rounds)),
+        "figures": figures(run, own, entry.figures),
     }
-
-
-def stop_entropy(run: TracedRun) -> float | None:
-    """Returns the draft entropy H in nats above which svip stops drafting; None for other methods.
-
-    The rule of svip is to stop where sqrt(c H) > threshold; c and threshold are settings of the method.
-    """
-    c, threshold = setting(run, "c"), setting(run, "threshold")
-    return threshold**2 / c if c and threshold is not None else None
 
 
 def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
@@ -108,8 +85,8 @@ def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
     """
     top, lines = best(shown), []
     for entry in shown:
-        runs = entry.statistics
+        runs = entry.figures
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
         low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
         lines.append(Line(kind, entry.label, entry=entry, speed=entry.speed, low=low, high=high))
-    return {"lines": lines, "columns": COLUMNS, "scale": Scale.over(speed for line in lines for speed in (line.low, line.high))}
+    return {"lines": lines, "columns": COLUMNS, "scale": Scale(speed for line in lines for speed in (line.low, line.high))}

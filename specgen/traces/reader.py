@@ -1,0 +1,257 @@
+"""Reads trace files, which record runs (generations) as JSON lines: a start line, a line per round (one target pass with its
+draft) and a summary line. Imports no torch.
+
+Traces may come from untrusted sources, so every line is checked. A mistake raises SpecgenError with file, line and key; unknown
+keys are ignored. If a trace was cut off (a missing summary, an incomplete last line), its complete lines are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, cast
+
+from pydantic import BaseModel, Field
+
+from specgen.base import schema
+from specgen.base.errors import SpecgenError
+from specgen.base.input_files import open_input
+from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
+from specgen.pair.figures import Summary
+
+LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
+_SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
+_HINT = "Name an unchanged file from --trace"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRound:
+    """A round as read from a trace, with the texts of its drafted tokens and of its correction or bonus token (None if it has
+    none).
+
+    `overlap` is sum(min(p, q)) for each drafted token and `kl` is KL(q||p) in nats; p is the target's distribution, q the
+    draft's. They are NaN for tokens that were not verified, and empty if the distributions were not recorded.
+    """
+
+    round: Round
+    draft_texts: tuple[str, ...]
+    token_text: str | None
+    overlap: tuple[float, ...] = ()
+    kl: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class TracedRun:
+    """One run (generation) as read from a trace.
+
+    `start` and `summary` are its start and summary line; `summary` is None if the run was cut off. `first_line` is the line
+    number of `start`. `notes` are sentences about what is missing or inconsistent. `end` is the byte offset after the run's last
+    complete line, where a resumed comparison continues to write.
+    """
+
+    start: Mapping[str, Any]
+    first_line: int
+    rounds: list[TracedRound] = field(default_factory=list)
+    summary: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    end: int = 0
+
+    @property
+    def method(self) -> str:
+        return str(self.start["method"])
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the run ended. None if it was cut off."""
+        return None if self.summary is None else cast(FinishReason, self.summary["finish_reason"])
+
+    def fold(self) -> Summary:
+        """Computes the summary from the rounds, so that it also exists for a run that was cut off."""
+        return Summary(self.method, (traced.round for traced in self.rounds))
+
+    def texts(self) -> dict[int, str]:
+        """The texts of all drafted, correction and bonus tokens in the run, by token id."""
+        texts: dict[int, str] = {}
+        for traced in self.rounds:
+            texts.update(zip(traced.round.draft.tokens, traced.draft_texts, strict=True))
+            if traced.round.verdict.token is not None:
+                texts[traced.round.verdict.token] = traced.token_text or ""
+        return texts
+
+
+_TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
+_FIGURES = ("entropies", "top_probs", "overlap", "kl")
+
+
+class _StartLine(BaseModel):
+    type: Literal["start"]
+    method: str
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    prompt_ids: list[_TokenId]
+    settings: dict[str, Any]
+    sampling: dict[str, Any]
+    versions: dict[str, Any]
+
+
+class _RoundLine(BaseModel):
+    type: Literal["round"]
+    index: int
+    mode: Mode
+    draft_ids: list[_TokenId]
+    draft_texts: list[str]
+    parents: list[int]
+    accepted_ids: list[_TokenId]
+    token_id: _TokenId | None
+    token_text: str | None
+    source: Source | None
+    stop_reason: str | None
+    entropies: _Figures = None
+    top_probs: _Figures = None
+    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None  # one for each level of a tree
+    overlap: _Figures = None
+    kl: _Figures = None
+    policy: dict[str, Any] | None = None
+    target_passes: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    unjudged: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    seconds: dict[str, Annotated[float, Field(ge=0, lt=1e12)]]
+
+
+class _SummaryLine(BaseModel):
+    type: Literal["summary"]
+    text: str
+    token_ids: list[_TokenId]
+    finish_reason: FinishReason
+
+
+_LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminator="type")]
+
+
+def read_trace(path: Path) -> Iterator[TracedRun]:
+    """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the file is not a trace."""
+    run: TracedRun | None = None
+    for number, end, line in _lines(path):
+        where = f"{path}, line {number:,}"
+        checked = None if line is None else schema.check(json.dumps(line), _LINE, where, _HINT)
+        if line is not None and isinstance(checked, _StartLine):
+            if run is not None:
+                yield _closed(run)
+            run = TracedRun(line, number)
+        elif run is None:
+            _refuse(where, "it comes before any start line" if line is None else f"a {line['type']} comes before any start line")
+        elif line is None:
+            run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
+            break
+        elif run.summary is not None:
+            _refuse(where, f"a {line['type']} comes after the run's summary")
+        elif isinstance(checked, _RoundLine):
+            run.rounds.append(_traced_round(checked, len(run.rounds), where))
+        else:
+            run.summary = line
+        run.end = end
+    if run is None:
+        raise SpecgenError(f"{path} holds no run", "Name a file from --trace")
+    yield _closed(run)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """Yields each line of a file that is not blank: its number, the byte offset after it, and its JSON object.
+
+    The object is None for an incomplete last line, as an interruption while writing leaves it.
+    """
+    end = number = 0
+    try:
+        with open_input(path) as file:
+            while data := file.readline(LONGEST_LINE):
+                number, end = number + 1, end + len(data)
+                where, is_complete = f"{path}, line {number:,}", data.endswith(b"\n")
+                if len(data) == LONGEST_LINE and not is_complete:
+                    _refuse(where, f"it is longer than {LONGEST_LINE >> 20} MiB")
+                if not data.strip():
+                    continue
+                try:
+                    line = schema.parse_json(data.decode("utf-8-sig"), where, _HINT)
+                except (SpecgenError, UnicodeDecodeError) as error:
+                    if is_complete or number == 1:
+                        _refuse(where, error.message if isinstance(error, SpecgenError) else "it is not UTF-8")
+                    yield number, end, None
+                    return
+                if not isinstance(line, dict):
+                    _refuse(where, "an object is expected")
+                yield number, end, line
+    except OSError as error:
+        raise SpecgenError(f"cannot read the trace {path}: {error.strerror}", "Check the path") from error
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise SpecgenError(f"{where}: {problem.removeprefix(where).strip()}", _HINT)
+
+
+def _closed(run: TracedRun) -> TracedRun:
+    """Returns a run whose last line has been read, with notes on what is missing."""
+    if run.summary is None:
+        run.notes = run.notes or ["the run has no summary: it was cut off"]
+    elif not run.rounds and run.summary["token_ids"]:
+        run.notes.append("the run has no rounds: another program decoded it")
+    elif [token for traced in run.rounds for token in traced.round.token_ids] != run.summary["token_ids"]:
+        run.notes.append("the summary's tokens differ from those of the rounds: lines are missing or were changed")
+    return run
+
+
+def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
+    """Makes a round from a checked line. Raises SpecgenError unless it is round `index` and consistent."""
+    count = len(line.draft_ids)
+    if line.index != index:
+        _refuse(where, f"this is round {line.index:,}, where round {index:,} is expected")
+    for name in ("draft_texts", "parents", *_FIGURES):
+        length = len(getattr(line, name) or ())
+        if length != count and (length or name not in _FIGURES):
+            _refuse(where, f"{name} has {length} values for {count} drafted tokens")
+    figures = {
+        name: tuple(math.nan if value is None else value for value in getattr(line, name) or ())
+        for name in (*_FIGURES, "predicted")
+    }
+    chain = range(-1, count - 1)
+    parents = chain if line.parents == list(chain) else tuple(line.parents)  # a range saves memory
+    verdict = Verdict(_path(line, where), line.token_id, line.source)
+    draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
+    if predicted := figures["predicted"]:
+        if len(predicted) != draft.levels:
+            _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
+        draft = replace(draft, predicted=predicted)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for phase, value in line.seconds.items():
+        seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
+    policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
+    round_ = Round(index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged)
+    return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
+
+
+def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
+    """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All matching paths are tried, because
+    several children of a node may have the same token."""
+    depths = {-1: 0}  # by node, for nodes on matching paths; -1 is the root
+    for node, (token, parent) in enumerate(zip(line.draft_ids, line.parents, strict=True)):
+        if not -1 <= parent < node:
+            _refuse(where, f"parents has {parent} for node {node}, which has to come after its parent")
+        depth = depths.get(parent)
+        if depth is not None and line.accepted_ids[depth : depth + 1] == [token]:
+            depths[node] = depth + 1
+    if len(line.accepted_ids) not in depths.values():
+        _refuse(where, "accepted_ids has tokens that were not drafted")
+    node = next(node for node, depth in depths.items() if depth == len(line.accepted_ids))
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = line.parents[node]
+    return tuple(reversed(path))
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(cast(float, value)) < 1e300  # false for infinities

@@ -1,0 +1,317 @@
+"""The output of `specgen compare` in the terminal: what was measured, the tables of speeds and times, and the result in words.
+
+The table of speeds has as many columns as fit, and a bar for each speedup and its confidence interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from specgen.base.sanitize import one_line
+from specgen.base.types import PHASES
+from specgen.compare.columns import Column, Entry, output_text, ranked_entries, shown_columns
+from specgen.compare.ranking import NOT_RUN, as_fast_as, best, not_run, ranked, too_few_prompts
+from specgen.compare.results import MethodResult, Prediction, Results
+from specgen.compare.verdict import Difference
+from specgen.view.progress import Progress
+from specgen.view.theme import GAP, PIPED_WIDTH, column_width, counted, labelled, svg, table, wrapped
+from specgen.view.trace_report import LOSSY
+
+if TYPE_CHECKING:
+    from specgen.compare.runner import BenchmarkStep
+
+MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
+
+LONGEST_BAR, SHORTEST_BAR = 24, 6
+WIDEST_NAME = 0.45  # of the terminal's width; longer names get a line of their own
+_NAME = Column("name", lambda entry: "  " * bool(entry.category) + one_line(entry.name), "\nmethod")
+_OUTPUT = Column("output", output_text, "\noutput")
+_BAR = Column("bar", lambda entry: None, "\n", priority=5)
+_MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
+_PREDICTIONS = {
+    "predicted_eq14": "Eq. 14: EESD's formula from acceptance and pass costs",
+    "predicted_pass_costs": "by pass costs: all passes added up",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A comparison of decoding methods, and how to show it.
+
+    `results` has what was measured; `made` has the same summed up for each method. `where` names the models, the device and the
+    dtype. `by_category` adds lines per category of prompts, `phases` a table of times. `notes` is a last sentence or empty.
+    """
+
+    results: Results
+    made: Sequence[MethodResult]
+    where: str
+    by_category: bool = False
+    phases: bool = False
+    notes: str = ""
+
+    @property
+    def measured_lossy(self) -> bool:
+        return any(result.overall is not None and not result.spec.lossless for result in self.made)
+
+
+def page(report: Report, width: int) -> list[Text]:
+    """Returns the whole output. Its lines have at most `width` cells, unless a method's name alone is longer."""
+    lines, hidden = headed_table(report, width)
+    said = sentences(report, hidden)
+    if hidden:
+        said.append(Text("A wider terminal shows more columns; --csv FILE has all of them.", "quiet"))
+    lines.append(Text())
+    for sentence in said:
+        lines += wrapped(sentence, width)
+    if report.phases:
+        lines += [Text(), *phases_table(report.made, width)]
+    return lines
+
+
+def picture(report: Report) -> str:
+    """Returns the whole output as an SVG picture, as wide as the table of speeds with all its columns."""
+    full = speed_table(report.made, 1000, by_category=report.by_category)[0]
+    width = max(PIPED_WIDTH, column_width(full))
+    return svg(page(report, width), width)
+
+
+def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
+    """Shows the table of a comparison that is still running, cut to the console's height, with a line of progress below it.
+
+    The line is such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`.
+    """
+    console, name = progress.console, "" if step.spec is None else step.spec.written
+    if step.prompt is not None:
+        name = f"warming up {name}" if step.warming_up else f"{name}, {step.prompt.label}"
+    lines = headed_table(report, console.width)[0][: max(console.height - 3, 2)]
+    left = step.seconds_left if step.done < step.total else None
+    share = step.done / step.total if step.total else 1.0
+    progress.bar(name, share, f"{step.done} of {counted(step.total, 'run')}", left, [*lines, Text()])
+
+
+def headed_table(report: Report, width: int) -> tuple[list[Text], list[str]]:
+    """Returns the headline with the table of speeds, and the keys of the columns that a narrow terminal has no room for."""
+    lines, hidden = speed_table(report.made, width, by_category=report.by_category)
+    return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], hidden
+
+
+def headline(report: Report) -> str:
+    """Returns what was measured, such as `demo pair, cpu float32 · 16 prompts × 3 repeats × 128 tokens, greedy`."""
+    config = report.results.config
+    sampling = config.sampling
+    measured = max((result.overall.prompts for result in report.made if result.overall is not None), default=0)
+    total = len(config.prompts) - len(report.results.skipped)
+    prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
+    repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
+    limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
+    how = "greedy"
+    if not sampling.greedy:
+        cuts = [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top-k {sampling.top_k}"] * (sampling.top_k > 0)
+        how = ", ".join([f"temperature {sampling.temperature:g}", *cuts])
+    return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
+
+
+def sentences(report: Report, hidden: Collection[str] = ()) -> list[Text]:
+    """Returns the sentences below the table, in this order.
+
+    The fastest method; the outputs that differ from plain decoding's; remarks on the table; which prompts chose the settings; the
+    report's `notes`. Columns whose keys are in `hidden` are not explained.
+    """
+    conclusion = _conclusion(report)
+    said = [] if conclusion is None else [conclusion]
+    said += _differences(report)
+    if report.measured_lossy:
+        said.append(Text(LOSSY, "quiet"))
+    if not report.results.config.sampling.greedy:
+        said.append(Text("sampled: each run draws other text, so outputs are not compared; at temperature 0 they are.", "quiet"))
+    if count := len(report.results.skipped):
+        said.append(Text(f"{counted(count, 'later turn')} left out: the context had no room.", "quiet"))
+    said += _predictions(report, hidden)
+    said += _tuned(report)
+    if report.notes:
+        said.append(Text(report.notes, "strong"))
+    return said
+
+
+def _conclusion(report: Report) -> Text | None:
+    made, greedy = report.made, report.results.config.sampling.greedy
+    top = best(made)
+    if top is None or top.overall is None or top.speedup is None:
+        return None
+    name, speedup, low = Text().append(top.spec.written, "strong"), top.speedup, top.overall.low
+    few = too_few_prompts(top)
+    caution = f" {few}" if few else ""
+    if speedup <= 1:
+        return Text("Nothing here is faster than plain decoding (ar); the best is ") + name + f" at {speedup:.2f}×.{caution}"
+    if low is not None and low <= 1:
+        name.append(f" comes first at {speedup:.2f}×, but its interval reaches down to {low:.2f}×: ")
+        return name.append("nothing here is clearly faster than plain decoding (ar).")
+    is_only = sum(result.overall is not None and result.spec.lossless for result in made) == 2
+    kept = "the target's output" if greedy else "the target's distribution"
+    first = f" comes first of the methods that keep {kept}:" if few else f" is the fastest that keeps {kept}:"
+    name.append(f" keeps {kept} at" if is_only else first).append(f" {speedup:.2f}× plain decoding (ar).{caution}")
+    close = [result.spec.written for result in as_fast_as(made, top)]
+    return name.append(f" Too close to call: {', '.join(close)}." if close else "")
+
+
+def _differences(report: Report) -> list[Text]:
+    """Returns sentences on outputs that differ from plain greedy decoding.
+
+    First comes a sentence per broken method: rounding errors do not explain its difference. Then comes a sentence per tie (a
+    position where two tokens have equal logits up to rounding), which names all methods that differ there.
+    """
+
+    def sentence(difference: Difference, names: Sequence[str], style: str) -> Text:
+        return Text(difference.explanation(", ".join(names), report.results.label(difference.prompt_index)), style)
+
+    broken = [sentence(result.broken, [result.spec.written], "bad") for result in report.made if result.broken]
+    found: dict[tuple[int, int], dict[str, Difference]] = {}
+    for result in ranked(report.made):
+        for difference in result.differences:
+            if not difference.is_broken:
+                found.setdefault((difference.prompt_index, difference.position), {})[result.spec.written] = difference
+    ties = [sentence(next(iter(by_method.values())), list(by_method), "quiet") for by_method in found.values()]
+    more = len(ties) - MOST_EXPLAINED
+    if more > 0:
+        ties[MOST_EXPLAINED:] = [Text(f"{counted(more, 'more tie')}: see --json.", "quiet")]
+    return broken + ties
+
+
+def _tuned(report: Report) -> list[Text]:
+    """Returns a sentence that says how many of the prompts chose the settings that come from a profile."""
+    config = report.results.config
+    tuned = {result.spec.written: config.tuned_on(result.spec) for result in ranked(report.made) if result.overall is not None}
+    names = [name for name, count in tuned.items() if count is not None]
+    if not names:
+        return []
+    count, total = max(count for count in tuned.values() if count is not None), len(config.prompts)
+    settings = f"the settings of {', '.join(names)} (specgen tune)"
+    if count:
+        return [Text(f"{count} of {total} prompts chose {settings}: on other prompts they may be less good.", "strong")]
+    return [Text(f"None of these prompts chose {settings}.", "quiet")]
+
+
+def _predictions(report: Report, hidden: Collection[str]) -> list[Text]:
+    """Returns sentences that say how the predicted speedups were computed, and which methods have no prediction."""
+    predicted = [result for result in ranked(report.made) if result.prediction is not None and result.overall is not None]
+    if not predicted:
+        return []
+    said = [text for key, text in _PREDICTIONS.items() if key not in hidden]
+    said = [f"{'; '.join(said)}."] if said else []
+    without = [result for result in predicted if result.prediction == Prediction() and not result.is_reference]
+    if without:
+        names = ", ".join(result.spec.written for result in without)
+        said.append(f"No prediction for {names}: only for specgen's own methods that draft chains between target passes.")
+    return [Text(sentence, "quiet") for sentence in said]
+
+
+def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], list[str]]:
+    """Returns the table of speeds, and the keys of the columns that were left out because the terminal is narrow.
+
+    Its lines have at most `width` cells, unless a method's name alone is longer. Columns with the highest `priority` are left out
+    first, and columns of priority 0 never. With `by_category` each method also has a line per category of prompts.
+    """
+    shown, absent = ranked_entries(results, by_category=by_category), not_run(results)
+    columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
+    sizes = {column.key: column_width([*column.title.split("\n"), *map(column.text, shown)]) for column in columns}
+    sizes[_BAR.key] = SHORTEST_BAR
+    longest = max(sizes[_NAME.key], column_width(one_line(names[0]) for names, _ in absent if len(names) == 1))
+    for lead in (longest, 0) if longest <= width * WIDEST_NAME else (0,):  # 0: names get lines of their own
+        sizes[_NAME.key] = lead
+        kept = list(columns)
+        while (room := width + GAP - sum(GAP + sizes[each.key] for each in kept)) < 0 and any(each.priority for each in kept):
+            kept.remove(max(kept, key=lambda column: column.priority))
+        if room >= 0:
+            break
+    hidden = [column.key for column in columns if column not in kept and column is not _BAR]
+    kept = kept if lead else kept[1:]
+    top = best(results)
+    fastest = max((entry.figures.high or entry.figures.speedup or 0.0 for entry in shown), default=0.0)
+    rows = [
+        [Text(column.title.split("\n")[level].ljust(lead * (column is _NAME)), "quiet") for column in kept] for level in (0, 1)
+    ]
+    for entry in shown:
+        is_best = entry.result is top and not entry.category
+        rows.append([Text(column.text(entry), _style(column, entry, is_best=is_best)) for column in kept])
+        if _BAR in kept:
+            rows[-1][-1] = _bar(entry, min(LONGEST_BAR, room + SHORTEST_BAR), fastest, is_best=is_best)
+    lines = table(rows, [number for number, each in enumerate(kept) if each.is_interval or each in (_NAME, _OUTPUT, _BAR)])
+    if not lead:
+        names = [Text(_NAME.text(entry), _style(_NAME, entry, is_best=entry.result is top)) for entry in shown]
+        indented = [Text(" " * GAP).append_text(line) for line in lines]
+        lines = [*indented[:2], *(each for pair in zip(names, indented[2:], strict=True) for each in pair)]
+    for written, reason in absent:
+        lines += labelled(Text(", ".join(written)), _reason(reason), width, lead + GAP)
+    return lines, hidden
+
+
+def _style(column: Column, entry: Entry, *, is_best: bool) -> str:
+    if is_best and (column.is_speed or column is _NAME) and not column.is_interval:
+        return "strong"
+    if column is _OUTPUT and not entry.category and any(found.is_broken for found in entry.figures.differences or ()):
+        return "bad"
+    is_quiet = entry.category or column.is_interval or (column is _OUTPUT and entry.result.is_reference)
+    return "quiet" if is_quiet else "none"
+
+
+def _reason(reason: str) -> Text:
+    if not reason.startswith(NOT_RUN):
+        return Text(reason, "quiet")
+    return Text().append(NOT_RUN, "strong").append(reason.removeprefix(NOT_RUN))
+
+
+def _bar(entry: Entry, cells: int, fastest: float, *, is_best: bool) -> Text:
+    """Returns a bar for a method's speedup, at most `cells` cells long; `fastest` is the speedup at its full length.
+
+    The bar is thick up to the low end of the speedup's interval and thin from there to the high end.
+    """
+    figures = entry.figures
+    if figures.speedup is None or fastest <= 0:
+        return Text()
+    low = figures.speedup if figures.low is None else figures.low
+    high = figures.speedup if figures.high is None else figures.high
+    heavy, light = (round(2 * cells * value / fastest) for value in (low, high))
+    halves = "H" * heavy + "L" * (light - heavy)
+    glyphs = {"HH": "━", "HL": "╾", "H": "╸", "LL": "─", "L": "╴"}
+    drawn = "".join(glyphs[left + right] for left, right in zip_longest(halves[::2], halves[1::2], fillvalue=""))
+    plain = entry.result.is_reference or not entry.result.spec.lossless or entry.category
+    return Text(drawn, "bar.plain" if plain else "bar.best" if is_best else "bar")
+
+
+def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
+    """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
+
+    Cells have seconds and the share of the whole time, or the share alone where `width` is small. If there is no room for names
+    either, they get lines of their own.
+    """
+    shown = ranked_entries(results)
+    for with_seconds, has_names, phases in (
+        (True, True, PHASES),
+        (False, True, PHASES),
+        (True, False, PHASES),
+        (False, False, PHASES),
+        (False, False, _MAIN_PHASES),
+    ):
+        rows = [["method" if has_names else "", *phases, "all"]]
+        for entry in shown:
+            cells = [_phase_cell(entry, phase, with_seconds=with_seconds) for phase in phases]
+            rows.append([entry.name if has_names else "", *cells, f"{entry.figures.summary.seconds:.2f} s"])
+        lines = table(rows)
+        if column_width(lines) <= width:
+            break
+    if not has_names:
+        lines = [lines[0], *(each for entry, line in zip(shown, lines[1:], strict=True) for each in (Text(entry.name), line))]
+    return [Text(f"Where the time goes{', in seconds and shares' * with_seconds}"), Text(), *lines]
+
+
+def _phase_cell(entry: Entry, phase: str, *, with_seconds: bool) -> str:
+    summary = entry.figures.summary
+    if summary.unsplit_seconds:  # transformers reports no phases
+        return ""
+    share = f"{summary.share_of_time(phase):.0%}"
+    return f"{summary.phase_seconds[phase]:.2f} {share:>4}" if with_seconds else share

@@ -1,0 +1,207 @@
+"""The progress line of all commands: lines at the cursor on stderr, redrawn in place, and erased at the end.
+
+No thread redraws them, because it would disturb measured times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.base.prefill_progress import prefill_reports
+from specgen.base.sanitize import one_line
+from specgen.view.theme import SHORTEST_WRAP, width, wrapped
+
+if TYPE_CHECKING:
+    from specgen.train.training_task import TrainingProgress
+
+PREFILL_DELAY = 2.0  # seconds; the prompt of a small model is over before
+_BAR = 20  # cells
+_TOOK = 10  # cells at the end of a finished step's line for its duration
+_REDRAW_SECONDS = 0.2  # the least time between two drawings of a tuning's bar
+_LINE_SECONDS = 30.0  # between two lines of a training where there is no terminal
+_SAVE, _RESTORE, _ERASE_BELOW = "\x1b7", "\x1b8", "\x1b[J"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line that began after other text is cut at the terminal's edge
+
+
+class Progress:
+    """Lines on a terminal that say what a command is doing. Nothing is shown where `console` is no terminal, or with `quiet`.
+
+    The lines begin at the cursor, which stays there, so that text before it is not disturbed. As a context manager it erases them
+    at the end.
+    """
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self.console, self.quiet = console, quiet
+        self.is_silent = quiet or not console.is_terminal
+        self._is_shown = False
+        self._lock = RLock()  # PEARL's draft model may report from a thread of its own
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, *lines: Text) -> None:
+        """Replaces the lines that are shown. Several begin at the left edge and have to fit the terminal's height."""
+        if self.is_silent:
+            return
+        with self._lock, self.console.capture() as drawn:
+            for line in lines[:-1]:
+                self.console.print(line, soft_wrap=True)
+            self.console.print(lines[-1], end="", soft_wrap=True)
+        below = len(lines) - 1
+        room = "\n" * below + f"\x1b[{below}A" if below else ""  # scrolls first: the saved position would not scroll along
+        self._write(room + _SAVE + _NO_WRAP + _ERASE_BELOW + drawn.get() + _WRAP + _RESTORE)
+        self._is_shown = True
+
+    def announce(self, what: str) -> None:
+        """Shows what is being loaded; nothing during downloads, which have progress bars of their own."""
+        if what.startswith("downloading"):
+            self.clear()
+        else:
+            self.show(Text("▸ ").append(one_line(what)))
+
+    def bar(self, what: str, share: float, rest: str, left: float | None = None, above: Sequence[Text] = ()) -> None:
+        """Shows `what`, a bar filled to `share` (0 to 1), and the text `rest` with the seconds `left`, below `above`."""
+        rest += "" if left is None else f"  ~{duration(left)} left"
+        self.show(*above, bar_line(what, share, rest.strip(), self.console.width - 1))
+
+    def clear(self) -> None:
+        """Erases the lines, before something else is written where they begin."""
+        with self._lock:
+            if self._is_shown:
+                self._is_shown = False
+                self._write(_ERASE_BELOW)
+
+    def keep(self, line: Text) -> None:
+        """Prints a line that stays, on a terminal or not, unless `quiet`."""
+        self.clear()
+        if not self.quiet:
+            self.console.print(line, soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            self.console.file.write(text)
+            self.console.file.flush()
+
+
+def bar_line(what: str, share: float, rest: str, width: int) -> Text:
+    """Returns a line of at most `width` cells with the text `what`, a bar filled to `share` (0 to 1), and the text `rest`.
+
+    If the line is too long, `what` is cut. If there is no room for the bar either, the line is `rest` alone.
+    """
+    filled = min(_BAR, round(_BAR * share))
+    tail = Text("  ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet").append(f"  {rest}", "none")
+    if tail.cell_len + 2 > width:
+        return Text(rest)
+    line = Text("▸ ").append(one_line(what))
+    line.truncate(width - tail.cell_len, overflow="ellipsis", pad=True)
+    return line.append_text(tail)
+
+
+def duration(seconds: float) -> str:
+    """Returns a number of seconds in words, such as `9 s`, `3 min` or `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextmanager
+def reading_prompt(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Shows how many of the prompt's tokens the models have run, once that has taken `PREFILL_DELAY` seconds.
+
+    It counts the tokens of all models that are running the prompt: the target's, then the draft's; in PEARL both at once. `clock`
+    returns seconds.
+    """
+    passes: dict[int, tuple[int, int]] = {}  # for each KV cache: tokens done, tokens in all
+    begin: float | None = None
+
+    def report(source: int, done: int, total: int) -> None:
+        nonlocal begin
+        begin = clock() if begin is None else begin
+        passes[source] = done, total
+        all_done, all_total = (sum(counts) for counts in zip(*list(passes.values()), strict=True))
+        if all_done >= all_total:
+            passes.clear()
+            progress.clear()
+        elif clock() - begin >= PREFILL_DELAY:
+            progress.bar("reading the prompt", all_done / all_total, f"{all_done:,} of {all_total:,} tokens")
+
+    if progress.is_silent:
+        yield
+        return
+    with progress, prefill_reports.to(report):
+        yield
+
+
+class TuneProgress:
+    """A `TuningObserver` that prints a line with ✓ for each finished step, and shows a bar with the time left.
+
+    `begin` is when the tuning began, on the clock of `time.perf_counter`. `budget` is how many seconds it may take.
+    """
+
+    def __init__(self, progress: Progress, begin: float, budget: float) -> None:
+        self._progress, self._begin, self._budget = progress, begin, budget
+        self._finished = begin  # when the last step ended
+        self._drawn = 0.0
+
+    def done(self, what: str) -> None:
+        seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
+        console, took = self._progress.console, duration(seconds)
+        room = width(console) - 1
+        lines = wrapped(Text(what), max(room - 2 - _TOOK, SHORTEST_WRAP))
+        for number, part in enumerate(lines):
+            line = (Text("  ") if number else Text("✓ ", "good")).append_text(part)
+            if part is lines[-1]:
+                line.append(took.rjust(room - line.cell_len) if console.is_terminal else f"  {took}", "quiet")
+            self._progress.keep(line)
+
+    def doing(self, what: str) -> None:
+        now = time.perf_counter()
+        if now - self._drawn >= _REDRAW_SECONDS:
+            self._drawn, spent = now, now - self._begin
+            self._progress.bar(what, spent / self._budget, "", max(0.0, self._budget - spent))
+
+
+class TrainingLine:
+    """A `TrainingObserver` that shows how far text generation and training are; without a terminal, in a line every 30 seconds.
+
+    The training stops early when `stop_requested` returns True.
+    """
+
+    def __init__(self, progress: Progress, stop_requested: Callable[[], bool]) -> None:
+        self.stop_requested = stop_requested
+        self._progress = progress
+        self._stage, self._begin, self._first = "", 0.0, 0.0  # when the stage began, and with which share: a run may be resumed
+        self._printed = 0.0
+
+    def announce(self, message: str) -> None:
+        self._progress.keep(Text(message, "quiet"))
+
+    def generating(self, batches: int, share: float, tokens: int) -> None:
+        self._show("Generating text", share, f"{tokens:,} tokens")
+
+    def training(self, progress: TrainingProgress) -> None:
+        agreement = progress.greedy_agreement
+        agrees = "" if agreement is None else f", greedy agreement {agreement:.0%}"
+        self._show("Training", progress.share, f"step {progress.step}, loss {progress.loss:.3f}{agrees}")
+
+    def _show(self, stage: str, share: float, figures: str) -> None:
+        now, is_new = time.monotonic(), stage != self._stage
+        if is_new:
+            self._stage, self._begin, self._first = stage, now, share
+        gained = share - self._first
+        self._progress.bar(stage, share, figures, (now - self._begin) * (1 - share) / gained if gained > 0 else None)
+        is_due = now - self._printed >= _LINE_SECONDS and self._progress.is_silent
+        if share >= 1 or ((is_new or is_due) and self._progress.is_silent):
+            self._printed = now
+            self._progress.keep(Text(f"{stage}: {share:.0%}, {figures}"))

@@ -1,1 +1,0 @@
-"""What the commands print in the terminal: answers, rounds, tables, reports and progress."""

@@ -1,0 +1,369 @@
+"""Every mistake of a user ends with its exit code and one line that names what is wrong: one row a mistake.
+
+Rows of LIGHT are refused before torch is imported, and run one after the other in one process without it. Rows of MODELS run in
+this process, with a tiny pair. In a row's arguments and words, `{name}` stands for a path: `{file}` for the row's own file
+(`content`), `{model}` for a copy of the pair's target that `change` has changed, and the others for those of `places`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import traces
+from cli_helpers import run_main
+from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
+from processes import one_by_one
+from safetensors.torch import load_file, save_file
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+LONG, LATIN_1, NINES = "a" * 5000, os.fsdecode(b"caf\xe9"), "9" * 400
+Change = Callable[[Path], object]
+
+
+class Row(NamedTuple):
+    arguments: list[str]
+    words: tuple[str, ...]
+    code: int = 2
+    stdin: bytes = b""
+    name: str = "file"  # of the row's own file
+    content: str | bytes | None = None
+    change: Change | None = None
+
+    @property
+    def id(self) -> str:
+        return " ".join((*self.arguments, self.words[0])).encode("unicode_escape").decode()[:90]
+
+
+def row(arguments: str | list[str], *words: str, **more: Any) -> Row:
+    """`arguments` in one text are split at spaces."""
+    return Row(arguments.split(" ") if isinstance(arguments, str) else arguments, words, **more)
+
+
+def generate(options: str, *words: str, **more: Any) -> Row:
+    return row(f"generate hi {options}", *words, **more)
+
+
+def prompts(content: str | bytes, *words: str, name: str = "p.yaml") -> Row:
+    return row("compare -m ar --prompts {file}", *words, name=name, content=content)
+
+
+def trace(change: Callable[[str], str | bytes], *words: str) -> Row:
+    """A trace whose text is changed."""
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in traces.a_run())
+    return row("inspect {file}", *words, name="t.jsonl", content=change(content))
+
+
+def start(**values: Any) -> Callable[[str], str]:
+    """Sets values in the first line of a trace."""
+    return lambda text: "".join([json.dumps(json.loads(text.splitlines()[0]) | values) + "\n", *text.splitlines(True)[1:]])
+
+
+LIGHT = [
+    # commands and options
+    row("genrate hi", "'genrate'", "Did you mean 'generate'? See --help"),
+    row("inspect", "specgen inspect --methods"),
+    row("inspect --methods --pair", "--methods lists the methods, and --pair is given too"),
+    generate("another", "another", "--help"),
+    generate("--tempratur 1", "--tempratur", "--temperature"),
+    generate("-n 0", "max_new_tokens is 0", "at least 1"),
+    generate("-n -5", "max_new_tokens is -5", "at least 1"),
+    generate(f"-n {NINES}", "max_new_tokens is above 2^40", "smaller"),
+    generate("-n abc", "--max-new-tokens is 'abc'", "integer"),
+    generate(f"--top-k {2**40 + 1}", "top_k is above 2^40", "smaller"),
+    generate("--top-k -1", "top_k is -1", "0 for no cut"),
+    generate("--temperature -1", "temperature is -1", "between 0"),
+    generate("--temperature nan", "temperature is nan", "between 0"),
+    generate("--temperature 1e-9", "temperature is 1e-09", "0 for greedy decoding"),
+    generate("--temperature 1e9", "temperature is 1000000000", "between 0"),
+    generate("--temperature warm", "--temperature is 'warm'", "number"),
+    generate("--top-p 0", "top_p is 0", "above 0"),
+    generate("--top-p 2", "top_p is 2", "at most 1"),
+    generate("--top-p nan", "top_p is nan", "at most 1"),
+    generate("--seed -1", "seed is -1", "from 0"),
+    row(["generate", "hi", "--stop", ""], "stop holds", "at least one character"),
+    row(["generate", "hi", "--stop", LATIN_1], r"stop holds ('caf\udce9',), which is not UTF-8"),
+    generate("--draft some/model", "--draft some/model", "--target MODEL"),
+    generate("--revision main", "--revision", "--target MODEL"),
+    generate("--backend onnx", "'onnx'", "auto, native or transformers"),
+    generate("--system x", "--system", "Add --chat"),
+    # methods and settings
+    generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
+    generate("-m SVIP", "'SVIP'", "did you mean svip?"),
+    generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
+    generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
+    generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
+    generate("-m ar --set k=1", "ar has no setting 'k'"),
+    generate("-m sd --set k=abc", "k is 'abc'", "whole number"),
+    generate("-m sd --set k=2.5", "k is '2.5'", "whole number"),
+    generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
+    generate("-m sd --set k", "'k'", "NAME=VALUE"),
+    generate("-m sd --set policy=fixd", "'fixd'", "did you mean fixed?", "beta-ts"),
+    generate("-m joint --set nodes=10", "nodes is 10", "between 16 and 1,048,576"),
+    generate("-m eesd --set exit=", "exit is empty", "leave exit out"),
+    generate("-m svip --set threshold=nan", "threshold is nan", "between 0 and 100"),
+    generate("-m lookup --set policy=svip", "lookup", "'svip'", "Use one of fixed, heuristic, beta-ts"),
+    generate("-m lookup --set k=3 --set policy=svip", "lookup with policy=svip has no setting 'k'", "threshold"),
+    generate("-m lookup --set k=3 --set max_draft=9", "lookup with policy=fixed has no setting 'max_draft'"),
+    generate("-m lookup --set kk=3", "lookup has no setting 'kk'", "did you mean k?"),
+    generate("-m suffix --set policy=svip", "suffix", "'svip'", "Use one of fixed, heuristic, confidence"),
+    generate("-m suffix --set min_prob=1.5", "min_prob is 1.5", "between 0 and 1"),
+    generate("-m suffix --set factor=0", "factor is 0", "between 0.1 and 1,000"),
+    generate("-m suffix --set history=maybe", "history is 'maybe'", "true or false"),
+    generate("-m pearl --set policy=adaptive --set draft_cost=1", "pearl drafts during", "Leave it out"),
+    generate("-m mtad --set tau=2", "tau is 2", "between 0 and 1"),
+    generate("-m mtad --set beams=0", "beams is 0", "between 1 and 256"),
+    generate("-m mtad --set beam=wide", "beam is 'wide'", "greedy, sample"),
+    generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
+    generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
+    generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    # the prompt
+    row(["generate", ""], "the prompt is empty"),
+    row(["generate", " \n"], "the prompt is empty"),
+    row("generate", "the prompt is empty"),
+    row("generate -", "the prompt is empty", stdin=b"\n"),
+    row("generate -", "standard input is not UTF-8", "byte 3", "iconv", stdin=b"caf\xe9"),
+    row(["generate", LATIN_1], "the prompt is not UTF-8"),
+    row(["generate", "hi", "--chat", "--system", LATIN_1], "--system is not UTF-8"),
+    # paths
+    generate("--trace {places}/no/t.jsonl", "{places}/no", "no folder"),
+    generate("--trace {places}", "{places}", "is a folder"),
+    *(row(["generate", "hi", option, LONG], "aaa") for option in ("--trace", "--profile")),
+    *(row(["compare", f"--{name}", LONG], "aaa") for name in ["trace", "csv", "svg", "html", "prompts", "resume", "profile"]),
+    row(["tune", "--out", LONG], "aaa"),
+    row(["inspect", LONG], "aaa"),
+    row("tune --out {file}/out", "{file}", content=""),
+    # files
+    prompts("prompts: [1]", "prompt 1: 1 is not a prompt"),
+    prompts("prompts: {", "line 2 is not YAML: "),
+    prompts("a: &x 1\nb: *x", "aliases (*name) are not allowed"),
+    prompts("[" * 30, "more than 20 levels of nesting"),
+    prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
+    prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
+    trace(start(settings={"x": float("nan")}), "line 1: it is not JSON (NaN is not a number)"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
+]
+
+
+def changed_config(file: str = "config.json", **values: Any) -> Change:
+    """Sets keys of a JSON file in the model's folder, which may not be there."""
+
+    def change(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+    return change
+
+
+def changed_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def written(file: str, content: bytes) -> Change:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def removed(*patterns: str) -> Change:
+    return lambda folder: [path.unlink() for pattern in patterns for path in folder.glob(pattern)]
+
+
+def lost_shards(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "model-1.safetensors"}}')
+
+
+def fifo(file: str) -> Change:
+    def make(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+
+    return make
+
+
+def model(change: Change, *words: str, options: str = "-m ar -n 3", **more: Any) -> Row:
+    return row(f"generate abc -q -t {{model}} --device cpu {options}", *words, change=change, **more)
+
+
+def generation(words: str, **values: Any) -> Row:
+    return model(changed_config("generation_config.json", **values), words)
+
+
+TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
+TRANSFORMERS = "-m ar -n 3 --backend transformers"
+DEEP = b"[" * 100_000
+MODELS = [
+    generate("-t {other-ids} -d {target}", "tokenizers differ", "WordLevel", "translation=text", "-m lookup"),
+    row(f"generate {'a' * 3 * CONTEXT} -n 5 -t {{target}}", f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"),
+    row(f"generate {'a' * CONTEXT} -n 1 -t {{target}}", "1 over", "Shorten the prompt"),
+    generate("-t nobody/nothing", "nobody/nothing", "Check the spelling"),
+    generate("-t nothing --offline", "nothing", "offline"),
+    generate("-t what?", "what?", "Check the spelling"),
+    generate("-t {places}/nowhere", "{places}/nowhere", "Check the path"),
+    generate("-t {target}/config.json", "{target}/config.json", "Name the folder"),
+    *(row(["generate", "hi", option, LONG], "aaa") for option in ("--exit-layer", "-t")),
+    generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
+    generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
+    generate("-t {target} -d {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
+    generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
+    generate("-t {target} -m svip", "svip needs a draft model", "--draft", "-m lookup"),
+    generate("-t {target} --dtype float8", "'float8'", "auto, float32, bfloat16, float16"),
+    *(generate(f"--device {device}", f"'{device}'", "auto, cpu, cuda") for device in ("gpu", "cuda:x", "meta")),
+    generate("--draft-device gpu", "'gpu'", "auto, cpu, cuda"),
+    generate("-t ./\x1b[2J\nfolder\x9b", "␛[2J↵folder"),
+    model(removed("config.json"), "{model}", "no config.json", "save_pretrained"),
+    model(written("config.json", b"{"), "configuration"),
+    model(changed_config(model_type="unheard"), "model_type", "Install a newer transformers"),
+    model(changed_config(hidden_act="unheard"), "'unheard' is unknown"),
+    model(changed_config(quantization_config="fp8"), "quantization_config that is no JSON object: 'fp8'"),
+    model(changed_config(num_hidden_layers=2**64), "has a num_hidden_layers above 4,096", options=TRANSFORMERS),
+    model(changed_config(text_config={"num_layers": 2**64}), "has a num_layers above 4,096", options=TRANSFORMERS),
+    model(changed_config(sliding_window="x"), "forward passes after a rollback fail (", options=TRANSFORMERS),
+    model(changed_config("tokenizer_config.json", model_max_length="x", unusual=1), "cannot read the tokenizer of "),
+    model(removed("tokenizer*"), "has no tokenizer: it lacks tokenizer.json", "vocab.txt", "save_pretrained"),
+    model(removed("tokenizer.json"), "has no tokenizer: it lacks tokenizer.json", "vocab.txt", "save_pretrained"),
+    model(removed("model.safetensors"), "no safetensors weights", "save it again"),
+    model(lost_shards, "index of weight files, but none of the files"),
+    model(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "only pytorch_model.bin"),
+    model(changed_weights(lambda weights: weights["model.norm.weight"].fill_(float("nan"))), "NaN", "float32", code=1),
+    *(
+        each
+        for options in (NATIVE, TRANSFORMERS)
+        for each in (
+            model(changed_weights(lambda weights: weights.pop("model.norm.weight")), "norm.weight", options=options),
+            model(changed_weights(lambda weights: weights.update(x=torch.ones(3))), "(the first: x)", options=options),
+            model(
+                changed_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(3)})),
+                "model.norm.weight is 3 in its file, but ",
+                options=options,
+            ),
+            model(changed_config(num_hidden_layers=2), "does not describe (the first: model.layers.2.", options=options),
+            model(written("model.safetensors", b"\xff" * 300), "weights", options=options),
+            model(
+                written("model.safetensors", len(DEEP).to_bytes(8, "little") + DEEP), "cannot read the weights", options=options
+            ),
+            model(lambda folder: os.truncate(folder / "model.safetensors", 5000), "weights", options=options),
+        )
+    ),
+    *(
+        model(fifo(file), f"{file} is not a file")
+        for file in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors")
+    ),
+    # generation_config.json
+    *(
+        model(written("generation_config.json", content), "cannot read", "{model}/generation_config.json")
+        for content in (b'{"repetition_penalty": 5', b"", b"[]", b"null", b"\xff", DEEP, b'{"a": ' + b"9" * 5000 + b"}")
+    ),
+    *(
+        generation("sets repetition_penalty to ", repetition_penalty=value)
+        for value in ("abc", 0, -1, float("nan"), float("inf"), 1e300, 1e-300, 10**400, True)
+    ),
+    *(generation("sets eos_token_id to ", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
+    *(generation("sets no_repeat_ngram_size to ", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
+    *(generation("sets suppress_tokens to ", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
+    *(
+        generation("sets sequence_bias to ", sequence_bias=value)
+        for value in ([[[1], 1e300]], [[[1], float("inf")]], [[[1], "x"]], {"x": 1})
+    ),
+    generation("forbids all tokens", suppress_tokens=list(range(5000))),
+    # chat templates
+    model(removed(TEMPLATE), "no chat template", "Leave --chat out", options="--chat"),
+    model(written(TEMPLATE, b"{{ raise_exception('no\nway\x1b') }}"), "refuses these turns: no↵way␛", options="--chat"),
+    model(written(TEMPLATE, b"{% for"), "the model's chat template refuses these turns: ", options="--chat"),
+    model(written(TEMPLATE, b"{{ messages.append(1) }}"), "unsafe", options="--chat"),
+    model(written(TEMPLATE, b"{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"), "maximum recursion depth", options="--chat"),
+]
+
+
+# ------------------------------------------------------------------ the tests
+
+
+def check(row: Row, code: int, out: str, err: str, places: Mapping[str, str]) -> None:
+    assert code == row.code, err
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1
+    assert err[:-1].isprintable()
+    assert len(err) < 1100
+    assert "?." not in err  # a question mark ends its sentence
+    assert "Traceback" not in err
+    for word in row.words:
+        assert word.format_map(places) in err
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Mapping[str, str]]]:
+    """What each row of LIGHT gave."""
+    folder = tmp_path_factory.mktemp("light")
+    named = [with_file(row, folder / str(number)) for number, row in enumerate(LIGHT)]
+    commands = [[part.format_map(places) for part in row.arguments] for row, places in zip(LIGHT, named, strict=True)]
+    return list(zip(one_by_one(*commands, stdin=[row.stdin for row in LIGHT]), named, strict=True))
+
+
+def with_file(row: Row, folder: Path) -> dict[str, str]:
+    """Writes the row's own file. Returns the paths that the row may name."""
+    folder.mkdir()
+    if row.content is not None:
+        content = row.content if isinstance(row.content, bytes) else row.content.encode()
+        (folder / row.name).write_bytes(content)
+    return {"places": str(folder), "file": str(folder / row.name)}
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="there, no argument can hold bytes that are not UTF-8")
+@pytest.mark.parametrize("number", range(len(LIGHT)), ids=lambda number: LIGHT[number].id)
+def test_a_mistake_is_named_before_torch_is_imported(light: list[tuple[Any, Mapping[str, str]]], number: int) -> None:
+    ended, places = light[number]
+    check(LIGHT[number], ended.code, ended.out, ended.err, places)
+    assert not ended.has_torch
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, pair: tuple[str, ...]) -> Mapping[str, str]:
+    parent = tmp_path_factory.mktemp("places")
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
+    return {
+        "target": pair[1],
+        "draft": pair[3],
+        "other-ids": save(make_model("llama"), parent / "other-ids", make_tokenizer()),
+        "encoder-decoder": save(t5, parent / "encoder-decoder"),
+        "recurrent": save(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)), parent / "recurrent"),
+    }
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
+@pytest.mark.parametrize("row", MODELS, ids=lambda row: row.id)
+def test_a_wrong_model_is_named(
+    row: Row, places: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    named = {**places, **with_file(row, tmp_path / "own"), "model": str(tmp_path / "model")}
+    if row.change is not None:
+        row.change(Path(shutil.copytree(places["target"], tmp_path / "model")))
+    found = run_main(monkeypatch, capfd, *(part.format_map(named) for part in row.arguments))
+    check(row, *found, named)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "words"), [("cuda", 0, "no CUDA device"), ("cuda:99", 2, "This machine has 2: cuda:0")]
+)
+def test_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], device: str, count: int, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    row = generate(f"--device {device}", words)
+    check(row, *run_main(monkeypatch, capfd, *row.arguments), {})

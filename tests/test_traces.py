@@ -1,0 +1,482 @@
+"""Traces read back, and the figures of a trace: each computed a second time, in another way, or by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import traces
+from scipy import stats
+
+import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
+from specgen.pair import records as writing
+from specgen.pair.figures import Summary
+from specgen.traces import acceptance, reader
+from specgen.traces.acceptance import DraftedToken, bounds_of
+from specgen.traces.reader import TracedRun, read_trace
+from specgen.traces.statistics import TraceStatistics, accepted_runs, beta_quantile, complete_runs, known_number, posteriors
+
+Change = Callable[[list[dict[str, Any]]], Any]
+ACCEPTED = TokenStatus.ACCEPTED
+
+
+def read(path: Path, *lines: traces.Line) -> list[TracedRun]:
+    return list(read_trace(traces.write(path / "t.jsonl", *lines)))
+
+
+def statistics_of(*runs: TracedRun) -> TraceStatistics:
+    found = TraceStatistics(runs[0].method)
+    for run in runs:
+        found.add(run)
+    return found
+
+
+# ------------------------------------------------------------------ reading
+
+
+def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    file = writing.TraceWriter(path)
+    expected = []
+    for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
+        sampling, given = specgen.SamplingParams(max_new_tokens=30, ignore_eos=True), {"k": 5} if method == "lookup" else {}
+        request = demo_pair.request("def add(a, b):", method, sampling, **given)
+        decoding = demo_pair.run(request)
+        extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
+        start = writing.start_line(demo_pair, request, decoding) | extra
+        file.write(start)
+        rounds = list(decoding.rounds())
+        for round_ in rounds:
+            file.write(writing.round_line(round_, demo_pair.tokenizer.text_of))
+        figures = Summary(method, rounds).as_dict("text", "length")
+        file.write(writing.summary_line(figures))
+        expected.append((start, rounds, figures))
+    file.close()
+    runs = list(read_trace(path))
+    assert len(runs) == 4
+    for run, (start, rounds, figures) in zip(runs, expected, strict=True):
+        assert run.start == start
+        assert [traced.round.index for traced in run.rounds] == [round_.index for round_ in rounds]
+        for traced, round_ in zip(run.rounds, rounds, strict=True):
+            assert traced.round.verdict == round_.verdict
+            assert traced.round.statuses == round_.statuses
+            assert traced.round.mode == round_.mode
+            assert list(traced.round.draft.tokens) == list(round_.draft.tokens)
+            assert list(traced.round.draft.entropies) == list(round_.draft.entropies)
+            assert traced.round.seconds == round_.seconds
+            assert traced.round.policy_state == round_.policy_state
+            assert traced.draft_texts == tuple(demo_pair.tokenizer.text_of([token]) for token in round_.draft.tokens)
+        assert run.fold().as_dict("text", "length") == figures
+        assert run.finish_reason == "length"
+        assert run.notes == []
+    assert runs[-1].end == path.stat().st_size
+
+
+def test_trees_come_back_with_the_path_that_was_accepted(tmp_path: Path) -> None:
+    tree = traces.round_line(1, (1, 2, 1, 3, 3, 5), 0, 9, "correction", parents=[-1, -1, -1, 0, 2, 4], accepted_ids=[1, 3, 5])
+    (run,) = read(tmp_path, traces.start_line(), traces.round_line(0), tree)
+    round_ = run.rounds[1].round
+    assert round_.verdict.path == (2, 4, 5)  # not by way of node 0, which holds the same token
+    assert round_.accepted_ids == [1, 3, 5]
+    assert round_.statuses[:3] == (TokenStatus.DISCARDED, TokenStatus.DISCARDED, TokenStatus.ACCEPTED)
+
+
+def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
+    start, first, second, *rest = traces.a_run()
+    first |= {"novelty": [1], "policy": {"k": 3, "arms": [1, 2]}, "kl": None}
+    first["seconds"] |= {"other": 1.0, "waiting": 2.0}
+    second |= {"overlap": [0.5, 1, None]}
+    (run,) = read(tmp_path, start | {"energy": None}, first, second, *rest)
+    assert "predicted" not in first
+    assert run.start["energy"] is None
+    assert (run.rounds[0].round.seconds["other"], run.rounds[0].round.policy_state) == (3.0, {"k": 3.0})
+    assert (run.rounds[0].round.target_passes, run.rounds[0].round.draft.predicted) == (1, ())
+    assert run.rounds[1].overlap[:2] == (0.5, 1.0)
+    assert math.isnan(run.rounds[1].overlap[2])
+
+
+@pytest.mark.parametrize("bytes_left", [1, 40, 300])
+def test_a_cut_trace_gives_what_is_whole(tmp_path: Path, bytes_left: int) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_run(), *traces.a_run())
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-3]) + lines[-3][:bytes_left])
+    whole, cut = read_trace(path)
+    assert (len(whole.rounds), whole.notes, whole.end) == (6, [], len(b"".join(lines[:8])))
+    assert (len(cut.rounds), cut.summary, cut.finish_reason) == (4, None, None)
+    assert cut.notes == ["the trace is cut off in line 14: only what comes before is shown"]
+    assert cut.end == len(b"".join(lines[:-3]))
+    assert cut.fold().rounds == 4
+
+
+def test_what_is_missing_in_a_run_is_noted(tmp_path: Path) -> None:
+    first, second = read(tmp_path, *traces.a_run()[:-1], *traces.a_run())
+    assert (first.notes, second.notes) == (["the run has no summary: it was cut off"], [])
+    lines = traces.a_run()
+    del lines[5]  # no draft stood in round 4, so the ids alone tell
+    lines[5]["index"] = 4
+    assert "differ from those of the rounds" in read(tmp_path, *lines)[0].notes[0]
+
+
+def changed(position: int, **changes: Any) -> Change:
+    return lambda lines: lines[position].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (changed(0, type="begin"), "line 1: "),
+        (lambda lines: lines[0].pop("type"), "line 1: "),
+        (changed(0, prompt_ids="abc"), "line 1: start.prompt_ids: Input should be a valid array (it is 'abc')"),
+        (changed(0, method=None), "line 1: start.method: Input should be a valid string (it is None)"),
+        (lambda lines: lines[0].pop("versions"), "line 1: start.versions: Field required"),
+        (lambda lines: lines.pop(0), "line 1: a round comes before any start line"),
+        (lambda lines: lines.pop(2), "line 3: this is round 2, where round 1 is expected"),
+        (changed(2, index=True), "line 3: round.index: "),
+        (lambda lines: lines.append(lines[3]), "line 9: a round comes after the run's summary"),
+        (changed(2, mode="sideways"), "line 3: round.mode: "),
+        (changed(2, source="guess"), "line 3: round.source: "),
+        (changed(2, draft_ids=[1, 2, "x"]), "line 3: round.draft_ids.2: Input should be a valid integer (it is 'x')"),
+        (changed(2, draft_ids=[1, 2, -3]), "line 3: round.draft_ids.2: "),
+        (changed(2, draft_ids=[1, 2, 2**70]), "line 3: is not JSON (1180591620717411303424 is too large)"),
+        (changed(2, draft_texts=["a"]), "line 3: draft_texts has 1 values for 3 drafted tokens"),
+        (changed(2, parents=[-1, 0]), "line 3: parents has 2 values for 3 drafted tokens"),
+        (changed(2, parents=[-1, 5, 0]), "line 3: parents has 5 for node 1"),
+        (changed(2, parents=[-1, -2, 0]), "line 3: parents has -2 for node 1"),
+        (changed(2, accepted_ids=[1, 3]), "line 3: accepted_ids has tokens that were not drafted"),
+        (changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]), "line 3: accepted_ids has tokens that were not drafted"),
+        (changed(2, token_id=4.5), "line 3: round.token_id: "),
+        (changed(2, entropies=[1]), "line 3: entropies has 1 values for 3 drafted tokens"),
+        (changed(2, entropies=["1", 1, 1]), "line 3: round.entropies.0: "),
+        (changed(2, predicted=[0.5, 0.5]), "line 3: predicted has 2 values for 3 levels of drafted tokens"),
+        (changed(2, predicted=[0.5] * 3, parents=[-1, 0, 0], accepted_ids=[1]), "line 3: predicted has 3 values for 2 levels"),
+        (changed(2, predicted=[0.5, 1.5, 0.5]), "line 3: round.predicted.1: "),
+        (changed(2, seconds={"draft": -1}), "line 3: round.seconds.draft: "),
+        (changed(2, policy=[1]), "line 3: round.policy: "),
+        (changed(7, finish_reason="tired"), "line 8: summary.finish_reason: "),
+        (changed(7, token_ids=None), "line 8: summary.token_ids: "),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> None:
+    lines = traces.a_run()
+    change(lines)
+    with pytest.raises(SpecgenError) as caught:
+        read(tmp_path, *lines)
+    assert f"{tmp_path / 't.jsonl'}, {named}" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        (b"\xff\xfe{}\n", "line 2: it is not UTF-8"),
+        (b"[" * 200_000 + b"\n", "line 2: is not JSON (too many levels of nesting)"),
+        (b'{"type": "round", \n', "line 2: is not JSON ("),
+        (b'{"type": "round", "index": NaN}\n', "line 2: is not JSON (NaN is not a number)"),
+        (b'{"type": "round", "index": ' + b"9" * 5000 + b"}\n", "line 2: is not JSON (99999999999999999999… is too large)"),
+        (b'"round"\n', "line 2: an object is expected"),
+        (b'{"type": "\\ud800"}\n', "line 2: "),
+        (b"[" * 2000, "line 2: it is longer than 0 MiB"),
+    ],
+)
+def test_lines_that_are_no_json(tmp_path: Path, second: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = traces.write(tmp_path / "t.jsonl", traces.start_line())
+    monkeypatch.setattr(reader, "LONGEST_LINE", 2000 if len(second) == 2000 else 1 << 20)
+    path.write_bytes(path.read_bytes() + second + b"{}\n" * second.endswith(b"\n"))
+    with pytest.raises(SpecgenError) as caught:
+        list(read_trace(path))
+    assert named in str(caught.value)
+
+
+def test_files_without_a_run_or_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for content, named in ((b"", "holds no run"), (b"\n\n", "holds no run"), (b"{", "line 1: is not JSON")):
+        path.write_bytes(content)
+        with pytest.raises(SpecgenError, match=named):
+            list(read_trace(path))
+    for place, named in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(SpecgenError, match=rf"cannot read the trace .*: {named}"):
+            list(read_trace(place))
+
+
+def test_half_characters_and_control_characters_come_through_as_text(tmp_path: Path) -> None:
+    start, first, *_ = traces.a_run()
+    path = traces.write(tmp_path / "t.jsonl", start, first | {"token_text": "a\x1b[31m\x9b\u202e"})
+    path.write_bytes(path.read_bytes().replace(b"\\u001b", b"\\ud83d\\u001b"))
+    (run,) = read_trace(path)
+    assert run.rounds[0].token_text == "a?\x1b[31m\x9b\u202e"
+
+
+def test_traces_are_read_and_shown_without_torch(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(20))
+    script = "import sys\nfrom specgen.cli.app import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", script, "inspect", "-q", str(path), "--json"]
+    line, loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (json.loads(line)["rounds"], loaded) == (20, "False")
+
+
+# ------------------------------------------------------------------ figures of tokens
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> TracedRun:
+    return read(tmp_path, *traces.a_recorded_run(300))[0]
+
+
+def test_acceptance_by_entropy_counts_verified_tokens_only(recorded: TracedRun) -> None:
+    verified = []
+    for traced in recorded.rounds:
+        judged = len(traced.round.verdict.path) + (traced.round.verdict.source == "correction")
+        for position, entropy in enumerate(traced.round.draft.entropies[:judged]):
+            verified.append((entropy, position < len(traced.round.verdict.path)))
+    bins = statistics_of(recorded).acceptance_by_entropy()
+    assert sum(found.verified for found in bins) == len(verified)
+    for found in bins:
+        inside = [(entropy, accepted) for entropy, accepted in verified if found.low <= entropy < found.high]
+        assert (found.verified, found.accepted) == (len(inside), sum(accepted for _, accepted in inside))
+        expected = stats.binomtest(found.accepted, found.verified).proportion_ci(0.95, method="wilson")
+        assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
+        assert found.mean == pytest.approx(np.mean([entropy for entropy, _ in inside]))
+
+
+def test_calibration_compares_predictions_of_judged_tokens(recorded: TracedRun) -> None:
+    predicted, accepted = [], []
+    for traced in recorded.rounds:
+        count = len(traced.round.verdict.path)
+        judged = count + (traced.round.verdict.source == "correction")
+        known = [share for share in traced.round.draft.predicted[:judged] if not math.isnan(share)]
+        predicted += known
+        accepted += [position < count for position in range(len(known))]
+    found = statistics_of(recorded).calibration()
+    assert found is not None
+    assert (found.judged, found.predicted, found.rate) == pytest.approx((len(predicted), np.mean(predicted), np.mean(accepted)))
+    assert len(predicted) > 300
+    numbers = np.minimum(np.array(predicted) * 10, 9).astype(int)
+    inside = [numbers == number for number in range(10) if (numbers == number).any()]
+    expected = [(chosen.sum(), np.mean(np.array(accepted)[chosen]), np.mean(np.array(predicted)[chosen])) for chosen in inside]
+    assert [(each.verified, each.rate, each.mean) for each in found.bins] == [pytest.approx(each) for each in expected]
+    assert found.error == pytest.approx(sum(count * abs(rate - mean) for count, rate, mean in expected) / len(predicted))
+
+
+def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
+    tokens = [
+        figures
+        for traced in recorded.rounds
+        for figures in zip(traced.round.draft.entropies, traced.overlap, traced.kl, strict=True)
+    ]
+    bounds = statistics_of(recorded).bounds()
+    assert bounds is not None
+    assert (bounds.tokens, bounds.c) == (len(tokens), 0.15)
+    assert sum(found.tokens for found in bounds.by_entropy) == len(tokens)
+    below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
+    ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
+    assert (bounds.below_estimate, bounds.entropy_ratio) == pytest.approx((np.mean(below), ratio))
+    assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
+    for found in bounds.by_entropy:
+        inside = [token for token in tokens if found.low <= token[0] < found.high]
+        columns = [
+            [entropy for entropy, _, _ in inside],
+            [overlap for _, overlap, _ in inside],
+            [max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside],
+            [1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside],
+            [max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, _, _ in inside],
+        ]
+        shown = (found.entropy, found.acceptance, found.pinsker, found.bretagnolle_huber, found.estimate)
+        assert shown == pytest.approx(tuple(map(median, columns)))
+
+
+def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -> None:
+    generator = np.random.default_rng(1)
+    broken = 0
+    for _ in range(500):
+        q, p = (generator.dirichlet(np.full(12, sharpness)) for sharpness in generator.choice([0.1, 0.5, 2.0], 2))
+        overlap, divergence, entropy = np.minimum(p, q).sum(), stats.entropy(q, p), stats.entropy(q)
+        assert acceptance.pinsker(divergence) <= overlap + 1e-9
+        assert acceptance.bretagnolle_huber(divergence) <= overlap + 1e-9
+        broken += acceptance.estimate(entropy, 0.15) > overlap
+    assert broken > 100  # it is no bound, and is not called one
+
+
+# q = (1/2, 1/2), p = (4/5, 1/5): exp(-KL(q||p)) = 4/5. q = p = (1, 0).
+HALVES = DraftedToken(ACCEPTED, math.log(2), 0.7, -math.log(0.8))
+EQUAL = DraftedToken(ACCEPTED, 0.0, 1.0, 0.0)
+
+
+def token(ratio: float, overlap: float = 0.5, entropy: float = 1.0) -> DraftedToken:
+    """A token with this ratio of cross-entropy to entropy."""
+    return DraftedToken(ACCEPTED, entropy, overlap, (ratio - 1) * entropy)
+
+
+def bounded(*tokens: DraftedToken) -> acceptance.Bounds:
+    found = bounds_of(tokens, 0.15)
+    assert found is not None
+    return found
+
+
+def test_the_histogram_of_the_entropy_ratio() -> None:
+    """log(2) nats with KL log(5/4) is a ratio of 1.3219; a token with almost no entropy has no ratio."""
+    ratios = (0.9, 1.0, 1.0999, 1.1001, 2.9999, 3.0001, 1e30)  # a damaged trace may have a negative divergence
+    tokens = [HALVES, EQUAL, *map(token, ratios), token(1.5, entropy=0.009), DraftedToken(ACCEPTED, 1.0, math.nan, 0.3)]
+    bounds = bounded(*tokens)
+    assert bounds.tokens == 10
+    counts = {round(found.low, 6): found.tokens for found in bounds.entropy_ratios if found.tokens}
+    assert counts == {1.0: 3, 1.1: 1, 1.3: 1, 2.9: 1, 3.0: 2}
+    assert [(found.low, found.high) for found in bounds.entropy_ratios[::20]] == [(1.0, 1.1), (3.0, math.inf)]
+    median_ratio = (1.1001 + 1.3219281) / 2  # of eight
+    assert (bounds.entropy_ratio, bounds.measured_c) == pytest.approx((median_ratio, (median_ratio - 1) / 2), abs=1e-6)
+    certain = bounded(EQUAL)
+    assert certain.pinsker_tighter is None, "both bounds are exact"
+    assert (certain.entropy_ratio, certain.measured_c, certain.entropy_ratios) == (None, None, ())
+    assert bounds_of([DraftedToken(ACCEPTED, 1.0, math.nan, math.nan)], 0.15) is None
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(4, [1] * 4), (10, [1] * 10), (25, [2, 3] * 5)])
+def test_sorted_tokens_are_cut_into_equal_groups(count: int, sizes: list[int]) -> None:
+    groups = bounded(*[token(1.2, overlap=number / count) for number in range(count)][::-1]).by_acceptance
+    assert [found.tokens for found in groups] == sizes
+    assert [found.low for found in groups] == [start / count for start in np.cumsum([0, *sizes[:-1]])]
+
+
+# ------------------------------------------------------------------ figures of drafts and runs
+
+
+def drafted(path: Path, *drafts: tuple[Sequence[float | None], int, dict[str, Any]]) -> TraceStatistics:
+    """The statistics of a trace with these drafts: entropies, number of accepted tokens, and changes to the round's line."""
+    rounds = [traces.round_line(0)]
+    for index, (entropies, accepted, changes) in enumerate(drafts, 1):
+        source = "bonus" if accepted == len(entropies) else "correction"
+        line = traces.round_line(index, [5] * len(entropies), accepted, 9, source, entropies=entropies)
+        rounds.append(line | changes)
+    return statistics_of(*read(path, traces.start_line(), *rounds, traces.summary_line(rounds)))
+
+
+def test_accepted_length_by_the_mean_entropy_of_verified_tokens(tmp_path: Path) -> None:
+    tree = {"parents": [-1, -1, 0, 0], "draft_ids": [5, 6, 7, 8], "accepted_ids": [5]}
+    found = drafted(
+        tmp_path,
+        ([0.1, 0.2, 0.3], 3, {}),
+        ([0.1, 0.3, 0.5, 1.2, 9.0], 3, {}),  # the last token is discarded: (0.1 + 0.3 + 0.5 + 1.2) / 4
+        ([2.4], 0, {}),
+        ([0.4, 0.4, 0.6, 0.6], 1, tree),  # node 0, and the first of its rejected children
+        ([0.3, None, None], 0, {}),  # only the first was verified
+        ([None, 0.5], 1, {}),
+        ([], 0, {"source": None}),
+    )
+    drafts = [(0.2, 3, 3), (0.525, 5, 3), (2.4, 1, 0), (0.5, 4, 1), (0.3, 3, 0)]
+    assert [(draft.drafted, draft.accepted) for draft in found.drafts] == [draft[1:] for draft in drafts]
+    assert [draft.entropy for draft in found.drafts] == pytest.approx([draft[0] for draft in drafts])
+    bins = found.accepted_length_by_entropy()
+    expected_bins = [(0.1, 0.25, 1, 3), (0.25, 0.5, 1, 0), (0.5, 1.0, 2, 3), (2.0, 3.0, 1, 0)]
+    assert [(each.low, each.high, each.drafts, each.longest) for each in bins] == expected_bins
+    assert (bins[2].mean, bins[2].median, bins[2].mean_entropy) == pytest.approx((2.0, 2.0, 0.5125))
+    expected = np.corrcoef([draft[0] for draft in drafts], [draft[2] for draft in drafts])[0, 1]
+    assert found.length_correlation() == pytest.approx(expected)
+    assert drafted(tmp_path, ([0.1], 1, {}), ([0.3], 1, {})).length_correlation() is None
+    assert drafted(tmp_path).length_correlation() is None
+
+
+def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
+    first, second = (
+        read(tmp_path, *traces.a_recorded_run(50, seed, method="svip", settings={"c": c, "threshold": 0.5}))[0]
+        for seed, c in ((1, 0.3), (2, 0.6))
+    )
+    one, other, both = statistics_of(first), statistics_of(second), statistics_of(first, second)
+    assert (both.runs, both.c) == (2, 0.3), "the first run's constant"
+    assert both.summary.drafted == one.summary.drafted + other.summary.drafted
+    assert len(both.tokens) == len(one.tokens) + len(other.tokens)
+    assert both.speeds == pytest.approx([one.summary.tokens_per_second, other.summary.tokens_per_second])
+    assert both.summary.mean_draft_length == pytest.approx(both.summary.drafted / 98)
+    assert both.mean_accepted_length == pytest.approx(both.summary.accepted / 98), "prefills have no draft"
+    assert TraceStatistics("ar").mean_accepted_length is None
+
+
+def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:
+    start, *_ = traces.a_run("transformers")
+    summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length"}
+    summary |= {"seconds": 1.5, "target_passes": 3}
+    (run,) = read(tmp_path, start, summary)
+    assert run.notes == ["the run has no rounds: another program decoded it"]
+    found = statistics_of(run).summary
+    assert (found.tokens_per_second, found.block_efficiency) == (2.0, 1.0)
+    for wrong in ("1.5", -1.5, 1e12, None):
+        assert statistics_of(*read(tmp_path, start, summary | {"seconds": wrong})).summary.tokens_per_second is None, wrong
+    for value, known in ((3, 3), (2.5, 0), (True, 0), ("3", 0), (-1, 0), (10**12, 0)):
+        assert known_number({"drafted": value}, "drafted") == known, value
+
+
+def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify") -> Round:
+    verdict = Verdict(tuple(range(accepted)), 9 if rejects else None, "correction" if rejects else None)
+    return Round(1, mode, Draft.chain([7] * (accepted + rejects)), verdict)
+
+
+def runs_of(*outputs: Sequence[Round]) -> Any:
+    summary = Summary("pearl", [round_ for rounds in outputs for round_ in rounds])
+    return accepted_runs(summary, [length for rounds in outputs for length in complete_runs(rounds)])
+
+
+def test_runs_of_accepted_tokens_go_over_rounds_and_not_over_outputs() -> None:
+    """By hand: runs of 5, 0 and 1 tokens; 2 and 4 tokens more, which the ends of the two outputs cut short."""
+    first = [round_of(3), round_of(2, rejects=True), round_of(0, rejects=True), round_of(2)]
+    runs = runs_of(first, [round_of(1, rejects=True), round_of(4)])
+    assert list(complete_runs(first)) == [5, 0]
+    assert (runs.complete, runs.longest, runs.mean, runs.unfinished) == (3, 5, pytest.approx(2 + 1), 6)
+    assert (runs.alpha, runs.expected) == pytest.approx((12 / 15, 1 / (1 - 12 / 15)))
+    assert (runs.deviation, runs.expected_deviation) == pytest.approx(((14 / 3) ** 0.5, 0.8**0.5 / 0.2))
+    assert runs_of([round_of(4), round_of(3)]) is None, "nothing was rejected"
+    none = runs_of([round_of(0, rejects=True)] * 3)
+    assert (none.alpha, none.mean, none.expected, none.deviation, none.expected_deviation) == (0, 1, 1, 0, 0)
+
+
+# ------------------------------------------------------------------ posteriors of bandits
+
+
+def test_beta_quantiles_are_scipys() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        alpha, beta, share = 10 ** rng.uniform(-2, 5), 10 ** rng.uniform(-2, 5), rng.choice((0.05, 0.5, 0.95))
+        assert beta_quantile(alpha, beta, share) == pytest.approx(stats.beta.ppf(share, alpha, beta), abs=2e-6)
+
+
+def test_posteriors_are_of_evenly_spaced_rounds_up_to_the_last(recorded: TracedRun) -> None:
+    rounds = [traced.round for traced in recorded.rounds]
+    found = posteriors(rounds, most=30)
+    assert 25 <= len(found) <= 30
+    assert found[-1].index == 299
+    assert len({later.index - earlier.index for earlier, later in pairwise(found)}) == 1
+    state = rounds[-1].policy_state
+    assert state is not None
+    assert found[-1].mean == state["alpha"] / (state["alpha"] + state["beta"])
+    assert found[-1].low < found[-1].mean < found[-1].high
+    assert posteriors([]) == []
+
+
+def believing(*states: dict[str, float]) -> list[Round]:
+    return [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
+
+
+def test_a_normal_posterior_has_its_own_interval() -> None:
+    states = ({"theta_hat": 0.7, "rounds": 0}, {"mean": 0.6, "deviation": 0.1}, {"mean": 0.95, "deviation": 0.2})
+    first, second = posteriors(believing(*states))
+    assert (first.index, first.mean) == (1, 0.6)
+    assert (first.low, first.high) == pytest.approx(stats.norm.ppf((0.05, 0.95), 0.6, 0.1), abs=1e-5)
+    assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)
+
+
+def test_states_with_impossible_parameters_have_no_posterior() -> None:
+    below, above = 9.9e11, 1.1e12  # tokens that a Beta distribution's parameters may count
+    betas = [(below, 1.0), (1.0, below), (5e-324, 1.0), (above, 1.0), (1.0, above), (1e25, 3e24), (0.0, 1.0), (1.0, 0.0)]
+    normals = [(0.0, 0.0), (1.0, 1e299), (-0.1, 0.1), (1.1, 0.1), (0.5, -0.1)]
+    states = [{"alpha": alpha, "beta": beta} for alpha, beta in betas]
+    states += [{"mean": mean, "deviation": deviation} for mean, deviation in normals]
+    assert [posterior.index for posterior in posteriors(believing(*states))] == [0, 1, 2, 8, 9]
