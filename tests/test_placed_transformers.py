@@ -21,7 +21,7 @@ from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers import loading
-from specgen.engine.transformers.device_map import module_devices
+from specgen.engine.transformers.loading import module_devices
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 accelerate = pytest.importorskip("accelerate")

@@ -19,7 +19,6 @@ from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.parallel import DraftWorker
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.decoding.suffix_index import SuffixHistory
-from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -27,6 +26,7 @@ from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.parts.exit_files import Exit
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import factory
 from specgen.methods import table as methods
@@ -54,7 +54,7 @@ class Pair:
     def __init__(
         self,
         target: LoadedModel,
-        draft: DraftModel | None,
+        draft: LoadedModel | None,
         worker: ProcessWorker | None = None,
         exit_layer: Exit | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Pair:
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self.heads = Heads(target, self._target_runner, self._penalties)
-        self._draft_runner: DraftModelRunner | None = None
+        self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
@@ -79,7 +79,7 @@ class Pair:
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
 
     @property
-    def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
+    def runners(self) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
         """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
         self.load_draft()
         return self._target_runner, self._draft_runner
@@ -107,7 +107,7 @@ class Pair:
         """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
         return [device for model in self._models(method) for device in model.devices]
 
-    def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
+    def _models(self, method: Method | None) -> list[LoadedModel]:
         uses_draft = method is None or method.uses_draft_model
         return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
 

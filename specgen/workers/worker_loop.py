@@ -105,7 +105,7 @@ class Worker:
         )
         folder, dtype, device = Path(request.folder), DTYPES[request.dtype], torch.device(request.device)
         self._runner = None  # of a model loaded before
-        self._model = load_weights(folder, source, describe(folder, source), dtype, device)
+        self._model = load_weights(describe(folder, source), dtype, device)
         self._translation = request.translation
         runner = ModelRunner(self._model)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.hub import GGUF_HINT
 from specgen.engine.model_shape import ModelShape
 from specgen.engine.native.description import Activation, Architecture, LayerKind, Rotary, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, Family
 from specgen.engine.native.fields import Fields
 from specgen.engine.native.rope_settings import ALL_LAYERS, read_rotary
-from specgen.engine.quantisation import GGUF_HINT
 
 __all__ = ["Architecture", "LayerKind", "Rotary", "UnsupportedConfig", "read_architecture", "read_config"]
 

@@ -87,6 +87,10 @@ class Stage:
     working_bytes: int = 0
     draft_bytes: int = 0
 
+    @property
+    def left(self) -> int:
+        return self.free - self.weight_bytes - self.cache_bytes - self.working_bytes - self.draft_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -133,7 +137,7 @@ def place(
     if len(models) == 2 and draft_device is None:
         draft = model_memory(models[1], rooms[0].device, choices[1], min(models[1].context_limit, context)).total
     found = plan([room for room in rooms if room.device.type != "cpu"], target, context, draft)
-    if found is None and models[0].config.backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
+    if found is None and models[0].backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
         target = replace(target, cache=0, working=target.working + target.cache * len(target.layers) + max(target.layers))
     found = plan(rooms, target, context, draft) if found is None else found
     if found is None:
