@@ -63,7 +63,7 @@ UNREADABLE = ['{"repetition_penalty": 5', "", "[]", "null", "\xff", "[" * 100_00
 @pytest.mark.parametrize("content", UNREADABLE, ids=[text[:12] or "empty" for text in UNREADABLE])
 def test_an_unreadable_generation_config_is_refused(folder: Path, refusal: Refusal, content: str) -> None:
     (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
-    assert f"cannot read {folder}/generation_config.json: it is no" in refusal()
+    assert f"{folder}/generation_config.json is no" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_unreadable_generation_config_is_refused(folder: Path, refusal: Refus
 )
 def test_an_impossible_value_is_named(folder: Path, refusal: Refusal, name: str, value: Any) -> None:
     (folder / "generation_config.json").write_text(json.dumps({name: value}))
-    assert f"sets {name} to " in refusal()
+    assert f"generation_config.json: {name}" in refusal()
 
 
 def test_a_config_that_forbids_all_tokens_is_refused(folder: Path, refusal: Refusal) -> None:

@@ -21,6 +21,7 @@ from specgen.base.types import SamplingParams
 from specgen.engine.devices import pick_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.text.tokenizer import Detokenizer
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods.table import METHODS
@@ -174,7 +175,7 @@ def test_unknown_devices_and_dtypes_are_refused() -> None:
         with pytest.raises(SpecgenError, match="no CUDA device"):
             pick_device("cuda")
     with pytest.raises(SpecgenError, match="no dtype 'float8'"):
-        choose_dtype("float8", None, Path(), torch.device("cpu"))
+        choose_dtype("float8", describe(specgen.demo.folder("target"), ModelSource("the model")), torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from annotated_types import Ge, Gt, Lt, MinLen, Predicate
 
 from specgen.base.errors import SpecgenError
 from specgen.base.schema import check, parse_json, read_text
@@ -19,17 +19,14 @@ _LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or th
 _NESTED = ("decoder", "generator", "text_config")  # where a config.json may keep the language model's own fields
 
 
-def _finite_or_forbidden(bias: float) -> float:
-    if not (bias == -math.inf or abs(bias) < _LARGEST):
-        raise ValueError("it has to be a number that float32 can hold")
-    return bias
+def fits_float32_or_forbids(bias: float) -> bool:
+    return bias == -math.inf or abs(bias) < _LARGEST
 
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Ge(0)]
 Ids = tuple[Count, ...]
-Words = tuple[Annotated[Ids, Field(min_length=1)], ...]
-Ends = Annotated[Ids, BeforeValidator(lambda ids: tuple(ids) if isinstance(ids, list) else (ids,))]
-Bias = Annotated[float, AfterValidator(_finite_or_forbidden)]
+Word = Annotated[Ids, MinLen(1)]
+Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,11 @@ class GenerationConfig:
     not supported, see `has_penalties`; their values are kept as they are in the file.
     """
 
-    eos_token_id: Ends | None = None
-    sequence_bias: tuple[tuple[Annotated[Ids, Field(min_length=1)], Bias], ...] | None = None
-    repetition_penalty: Annotated[float, Field(gt=1 / _LARGEST, lt=_LARGEST)] | None = None
+    eos_token_id: Ids | None = None
+    sequence_bias: tuple[tuple[Word, Bias], ...] | None = None
+    repetition_penalty: Annotated[float, Gt(1 / _LARGEST), Lt(_LARGEST)] | None = None
     no_repeat_ngram_size: Count | None = None
-    bad_words_ids: Words | None = None
+    bad_words_ids: tuple[Word, ...] | None = None
     min_length: Count | None = None
     min_new_tokens: Count | None = None
     suppress_tokens: Ids | None = None
@@ -79,6 +76,8 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
 
 def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
     known = {name: fields[name] for name in GenerationConfig.__slots__ if fields.get(name) is not None}
+    if isinstance(ends := known.get("eos_token_id"), int):
+        known["eos_token_id"] = [ends]
     return check(json.dumps(known), GenerationConfig, where, "Correct it, or download it again")
 
 
