@@ -7,6 +7,7 @@ this process, with a tiny pair. In a row's arguments and words, `{name}` stands 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -23,6 +24,9 @@ from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
 from processes import one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from specgen.base.errors import SpecgenError
+from specgen.engine.extra_tensors import check_no_extra
 
 LONG, LATIN_1, NINES = "a" * 5000, os.fsdecode(b"caf\xe9"), "9" * 400
 Change = Callable[[Path], object]
@@ -147,7 +151,7 @@ LIGHT = [
     prompts("[" * 30, "more than 20 levels of nesting"),
     prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
     prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
-    trace(start(settings={"x": float("nan")}), "line 1: it is not JSON (NaN is not a number)"),
+    trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
@@ -367,3 +371,50 @@ def test_a_gpu_that_is_not_there(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     row = generate(f"--device {device}", words)
     check(row, *run_main(monkeypatch, capfd, *row.arguments), {})
+
+
+# ------------------------------------------------------------------ odd, but accepted
+
+
+@pytest.mark.parametrize(("backend", "ids"), [("native", [10**9, 10**30]), ("transformers", [10**9])])
+def test_ids_beyond_the_vocabulary_change_nothing(
+    places: Mapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    backend: str,
+    ids: list[int],
+) -> None:
+    folder = Path(shutil.copytree(places["target"], tmp_path / "model"))
+    fields = {"eos_token_id": ids, "suppress_tokens": ids, "begin_suppress_tokens": ids, "min_length": 10**30}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    command = f"generate abc -m ar -n 3 -q --device cpu --ignore-eos --backend {backend} -t".split(" ")
+    found, expected = (run_main(monkeypatch, capfd, *command, model) for model in (str(folder), places["target"]))
+    assert found == expected
+    assert found[0] == 0
+
+
+def test_layers_that_predict_several_tokens_are_expected_where_the_config_has_them() -> None:
+    names = ["model.layers.2.a.weight", "model.layers.2.b.weight"]
+    check_no_extra(names, "m", 2, prediction_layers=1)
+    for layers, prediction_layers in ((2, 0), (1, 1), (3, 1)):
+        with pytest.raises(SpecgenError, match=r"m has 2 tensors .* \(the first: model.layers.2.a.weight\)"):
+            check_no_extra(names, "m", layers, prediction_layers)
+
+
+def test_standard_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    class Endless(io.RawIOBase):
+        given = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            Endless.given += len(buffer)
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    code, out, err = run_main(monkeypatch, capfd, "generate", "-n", "3")
+    assert (code, out, err) == (2, "", "error: the prompt on standard input is longer than 16 MiB. Give a part of it\n")
+    assert Endless.given < 20 << 20

@@ -18,10 +18,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.engine.text import token_overlap as overlaps
+from specgen.engine.text import translation as overlaps
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
-from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.tune import pair_inspection
 from specgen.view import pair_report as words
 

@@ -17,7 +17,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.engine import model_loading
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.text.tokenizer_class import CLASS_OF_MODEL_TYPE, CLASSES
+from specgen.engine.text.tokenizer_files import CLASS_OF_MODEL_TYPE, CLASSES
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
@@ -26,14 +26,14 @@ def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
     assert ours.fallback is None
     assert ours.vocabulary() == theirs.get_vocab()
     assert ours.eos_id == theirs.eos_token_id
-    assert ours._backend.special_tokens == theirs.special_tokens_map  # type: ignore[attr-defined]
+    assert ours.special_tokens == theirs.special_tokens_map
     for text in texts:
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids, text
         bare = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours._backend.encode(text, add_special_tokens=False) == bare, text
+        assert ours.encode_plain(text) == bare, text
         for skip in (True, False):
-            assert ours._backend.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
     return ours
 
 
@@ -203,10 +203,10 @@ def test_one_definition_is_read_once_and_needs_no_comparison(tmp_path: Path) -> 
         load(write(tmp_path / str(number), byte_level(), {"chat_template": str(number), "eos_token": eos}, LLAMA))
         for number, eos in enumerate(["</s>", "</s>", "<s>"])
     )
-    assert one._backend is other._backend
+    assert one.pipeline is other.pipeline
     assert one.digest == other.digest != third.digest
-    assert one.chat("x", None) == one._backend.encode("0", add_special_tokens=False)
-    assert other.chat("x", None) == one._backend.encode("1", add_special_tokens=False)
+    assert one.chat("x", None) == one.encode_plain("0")
+    assert other.chat("x", None) == one.encode_plain("1")
 
 
 def test_the_demo_tokenizer_needs_no_transformers() -> None:
@@ -239,16 +239,12 @@ def test_the_demo_pair_shares_one_tokenizer() -> None:
 
 def test_a_tokenizer_that_fails_on_a_text_is_a_wrong_input() -> None:
     """The tokenizers library raises plain Exception, for instance if the vocabulary lacks the token for unknown words."""
-    tokenizer = Tokenizer(Failing(), chat_template=None)  # type: ignore[arg-type]
-    with pytest.raises(SpecgenError, match="the tokenizer cannot encode this text: Unk token `<unk>` not found"):
-        tokenizer.encode("abc")
 
-
-class Failing:
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(text: str, special: bool) -> list[int]:
         if text == "abc":
             raise Exception("Unk token `<unk>` not found in the vocabulary")
         return [0]
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "."
+    tokenizer = Tokenizer(encode, lambda ids, skip: ".", dict)
+    with pytest.raises(SpecgenError, match="the tokenizer cannot encode this text: Unk token `<unk>` not found"):
+        tokenizer.encode("abc")

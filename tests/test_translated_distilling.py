@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.text.token_overlap import token_overlap
-from specgen.engine.text.translation import Translation
+from specgen.engine.text.translation import Translation, token_overlap
 from specgen.train.corpus import Part
 from specgen.train.distillation import DraftTraining, distill
 from specgen.train.divergence import divergence, overlap_divergence

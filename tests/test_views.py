@@ -27,7 +27,7 @@ from specgen.compare.results import Prediction
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.engine.native.products import ProductChoice
-from specgen.engine.text.token_overlap import TokenOverlap
+from specgen.engine.text.translation import TokenOverlap
 from specgen.engine.timing import ThreadChoice
 from specgen.traces.reader import read_trace
 from specgen.tune.outcome import Candidate

@@ -78,7 +78,7 @@ def generate(
     sequential = chosen.uses_draft_model and not parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        runs = {"parallel": parallel, "sequential": sequential, "chat": chat}
+        runs = {"parallel": parallel, "sequential": sequential}
         tuned_draft = None if settings else partial(profile_lookup.with_tuned_draft, sampling=params, folder=profile)
         loading_pair = open_pair(models, err, quiet=quiet, tuned_draft=tuned_draft, **runs)
         pair = opened.enter_context(loading_pair)

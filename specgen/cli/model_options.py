@@ -123,37 +123,30 @@ def open_pair(
     quiet: bool,
     parallel: bool = False,
     sequential: bool = True,
-    chat: bool = False,
     tuned_draft: Callable[[Pair, DraftProcess | None], Pair] | None = None,
 ) -> Pair:
     """Loads the models and runs them once to warm them up, with a progress line on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
     That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
-    run the draft model too; its weights are loaded here if one does, and its tokens can be translated. `chat` says that the chat
-    template will be used at once: its process, too, starts first. `tuned_draft` returns the pair with the draft's dtype
-    that a profile says, if --draft-dtype is not given; its other argument is the process for the draft.
+    run the draft model too; its weights are loaded here if one does, and its tokens can be translated. `tuned_draft` returns
+    the pair with the draft's dtype that a profile says, if --draft-dtype is not given; its other argument is the process for the
+    draft.
     """
     from rich.text import Text
 
-    from specgen.engine.text.template_process import TemplateProcess
     from specgen.view.progress import Progress
     from specgen.workers.process import DraftProcess, is_possible
 
     disable_hub_progress(err, quiet=quiet)
     with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
-        templates = TemplateProcess() if chat else None
-        if templates is not None:
-            templates.start()
         from specgen.pair.loading import load
 
         interrupt_watch.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
         if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
             pair = tuned_draft(pair, process)
-        if templates is not None:
-            pair.tokenizer.templates = templates
         runs_here = sequential or (parallel and pair.drafts_here(METHODS["pearl"]))
         if pair.draft is not None and pair.draft.refusal is None and runs_here:
             loading.announce(f"loading {pair.draft.name}")

@@ -16,7 +16,7 @@ def show(pair: Pair, err: Console, *, quiet: bool) -> None:
         return
     from rich.text import Text
 
-    from specgen.engine.text.token_overlap import overlap_of_examples
+    from specgen.engine.text.translation import overlap_of_examples
     from specgen.view import pair_report as words
 
     err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)

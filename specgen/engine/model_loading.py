@@ -394,6 +394,6 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
 def _untranslatable(reason: str) -> NoTokenBytes:
     return NoTokenBytes(
         f"the tokenizers differ, and their tokens cannot be translated: {reason}",
-        "Draft text (-m sd --set translation=text; in compare -m sd:translation=text), "
-        "or take a method without a draft model: -m lookup",
+        "Only drafts by their text work with such tokenizers (-m sd --set translation=text; in compare -m sd:translation=text), "
+        "and methods without a draft model: -m lookup",
     )

@@ -395,7 +395,7 @@ class Pair:
             self._process_worker.forget()
 
     def close(self) -> None:
-        """Ends the process or thread that runs the draft model, and the process that renders the chat template.
+        """Ends the process or thread that runs the draft model.
 
         The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
         """
@@ -404,7 +404,6 @@ class Pair:
             if worker is not None:
                 worker.close()
         self._thread_worker = None
-        self.tokenizer.templates.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.token_overlap import covered_tokens
-from specgen.engine.text.translation import Translation
+from specgen.engine.text.translation import Translation, covered_tokens
 from specgen.train.corpus import Corpus, Part
 from specgen.train.divergence import overlap_divergence
 from specgen.train.generated_text import GeneratedText
@@ -268,7 +267,7 @@ def _comparisons(translation: Translation, text: GeneratedText, min_mass: float,
 def overlap_shares(translation: Translation, texts: Sequence[GeneratedText]) -> dict[str, float | None]:
     """Returns two shares of the tokens that the target generated in some texts; None if there are none.
 
-    `kappa`: see `token_overlap.covered_tokens`. `common`: tokens that are in the draft's vocabulary, which bounds the acceptance
+    `kappa`: see `translation.covered_tokens`. `common`: tokens that are in the draft's vocabulary, which bounds the acceptance
     of a draft that has learned the target's tokenization.
     """
     generated = common = covered = tokens = 0
@@ -277,7 +276,6 @@ def overlap_shares(translation: Translation, texts: Sequence[GeneratedText]) -> 
             ids = text.ids.tolist()
             generated += len(ids) - text.prompt_length
             common += _common(translation, ids[text.prompt_length :])
-            encode = translation.encode_for_draft
-            of_text = covered_tokens(translation.target, translation.draft, encode, ids, text.prompt_length)
+            of_text = covered_tokens(translation.target, translation.draft, ids, text.prompt_length)
             covered, tokens = covered + of_text[0], tokens + of_text[1]
     return {"kappa": covered / tokens if tokens else None, "common": common / generated if generated else None}

@@ -20,8 +20,8 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
-from specgen.engine.text.token_overlap import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.engine.weight_sizes import weight_sizes
 from specgen.pair.pair import Pair

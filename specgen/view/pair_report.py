@@ -14,7 +14,7 @@ from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
 from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:
-    from specgen.engine.text.token_overlap import TokenOverlap
+    from specgen.engine.text.translation import TokenOverlap
     from specgen.tune.method_readiness import Readiness
     from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.text.tokenizer import Tokenizer
@@ -27,25 +31,47 @@ class NoTokenBytes(SpecgenError):  # noqa: N818  names a fact, not a failure
     """The tokens of a tokenizer do not stand for bytes of the text, so they cannot be translated. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class TokenBytes:
-    """The bytes of each token.
+    """The bytes of each token of a tokenizer. Can be pickled.
 
     `pieces[id]` are the token's bytes: None for special tokens, added tokens that also take spaces around them, and ids without a
     token. `special` has the ids of special tokens by role: `bos`, `eos`, `unk`, `pad`, where known. `ids` has the token that the
     tokenizer emits for some bytes: of a character's own token and its byte token, the former. `names` are the texts of the tokens
-    that have no bytes.
+    that have no bytes. `pipeline` is the tokenizer.
     """
 
     pieces: Sequence[bytes | None]
     special: Mapping[str, int]
     ids: Mapping[bytes, int]
     names: Mapping[int, str]
+    pipeline: Pipeline = field(compare=False, repr=False)
 
     def of_ids(self, ids: Iterable[int]) -> bytes:
         """Returns the bytes of some tokens. Those without bytes are left out."""
         pieces = self.pieces
         return b"".join(pieces[id_] or b"" for id_ in ids if id_ < len(pieces))
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text without the special tokens that the tokenizer puts around it."""
+        ids: list[int] = self.pipeline.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def start(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        return list(takewhile(self.names.__contains__, self.pipeline.encode("a", add_special_tokens=True).ids))
+
+    @cached_property
+    def prefixes_first(self) -> bool:
+        """Whether the tokenizer puts a space before a text."""
+        return self.of_ids(self.encode("a")) == b" a"
+
+    @cached_property
+    def prefixes_later(self) -> bool:
+        """Whether the tokenizer puts a space before a text that follows a special token."""
+        names = [self.names[self.special[role]] for role in ROLES if role in self.special][:1]
+        return any(self.of_ids(self.encode(name + "a")) == b" a" for name in names)
 
 
 _known: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
@@ -57,10 +83,9 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     Raises NoTokenBytes for others, and for those that change the text (lower case, compatibility characters) or drop spaces.
     NFC is the exception: it leaves almost all text as it is.
     """
-    found = _known.get(tokenizer)
-    if found is None:
-        found = _known[tokenizer] = _read(tokenizer)
-    return found
+    if tokenizer not in _known:
+        _known[tokenizer] = _read(tokenizer)
+    return _known[tokenizer]
 
 
 def _read(tokenizer: Tokenizer) -> TokenBytes:
@@ -102,7 +127,7 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
         if found is not None and (found not in ids or kinds[id_] < kinds[ids[found]]):
             ids[found] = id_
     names = {id_: text for text, id_ in vocabulary.items() if pieces[id_] is None}
-    return TokenBytes(pieces, special, ids, names)
+    return TokenBytes(pieces, special, ids, names, pipeline)
 
 
 def _roles(named: Mapping[str, str], vocabulary: Mapping[str, int], unknown: str | None) -> dict[str, int]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.native_tokenizer import read_native
-from specgen.engine.text.template_process import TemplateProcess
-from specgen.engine.text.tokenizer_class import NotNativeError
-
-ChatTemplate = Callable[[], tuple[str, Mapping[str, Any]]]
+from specgen.engine.text.tokenizer_files import NotNativeError, read_files
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
@@ -24,73 +21,32 @@ _PREFIX = 6  # the first new token is decoded together with this many last token
 _FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"  # of tokenizers of all kinds
 
 
-class Backend(Protocol):
-    """The library that tokenizes. `digest` is the same for two tokenizers with the same definition; None: not known.
-
-    `pipeline` is the tokenizer of the `tokenizers` library; None if another library tokenizes. `special_tokens` maps names such
-    as bos_token to tokens.
-    """
-
-    @property
-    def digest(self) -> str | None: ...
-
-    @property
-    def pipeline(self) -> Pipeline | None: ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]: ...
-
-    @property
-    def eos_id(self) -> int | None: ...
-
-    def vocabulary(self) -> dict[str, int]: ...
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-
-
+@dataclass(eq=False)
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    `chat_template` returns the template and its variables for special tokens, or raises an exception that says why there is none
-    to choose; None: there is no template. `fallback` says why transformers' tokenizer is used; None: the `tokenizers` library is
-    used alone. `templates` is the process that renders the template. Closing it is safe: it starts again when it is needed.
+    `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the library that tokenizes, and
+    `pipeline` is its object if it is the `tokenizers` library. `special_tokens` maps names such as bos_token to tokens, and
+    `template_tokens` are the variables of the chat template for them. `digest`: two tokenizers share it only if their
+    vocabularies and all their tokenizing steps are the same; None: not known. `fallback` says why transformers' tokenizer is
+    used; None: the `tokenizers` library is used alone.
     """
 
-    def __init__(self, backend: Backend, chat_template: ChatTemplate | None, fallback: str | None = None) -> None:
-        self._backend = backend
-        self._chat_template = chat_template
-        self.fallback = fallback
-        self.templates = TemplateProcess()
+    encode_with: Callable[[str, bool], list[int]]
+    decode: Callable[[Sequence[int], bool], str]
+    vocabulary: Callable[[], dict[str, int]]
+    eos_id: int | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    digest: str | None = None
+    fallback: str | None = None
+    template: str | Mapping[str, str] | None = None
+    template_tokens: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._texts: dict[int, str] = {}
-        self._anchor = backend.encode("a", add_special_tokens=False)[-1:]
-        self._anchor_text = backend.decode(self._anchor, skip_special_tokens=False)
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._backend.eos_id
-
-    @property
-    def digest(self) -> str | None:
-        """A text that two tokenizers share only if their vocabularies and all their tokenizing steps are the same.
-
-        None if transformers' tokenizer is used.
-        """
-        return self._backend.digest
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The tokenizer of the `tokenizers` library that does the work; None if another library does."""
-        return self._backend.pipeline
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """The special tokens by name, such as bos_token."""
-        return self._backend.special_tokens
-
-    def vocabulary(self) -> dict[str, int]:
-        return self._backend.vocabulary()
+        self._anchor = self.encode_with("a", False)[-1:]
+        self._anchor_text = self.decode(self._anchor, False)
 
     def encode(self, text: str) -> list[int]:
         """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token).
@@ -112,11 +68,12 @@ class Tokenizer:
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Does what `chat` does, for messages with the keys `role` and `content`."""
-        if self._chat_template is None:
+        if not self.template:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
+        from specgen.engine.text.chat_template import render  # imports jinja2
+
         try:
-            template, special_tokens = self._chat_template()
-            text = self.templates.render(template, messages, special_tokens)
+            text = render(_default(self.template), messages, self.template_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         return self._encode(text, add_special_tokens=False)
@@ -130,7 +87,7 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether the token is a special one, which has a name and no text."""
         ids = [*self._anchor, token]
-        return self._backend.decode(ids, skip_special_tokens=True) != self._backend.decode(ids, skip_special_tokens=False)
+        return self.decode(ids, True) != self.decode(ids, False)
 
     def encode_plain(self, text: str) -> list[int]:
         """Returns the text's token ids without special tokens in front and after it."""
@@ -146,17 +103,17 @@ class Tokenizer:
             alone = self.encode_plain(anchor) if anchor else []
             if not alone:
                 continue
-            ids, shown = self.encode_plain(anchor + text), self._backend.decode(alone, skip_special_tokens=False)
-            if self._backend.decode(ids, skip_special_tokens=False) != shown + text:
+            ids, shown = self.encode_plain(anchor + text), self.decode(alone, False)
+            if self.decode(ids, False) != shown + text:
                 continue
             for start in (len(alone), len(alone) - 1, len(alone) + 1):
-                if self._backend.decode(ids[:start], skip_special_tokens=False) == shown:
+                if self.decode(ids[:start], False) == shown:
                     return ids[start:]
         return []
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self.encode_with(text, add_special_tokens)
         except Exception as error:  # the tokenizers library raises plain Exception
             why = shorten(str(error), 160, placeholder=" …")
             raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
@@ -168,13 +125,13 @@ class Tokenizer:
         """
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
-        text = self._backend.decode([*self._anchor, *ids], skip_special_tokens=False)[len(self._anchor_text) :]
+        text = self.decode([*self._anchor, *ids], False)[len(self._anchor_text) :]
         if len(ids) == 1:
             self._texts[ids[0]] = text
         return text
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        return Detokenizer(partial(self._backend.decode, skip_special_tokens=True), prompt_ids)
+        return Detokenizer(lambda ids: self.decode(ids, True), prompt_ids)
 
 
 def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model") -> Tokenizer:
@@ -184,10 +141,7 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
     `name` is what messages call the model. Raises SpecgenError for files that transformers cannot read either.
     """
     try:
-        native, template = read_native(folder, config)
-        if not template:
-            return Tokenizer(native, chat_template=None)
-        return Tokenizer(native, partial(_default_template, template, native.special_tokens))
+        return _native(folder, config)
     except NotNativeError as error:
         fallback = str(error)
     except Exception as error:  # noqa: BLE001  damaged files: transformers may read them, or reports them
@@ -196,7 +150,7 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
 
     with reading("tokenizer", name):
         try:
-            adapter = _TransformersTokenizer(folder, trust_remote_code)
+            return _of_transformers(folder, trust_remote_code, fallback)
         except Exception as error:
             if "trust_remote_code" in str(error) or any(path for pattern in _FILES for path in folder.glob(pattern)):
                 raise
@@ -204,58 +158,52 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
                 f"{name} has no tokenizer: it lacks tokenizer.json, and also tokenizer.model, vocab.json and vocab.txt",
                 "Download them, or save them with tokenizer.save_pretrained",
             ) from error
-        return Tokenizer(adapter, adapter.template if adapter.has_template else None, fallback)
 
 
-def _default_template(template: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
-    if not isinstance(template, str):
-        if "default" not in template:
-            raise ValueError(f"it has several chat templates and none is called default: {', '.join(sorted(template))}")
-        template = template["default"]
-    return template, special_tokens
+def _native(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    files = read_files(folder, config)
+    pipeline = files.pipeline
+    return Tokenizer(
+        lambda text, special: list(pipeline.encode(text, add_special_tokens=special).ids),
+        lambda ids, skip: str(pipeline.decode(list(ids), skip_special_tokens=skip)),
+        partial(pipeline.get_vocab, with_added_tokens=True),
+        pipeline.token_to_id(files.special_tokens["eos_token"]) if "eos_token" in files.special_tokens else None,
+        files.special_tokens,
+        pipeline,
+        files.digest,
+        template=files.template,
+        template_tokens=files.special_tokens,
+    )
 
 
-class _TransformersTokenizer:
-    """A backend by transformers' AutoTokenizer."""
+def _of_transformers(folder: Path, trust_remote_code: bool, fallback: str) -> Tokenizer:
+    """Loads transformers' AutoTokenizer."""
+    from transformers import AutoTokenizer
 
-    digest = None
+    own: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    backend: Any = getattr(own, "backend_tokenizer", None)
+    is_plain = backend is not None and not getattr(own, "clean_up_tokenization_spaces", False)
+    decode = (backend if is_plain else own).decode  # the backend is ten times faster
+    return Tokenizer(
+        lambda text, special: list(own(text, add_special_tokens=special, verbose=False)["input_ids"]),  # long texts too
+        lambda ids, skip: str(decode(list(ids), skip_special_tokens=skip)),
+        own.get_vocab,
+        own.eos_token_id,
+        {name: str(token) for name, token in own.special_tokens_map.items() if isinstance(token, str)},
+        backend if isinstance(backend, Pipeline) else None,
+        fallback=fallback,
+        template=own.chat_template,
+        template_tokens=own.special_tokens_map,
+    )
 
-    def __init__(self, folder: Path, trust_remote_code: bool) -> None:
-        from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        is_plain = backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
-        self.pipeline: Pipeline | None = backend if isinstance(backend, Pipeline) else None
-        self._decode: Callable[..., str] = (backend if is_plain else self._tokenizer).decode  # the backend is ten times faster
-
-    @property
-    def eos_id(self) -> int | None:
-        eos: int | None = self._tokenizer.eos_token_id
-        return eos
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)}
-
-    @property
-    def has_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
-
-    def template(self) -> tuple[str, Mapping[str, Any]]:
-        return self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map
-
-    def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)  # no warning about long texts
-        ids: list[int] = encoded["input_ids"]
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._decode(list(ids), skip_special_tokens=skip_special_tokens)
+def _default(template: str | Mapping[str, str]) -> str:
+    """Returns the chat template to use of several by name. Raises ValueError if there is no default one."""
+    if isinstance(template, str):
+        return template
+    if "default" not in template:
+        raise ValueError(f"it has several chat templates and none is called default: {', '.join(sorted(template))}")
+    return template["default"]
 
 
 class Detokenizer:

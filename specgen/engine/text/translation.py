@@ -1,4 +1,5 @@
-"""Translates between the tokens of a target and those of a draft model with another tokenizer, by the bytes they stand for.
+"""Translates between the tokens of a target and those of a draft model with another tokenizer, by the bytes they stand for, and
+counts how much of a target's output such a draft model can say in single tokens (kappa).
 
 For token-level intersection (Timor et al. 2025, arXiv 2502.05202, Algorithm 4). Special tokens have no bytes and are matched by
 role (beginning and end of text, unknown, padding), then by their text.
@@ -8,17 +9,21 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import sha256
-from itertools import takewhile
+from typing import Any
 
-from tokenizers import Tokenizer as Pipeline
-
-from specgen.engine.text.token_bytes import ROLES, TokenBytes, token_bytes
+from specgen.base.files import load_yaml
+from specgen.base.paths import examples_file
+from specgen.engine.text.token_bytes import TokenBytes, token_bytes
 from specgen.engine.text.tokenizer import ANCHORS, Tokenizer
 
 _INVALID = re.compile("([\ud800-\udfff]+)")  # bytes that are not UTF-8, as `surrogateescape` decodes them
+LOW = 0.7  # kappa; vLLM reports an acceptance of 0.15 at a similar share of the vocabulary (pull request 38174)
+_ENOUGH = 20  # tokens, below which the share of a text says little
 _LEFT_OUT = "bos", "pad"  # roles of special tokens that are not written as text where the draft has no such token
 
 
@@ -32,30 +37,6 @@ def same_tokens(target: Tokenizer, draft: Tokenizer) -> bool:
         return True  # building two large vocabularies takes longer than all the rest
     smaller, larger = sorted((target.vocabulary(), draft.vocabulary()), key=len)
     return len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items()
-
-
-class _Side:
-    """One of the two tokenizers. `start` are the special tokens that it puts before a text.
-
-    `prefixes_first`: it puts a space before a text; `prefixes_later`: also before a text that follows a special token.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens: TokenBytes = token_bytes(tokenizer)
-        assert tokenizer.pipeline is not None, "token_bytes refuses other tokenizers"
-        self.pipeline: Pipeline = tokenizer.pipeline
-        self.start = list(takewhile(self.is_special, tokenizer.encode("a")))
-        self.prefixes_first = self.tokens.of_ids(self.encode("a")) == b" a"
-        names = [self.tokens.names[self.tokens.special[role]] for role in ROLES if role in self.tokens.special][:1]
-        self.prefixes_later = any(self.tokens.of_ids(self.encode(name + "a")) == b" a" for name in names)
-
-    def is_special(self, id_: int) -> bool:
-        return id_ in self.tokens.names
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text without the special tokens that the tokenizer puts around it."""
-        ids: list[int] = self.pipeline.encode(text, add_special_tokens=False).ids
-        return ids
 
 
 class Translation:
@@ -76,30 +57,13 @@ class Translation:
         draft_ends: AbstractSet[int] = frozenset(),
         width: int | None = None,
     ) -> None:
-        self._target, self._draft = _Side(target), _Side(draft)
-        of_target, of_draft = self.target, self.draft
-        self.target_to_draft = _by_bytes(of_target, of_draft)
-        self.draft_to_target = _by_bytes(of_draft, of_target)
-        _match_special(of_target, of_draft, self.target_to_draft)
-        _match_special(of_draft, of_target, self.draft_to_target)
-        _match_ends(target_ends, draft_ends, of_draft, self.target_to_draft)
-        _match_ends(draft_ends, target_ends, of_target, self.draft_to_target)
+        self.target, self.draft = token_bytes(target), token_bytes(draft)
+        self.target_to_draft = _matched(self.target, self.draft, target_ends, draft_ends)
+        self.draft_to_target = _matched(self.draft, self.target, draft_ends, target_ends)
         self.width = len(self.target_to_draft) if width is None else width
         self.common = sum(id_ >= 0 for id_ in self.target_to_draft)
-        self._longest = max(map(len, of_draft.ids), default=1)
+        self._longest = max(map(len, self.draft.ids), default=1)
         self._spelled: dict[int, tuple[int, ...]] = {}
-
-    @property
-    def target(self) -> TokenBytes:
-        return self._target.tokens
-
-    @property
-    def draft(self) -> TokenBytes:
-        return self._draft.tokens
-
-    def encode_for_draft(self, text: str) -> list[int]:
-        """Returns the draft's ids of a text without the special tokens that its tokenizer puts around it."""
-        return self._draft.encode(text)
 
     @property
     def digest(self) -> str:
@@ -113,8 +77,8 @@ class Translation:
         draft's tokenizer puts there. Other special tokens that the draft lacks are written as text.
         """
         draft, rest = self._start(list(ids))
-        is_first = not any(map(self._draft.is_special, draft[1:]))
-        strips = self._target.prefixes_first  # whether the target's tokenizer has put a space before the next token
+        is_first = not any(id_ in self.draft.names for id_ in draft[1:])
+        strips = self.target.prefixes_first  # whether the target's tokenizer has put a space before the next token
         text = bytearray()
         for id_ in [*rest, None]:
             piece = None if id_ is None else self._piece(id_)
@@ -125,7 +89,7 @@ class Translation:
             draft += self._encode(bytes(text), is_first=is_first)
             spelled = () if id_ is None else self.spelling(id_)
             is_first = is_first and not text and not spelled
-            text, strips = bytearray(), self._target.prefixes_later
+            text, strips = bytearray(), self.target.prefixes_later
             draft += spelled
         return draft
 
@@ -159,7 +123,7 @@ class Translation:
 
     def _start(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """Returns the draft's special tokens before a prompt, and the prompt's ids after the target's own."""
-        usual, start = self._target.start, self._draft.start
+        usual, start = self.target.start, self.draft.start
         bos = self.target.special.get("bos")
         if bos is not None and ids[:1] == [bos]:
             return list(start), ids[1:]
@@ -175,7 +139,7 @@ class Translation:
             if not is_text:
                 ids += self._spell_bytes(exact)
             elif is_first and not ids:
-                ids += self._draft.encode(text)
+                ids += self.draft.encode(text)
             else:
                 found = self._encode_inside(text)
                 ids += found if found is not None else self._spell_bytes(exact)
@@ -184,11 +148,11 @@ class Translation:
     def _encode_inside(self, text: str) -> list[int] | None:
         """Returns the ids of a text that follows other text; None if the tokenizer gives none with exactly this text."""
         tokens, data = self.draft, text.encode()
-        if not self._draft.prefixes_first:
-            ids = self._draft.encode(text)
+        if not self.draft.prefixes_first:
+            ids = self.draft.encode(text)
             return ids if tokens.of_ids(ids) == data or len(data) > self._longest else None
         for anchor in ANCHORS:
-            ids, before = self._draft.encode(anchor + text), b""
+            ids, before = self.draft.encode(anchor + text), b""
             for number, id_ in enumerate(ids):
                 before += tokens.pieces[id_] or b""
                 if before == b" " + anchor.encode():
@@ -211,14 +175,10 @@ class Translation:
         return ids
 
 
-def _by_bytes(source: TokenBytes, other: TokenBytes) -> list[int]:
-    """Returns for each token of `source` the other vocabulary's token with the same bytes, or -1."""
-    get = other.ids.get
-    return [-1 if piece is None else get(piece, -1) for piece in source.pieces]
-
-
-def _match_special(source: TokenBytes, other: TokenBytes, found: list[int]) -> None:
-    """Adds to `found` the tokens without bytes: by role, then by the same text."""
+def _matched(source: TokenBytes, other: TokenBytes, ends: AbstractSet[int], other_ends: AbstractSet[int]) -> list[int]:
+    """Returns for each token of `source` the other vocabulary's token that stands for the same, or -1: by its bytes, or without
+    bytes by its role, then by its text. Each of `ends` stands for one of `other_ends`, so that drafts can end."""
+    found = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
     for role in ("eos", "bos", "unk", "pad"):  # one token may have several roles
         if role in source.special and role in other.special and found[source.special[role]] < 0:
             found[source.special[role]] = other.special[role]
@@ -226,15 +186,12 @@ def _match_special(source: TokenBytes, other: TokenBytes, found: list[int]) -> N
     for id_, name in source.names.items():
         if found[id_] < 0 and name in by_name:
             found[id_] = by_name[name]
-
-
-def _match_ends(ends: AbstractSet[int], other_ends: AbstractSet[int], other: TokenBytes, found: list[int]) -> None:
-    """Makes each token that ends an output stand for one that ends the other model's outputs, so that drafts can end."""
     usual = other.special.get("eos")
     end = usual if usual in other_ends else min(other_ends, default=None)
     for id_ in ends:
         if end is not None and id_ < len(found) and found[id_] not in other_ends:
             found[id_] = end
+    return found
 
 
 def _parts(data: bytes) -> Iterator[tuple[str, bool]]:
@@ -242,3 +199,103 @@ def _parts(data: bytes) -> Iterator[tuple[str, bool]]:
     for part in _INVALID.split(data.decode(errors="surrogateescape")):
         if part:
             yield part, _INVALID.fullmatch(part) is None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOverlap:
+    """The tokens of a target that a draft model's tokenizer has, too, and how many of a text's are among its own of that text.
+
+    `common` is the number of target tokens with bytes that are a token of the draft, of `vocabulary` with bytes. `covered` of
+    `tokens` tokens of the text have a byte span that is also exactly one token of the draft's encoding. `is_output`: the text is
+    the target's own output; otherwise it is example text.
+    """
+
+    common: int
+    vocabulary: int
+    covered: int
+    tokens: int
+    is_output: bool = False
+
+    @property
+    def kappa(self) -> float | None:
+        """The share of covered tokens: about the highest acceptance of a draft that keeps its own segmentation of a text.
+
+        A draft that was distilled on the target's tokens (`tune --train --methods sd`) can have a higher one. None: too little
+        text. See Timor et al. 2025 (arXiv 2502.05202), whose Theorem 4.1 is about the same for the vocabulary.
+        """
+        return self.covered / self.tokens if self.tokens >= _ENOUGH else None
+
+    @property
+    def is_low(self) -> bool:
+        """Whether drafts by way of their text, or without a model, are likely to be faster."""
+        return self.kappa is not None and self.kappa < LOW
+
+    @property
+    def expected_run(self) -> float | None:
+        """The mean number of covered tokens in a row, kappa / (1 - kappa), as if each were covered independently.
+
+        None if kappa is None, or 1.
+        """
+        kappa = self.kappa
+        return None if kappa is None or kappa == 1 else kappa / (1 - kappa)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts, kappa and the expected run for JSON output."""
+        return {**asdict(self), "kappa": self.kappa, "expected_run": self.expected_run}
+
+
+def token_overlap(
+    target: Tokenizer, draft: Tokenizer, texts: Iterable[str] = (), outputs: Iterable[Sequence[int]] = ()
+) -> TokenOverlap:
+    """Counts the covered tokens of `outputs`, token ids of the target's own; without any, those of `texts`.
+
+    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes of the text.
+    """
+    ours, theirs = token_bytes(target), token_bytes(draft)
+    said = [ids for ids in outputs if ids]
+    covered = tokens = 0
+    for ids in said or map(target.encode_plain, texts):
+        of_text = covered_tokens(ours, theirs, ids)
+        covered, tokens = covered + of_text[0], tokens + of_text[1]
+    pieces = [piece for piece in ours.pieces if piece is not None]
+    return TokenOverlap(sum(piece in theirs.ids for piece in pieces), len(pieces), covered, tokens, is_output=bool(said))
+
+
+def covered_tokens(ours: TokenBytes, theirs: TokenBytes, ids: Sequence[int], first: int = 0) -> tuple[int, int]:
+    """Counts tokens of a text from number `first` on: the covered ones (see TokenOverlap), and all. Their quotient is kappa.
+
+    `ids` are the whole text in the target's tokens. Tokens without bytes, such as special ones, and an incomplete character at
+    the end do not count.
+    """
+    ids = _whole_characters(ours, ids)
+    spans = list(_spans(ours, ids[first:]))
+    found = set(_spans(theirs, theirs.encode(ours.of_ids(ids).decode(errors="replace"))))
+    return sum(span in found for span in spans), len(spans)
+
+
+def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:
+    """Counts the covered tokens of the texts in examples.yaml. Raises NoTokenBytes as `token_overlap` does."""
+    entries = load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]
+    return token_overlap(target, draft, (entry["prompt"] for entry in entries))
+
+
+def _spans(tokens: TokenBytes, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the byte span (start, end) of each token that has bytes, in bytes before the end of the text.
+
+    Counted from the end, because some tokenizers put a space before a text.
+    """
+    position = 0
+    for id_ in reversed(ids):
+        piece = tokens.pieces[id_] if id_ < len(tokens.pieces) else None
+        if piece is not None:
+            yield position + len(piece), position
+            position += len(piece)
+
+
+def _whole_characters(tokens: TokenBytes, ids: Sequence[int]) -> Sequence[int]:
+    """Returns the ids without those of an incomplete character at the end."""
+    for length in range(len(ids), max(len(ids) - 4, 0), -1):
+        with suppress(UnicodeDecodeError):
+            tokens.of_ids(ids[:length]).decode()
+            return ids[:length]
+    return ids

@@ -1,20 +1,41 @@
-"""Reads a model's tokenizer with the `tokenizers` library alone, with the result of transformers' AutoTokenizer."""
+"""Reads a model's tokenizer with the `tokenizers` library alone, with the result of transformers' AutoTokenizer.
+
+AutoTokenizer either takes tokenizer.json as it is, or builds one of its classes: vocabulary, merges and post-processor of the
+file, but the class's own normalizer, pre-tokenizer, decoder, model flags and default special tokens. This module repeats that
+for the families that run on specgen's own forward pass (transformers 5.23, `models/auto/tokenization_auto.py` and the classes'
+files).
+"""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
-from specgen.engine.text.tokenizer_class import AS_FILE, CLASSES, NotNativeError, class_name
+AS_FILE = "TokenizersBackend"  # the class that takes tokenizer.json as it is
+_NAMES_OF_AS_FILE = {AS_FILE, "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
+CLASS_OF_MODEL_TYPE: dict[str, str | None] = {
+    **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("granite", "mistral", "olmo2", "phi3"), AS_FILE),
+    **dict.fromkeys(("llama", "smollm3")),
+}
+"""The tokenizer class that transformers has registered for a model type; None: no class of its own."""
+_WRONG_ON_THE_HUB = {"phi3", "qwen2"}  # types whose files often declare a wrong class, so that the type's own class counts
+_MODELS_AS_FILE = (  # models whose declared class transformers ignores because of their name
+    "deepseek-ai/deepseek-r1-distill-llama-*",
+    "deepseek-ai/deepseek-coder-*",
+    "allenai/dolma2-tokenizer",
+)
+_QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACE_MARK = "\u2581"  # how SentencePiece writes a space in tokens
 
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -48,45 +69,27 @@ _TEMPLATE_ARGUMENTS = frozenset(  # a named special token must not replace one o
 )
 
 
-class NativeTokenizer:
-    """A tokenizer of the `tokenizers` library, set up like the class that transformers would build.
-
-    `pipeline` does the work. `special_tokens` maps names such as bos_token to tokens. `digest` is the same for two tokenizers
-    with the same definition.
-    """
-
-    def __init__(self, pipeline: Pipeline, special_tokens: Mapping[str, str], digest: str) -> None:
-        self.pipeline = pipeline
-        self.special_tokens = special_tokens
-        self.digest = digest
-
-    @property
-    def eos_id(self) -> int | None:
-        eos = self.special_tokens.get("eos_token")
-        id_: int | None = None if eos is None else self.pipeline.token_to_id(eos)
-        return id_
-
-    def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self.pipeline.get_vocab(with_added_tokens=True)
-        return vocabulary
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.pipeline.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self.pipeline.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+class NotNativeError(Exception):
+    """The tokenizer is left to transformers. The message says why, in a few words."""
 
 
-_read: WeakValueDictionary[str, NativeTokenizer] = WeakValueDictionary()  # by digest: target and draft model often share one
+class TokenizerFiles(NamedTuple):
+    """What a model's files say: the tokenizer, the special tokens by name (such as bos_token), and the chat template, or
+    templates by name. `digest` is the same for two tokenizers with the same definition; chat templates do not count."""
+
+    pipeline: Pipeline
+    special_tokens: Mapping[str, str]
+    template: str | Mapping[str, str] | None
+    digest: str
 
 
-def read_native(folder: Path, config: Mapping[str, Any]) -> tuple[NativeTokenizer, str | Mapping[str, str] | None]:
-    """Reads the tokenizer in `folder` and its chat template, or templates by name.
+_last: dict[str, tuple[Pipeline, Mapping[str, str]]] = {}  # by digest, the last one: target and draft model often share one
 
-    `config` is the parsed config.json. Raises NotNativeError where only transformers knows the result, and other exceptions for
-    damaged files.
+
+def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:
+    """Reads the tokenizer and the chat template in `folder`. `config` is the parsed config.json.
+
+    Raises NotNativeError where only transformers knows the result, and other exceptions for damaged files.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -96,7 +99,7 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> tuple[NativeTokenize
     settings = _json_object(folder / "tokenizer_config.json")
     _check_fields(settings)
     data = file.read_bytes()
-    name = class_name(folder, config, settings, is_byte_level=b'"ByteLevel"' in data)
+    name = _class_name(folder, config, settings, is_byte_level=b'"ByteLevel"' in data)
     template = _chat_template(folder, settings.pop("chat_template", None))
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
@@ -105,10 +108,10 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> tuple[NativeTokenize
     if "added_tokens_decoder" not in settings:
         settings |= _special_tokens_map(folder)
     digest = sha256(data + json.dumps([name, settings]).encode()).hexdigest()
-    tokenizer = _read.get(digest)
-    if tokenizer is None:
-        tokenizer = _read[digest] = _build(name, data, settings, digest)
-    return tokenizer, template
+    built = _last.get(digest) or _build(name, data, settings)
+    _last.clear()
+    _last[digest] = built
+    return TokenizerFiles(*built, template, digest)
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -167,35 +170,32 @@ def _chat_template(folder: Path, configured: Any) -> str | dict[str, str] | None
     return template
 
 
-def _build(name: str, data: bytes, settings: dict[str, Any], digest: str) -> NativeTokenizer:
+def _build(name: str, data: bytes, settings: dict[str, Any]) -> tuple[Pipeline, Mapping[str, str]]:
     """Builds the tokenizer of class `name` from tokenizer.json (`data`) and the fields of tokenizer_config.json."""
     pipeline = Pipeline.from_buffer(data)
     model_type = type(pipeline.model).__name__
     if model_type != "BPE" and (name != AS_FILE or settings.get("clean_up_tokenization_spaces")):
         raise NotNativeError(f"its {model_type} model needs steps of transformers")
     settings = _with_added_tokens(settings)
-    settings["added_tokens_decoder"] = _added_tokens(settings, data if name != AS_FILE else pipeline)
-    defaults = {} if name == AS_FILE else CLASSES[name].special_tokens
+    settings["added_tokens_decoder"] = _added_tokens(settings, pipeline)
+    set_steps, defaults = CLASSES.get(name, (None, {}))
     named, extra = _special_tokens(settings, defaults, pipeline.padding)
-    if name != AS_FILE:  # a new pipeline with the same model object: added tokens cannot be taken away
+    if set_steps is not None:  # a new pipeline with the same model object: added tokens cannot be taken away
         file, pipeline = pipeline, Pipeline(pipeline.model)
-        CLASSES[name].pipeline(pipeline, settings, named)
-        if file.post_processor and CLASSES[name].keeps_post_processor:
+        set_steps(pipeline, settings, named)
+        if file.post_processor:
             pipeline.post_processor = file.post_processor
     pipeline.no_truncation()
     pipeline.no_padding()
     pipeline.encode_special_tokens = bool(settings.get("split_special_tokens"))
     _add_tokens(pipeline, settings["added_tokens_decoder"], named, extra)
-    if name == "CohereTokenizer":  # this class and the next add their special tokens once more, which can change their flags
-        special = (*named.values(), *extra)
-        pipeline.add_special_tokens([AddedToken(item, special=True) if isinstance(item, str) else item for item in special])
-    if name == "Qwen2Tokenizer":
+    if name == "Qwen2Tokenizer":  # this class adds its special tokens once more, which can change their flags
         texts = dict.fromkeys(map(str, (*named.values(), *extra)))
         pipeline.add_tokens([AddedToken(text, special=True) for text in texts])
     special_tokens = {key: str(token) for key, token in named.items()}
     if "" in special_tokens.values() or special_tokens.keys() & _TEMPLATE_ARGUMENTS:
         raise NotNativeError("it has unusual special tokens")
-    return NativeTokenizer(pipeline, special_tokens, digest)
+    return pipeline, special_tokens
 
 
 def _with_added_tokens(value: Any) -> Any:
@@ -212,27 +212,14 @@ def _added_token(fields: Mapping[str, Any]) -> AddedToken:
     return AddedToken(**{key: fields[key] for key in known if key in fields})
 
 
-def _added_tokens(settings: Mapping[str, Any], source: bytes | Pipeline) -> list[AddedToken]:
-    """Returns the added tokens in the order of their ids.
-
-    They come from tokenizer_config.json, or else from tokenizer.json: its text, or the tokenizer read from it.
-    """
+def _added_tokens(settings: Mapping[str, Any], pipeline: Pipeline) -> list[AddedToken]:
+    """Returns the added tokens in the order of their ids: those of tokenizer_config.json, or else those of tokenizer.json."""
     if "added_tokens_decoder" in settings:
         given = {int(id_): token for id_, token in settings["added_tokens_decoder"].items()}
-    elif isinstance(source, bytes):
-        given = {token["id"]: token for token in _listed_tokens(source)}
     else:
-        given = source.get_added_tokens_decoder()
+        given = pipeline.get_added_tokens_decoder()
     tokens = (given[id_] for id_ in sorted(given))
     return [token if isinstance(token, AddedToken) else _added_token(token) for token in tokens]
-
-
-def _listed_tokens(data: bytes) -> list[dict[str, Any]]:
-    """Returns the added tokens of tokenizer.json without parsing its vocabulary and merges, which usually come after them."""
-    start = re.search(rb'"added_tokens"\s*:\s*', data)
-    found = start and json.JSONDecoder().raw_decode(data[start.end() :].decode())[0]
-    listed: list[dict[str, Any]] = found if isinstance(found, list) else json.loads(data)["added_tokens"]
-    return listed
 
 
 def _special_tokens(
@@ -267,3 +254,87 @@ def _add_tokens(pipeline: Pipeline, added: Sequence[AddedToken], named: Mapping[
     for token in tokens:
         token.special = token.special or token.content in texts
     pipeline.add_tokens(tokens)
+
+
+def _class_name(folder: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], is_byte_level: bool) -> str:
+    """Returns the name of the class that AutoTokenizer would build: `AS_FILE` or a key of `CLASSES`.
+
+    `is_byte_level`: tokenizer.json names the part ByteLevel. Raises NotNativeError where the class is another or uncertain.
+    """
+    model_type = config.get("model_type")
+    if "auto_map" in tokenizer_config or "auto_map" in config:
+        raise NotNativeError("the model has code of its own")
+    if not isinstance(model_type, str) or model_type not in CLASS_OF_MODEL_TYPE or "model_name" in config:
+        raise NotNativeError(f"the tokenizer class of model type {model_type} is not known")
+    for name in (str(folder), str(config.get("_name_or_path"))):
+        if any(fnmatch(name.lower(), pattern) for pattern in _MODELS_AS_FILE):
+            raise NotNativeError("transformers treats models of this name in a special way")
+    own = CLASS_OF_MODEL_TYPE[model_type]
+    declared = tokenizer_config.get("tokenizer_class", config.get("tokenizer_class"))
+    if declared is None:
+        return own or AS_FILE
+    if not isinstance(declared, str) or not declared:
+        raise NotNativeError("the declared tokenizer class is not a name")
+    declared = declared.removesuffix("Fast")
+    if declared == "LlamaTokenizer" and is_byte_level and model_type not in _WRONG_ON_THE_HUB:
+        return AS_FILE  # such files are Llama 3's, which this class would break
+    chosen = own if own == AS_FILE or model_type in _WRONG_ON_THE_HUB else declared
+    if chosen in _NAMES_OF_AS_FILE:
+        return AS_FILE
+    if chosen not in CLASSES:
+        raise NotNativeError(f"its tokenizer class is {chosen}")
+    return chosen
+
+
+def _llama(tokenizer: Pipeline, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
+    steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE_MARK, prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if has_prefix else steps)
+    _set_flags(tokenizer, fuse_unk=True, byte_fallback=True)
+
+
+def _gemma(tokenizer: Pipeline, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE_MARK)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern=" ", behavior="merged_with_previous", invert=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    _set_flags(tokenizer, fuse_unk=True, byte_fallback=True, unk_token=str(special_tokens.get("unk_token")))
+
+
+def _qwen2(tokenizer: Pipeline, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
+    split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated", invert=False)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    _set_flags(tokenizer)
+
+
+def _gpt2(tokenizer: Pipeline, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space", False))
+    tokenizer.decoder = decoders.ByteLevel()
+    _set_flags(tokenizer)
+
+
+def _set_flags(tokenizer: Pipeline, fuse_unk: bool = False, byte_fallback: bool = False, unk_token: str | None = None) -> None:
+    """Sets what a class fixes in its byte-pair model; the vocabulary and the merges stay those of the file."""
+    model = tokenizer.model
+    if model.continuing_subword_prefix or model.end_of_word_suffix:  # the merges were read with them
+        raise NotNativeError("its tokens carry a prefix or suffix that the class does not know")
+    model.dropout, model.unk_token, model.ignore_merges = None, unk_token, False
+    model.fuse_unk, model.byte_fallback = fuse_unk, byte_fallback
+
+
+_END = "<|endoftext|>"
+CLASSES: dict[str, tuple[Callable[[Pipeline, Mapping[str, Any], Mapping[str, Any]], None], dict[str, str | None]]] = {
+    "LlamaTokenizer": (_llama, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
+    "GemmaTokenizer": (
+        _gemma,
+        {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>"},
+    ),
+    "Qwen2Tokenizer": (_qwen2, {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END}),
+    "GPT2Tokenizer": (_gpt2, {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None}),
+}
+"""What a class sets whatever tokenizer.json says: a function that sets normalizer, pre-tokenizer, decoder and model flags, given
+the fields of tokenizer_config.json and the special tokens by name; and the special tokens that are used where it names none."""
