@@ -31,7 +31,7 @@ ENGINE_MUTANTS = [
         ("the accepted path of a tree is not gathered", "if path[-1] != length - 1:", "if path[-1] > 1000:"),
     ),
     *mutants(
-        "engine/native/ancestry.py",
+        "engine/native/inputs.py",
         RUNNER,
         (
             "a tree's positions count nodes, not levels",

@@ -38,7 +38,7 @@ from transformers import (
 from specgen.engine.exit_parts import Predictor
 from specgen.engine.model import ExitLayers, Model
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.parts.exit_files import Description, Exit
 from specgen.engine.transformers.transformers_model import TransformersModel
@@ -100,7 +100,8 @@ FAMILIES: dict[str, Any] = {
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, **_IDS),
 }
 
-NATIVE = tuple(name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox"))  # the native decoder runs these families
+# the native decoder runs these families
+NATIVE = tuple(name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere"))
 BACKENDS = ("native", "transformers")
 
 

@@ -40,8 +40,8 @@ HEAD_MUTANTS = [
         ),
         (
             "EAGLE-3: the norms of embedding and feature are swapped",
-            "torch.cat((self._take(name, shape), self._take(FEATURE_NORM, shape)))",
-            "torch.cat((self._take(FEATURE_NORM, shape), self._take(name, shape)))",
+            "torch.cat((take(name), take(FEATURE_NORM)))",
+            "torch.cat((take(FEATURE_NORM), take(name)))",
         ),
     ),
     *mutants(
@@ -81,12 +81,12 @@ HEAD_MUTANTS = [
     *mutants(
         "engine/parts/glide_runner.py",
         GLIDE,
-        ("GliDe: one key of the target too many", "visible_to_chain(first - 1,", "visible_to_chain(first,"),
+        ("GliDe: one key of the target too many", "sight_of_chain(first - 1,", "sight_of_chain(first,"),
         ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),
         (
             "GliDe: queries rotated as the token before",
-            "upload(torch.tensor(at), self.model.device)",
-            "upload(torch.tensor(at) - 1, self.model.device)",
+            "upload(torch.tensor(at), self._target_model.device)",
+            "upload(torch.tensor(at) - 1, self._target_model.device)",
         ),
         ("GliDe: later layers keep accepted tokens", "len(forward.architecture.layers) == 1", "True"),
         (

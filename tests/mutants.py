@@ -183,17 +183,17 @@ DRAFTING = [
             "the doubtful token dropped instead of kept",
             "reason = extend_draft(policy, limit, extend, unverified=len(unverified))",
             """reason = extend_draft(policy, limit, extend, unverified=len(unverified))
-        if reason == policy.reason and len(chain.tokens) > 1:
-            chain.drop_last()""",
+        if reason == policy.reason and len(host.tokens) > 1:
+            host.drop_last()""",
         ),
         (
             "stop before keeping the token",
-            """            tokens.append(chain.tokens[-1])
+            """            tokens.append(host.tokens[-1])
 """,
             """            if not policy.keep_drafting(token):
-                chain.drop_last()
+                host.drop_last()
                 return policy.reason
-            tokens.append(chain.tokens[-1])
+            tokens.append(host.tokens[-1])
 """,
         ),
     ),
@@ -285,7 +285,7 @@ LOSSY_METHODS = [
         LOSSY,
         (
             "BiLD keeps the unsure token",
-            """                chain.drop_last()
+            """                host.drop_last()
                 return refusal""",
             "                return refusal",
         ),

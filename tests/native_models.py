@@ -11,7 +11,7 @@ from native_configs import reference_of, sparse
 from transformers import AutoModelForCausalLM
 
 from specgen.engine.native import loading
-from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 
@@ -99,19 +99,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "granite": [
         {**_SIX, **_BIASES, **_GRANITE, "rope_scaling": _LLAMA3},
         {**_ONE, **_GRANITE, "tie_word_embeddings": True},
-    ],
-    "starcoder2": [
-        {**_SIX, "sliding_window": 7, "norm_epsilon": 1e-2},
-        {**_ONE, "use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu", "rope_scaling": _LINEAR},
-    ],
-    "stablelm": [
-        {**_SIX, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
-        {**_ONE, "qk_layernorm": True, "use_parallel_residual": True, "layer_norm_eps": 1e-2, "partial_rotary_factor": 0.25},
-        {**_SIX, "qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 1.0},
-    ],
-    "cohere": [
-        {**_SIX, "use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False},
-        {**_ONE, "logit_scale": 0.7, "rope_scaling": _LINEAR},
     ],
 }
 CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]

@@ -7,47 +7,51 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+import pytest
 import torch
 from native_configs import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.base.types import Context
-from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.loading import norm_gain
+from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer_weights import layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.native.tensor_names import layer_tensors
 
 LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")(test))
+
+
 def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
     """A random model of a family, with 5 layers; `changes` are made to its config."""
     architecture = read_architecture(sparse(family, max_position_embeddings=LENGTH, **changes))
-    generator = torch.Generator(device="cpu").manual_seed(0)
+    generator, on = torch.Generator(device="cpu").manual_seed(0), torch.device(device)
+    width, gain = architecture.hidden_size, norm_gain(architecture, dtype, on)
 
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def numbers(name: str, *shape: int) -> torch.Tensor:
         if device == "meta":
             return torch.zeros(shape, dtype=dtype, device=device)
-        numbers = torch.randn(shape, generator=generator)
-        return (1 - architecture.norm_weight_offset + numbers / 8 if "norm" in name else numbers / 8).to(device, dtype)
+        drawn = torch.randn(shape, generator=generator)
+        return (1 - architecture.norm_weight_offset + drawn / 8 if "norm" in name else drawn / 8).to(device, dtype)
 
     with torch.no_grad():
-        factory = ProductFactory(torch.device(device), dtype, pack=False)
-        gain, kinds = norm_gain(architecture, dtype, torch.device(device)), layer_kinds(architecture)
+        factory = ProductFactory(on, dtype, pack=False)
+        _, kinds = layer_kinds(architecture, [on] * len(architecture.layers))
         layers = []
-        for index, kind in enumerate(architecture.layers):
-            weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype, gain)
-            layers.append(NativeLayer(architecture, index, kinds.index(kind), weights, factory))
-        width, table = (architecture.hidden_size,), (architecture.vocab_size, architecture.hidden_size)
-        bias = take("bias", width) if architecture.norm_has_bias else None
-        norm = ((take("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
-        parts = NativeParts(take("embedding", table), norm, bias, factory(take("head", table)))
-        return NativeModel(architecture, layers, parts, dtype, norm_gain=gain)
+        for index, kind in enumerate(kinds):
+            tensors = {name: numbers(name, *shape) for name, shape in layer_shapes(architecture, index).items()}
+            weights = layer_weights(architecture, index, tensors.__getitem__, dtype, gain)
+            layers.append(NativeLayer(architecture, index, kind, weights, factory, gain=gain))
+        norm = ((numbers("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
+        table, head = (numbers(name, architecture.vocab_size, width) for name in ("embedding", "head"))
+        return NativeModel(architecture, layers, NativeParts(table, norm, factory(head)), dtype, norm_gain=gain)
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -80,57 +84,6 @@ def random_calls(
         if step % 5 == 4:
             context = Context(context.ids[: -rng.randrange(1, 10)])
         context.extend([*(tokens[node] for node in path), *random_tokens(rng, 1)])
-
-
-class OnlyDevice(TorchDispatchMode):
-    """Refuses operators that make the host wait for a GPU, that copy from the host, or whose output's shape depends on data."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.device, self.names = torch.device(device), []
-
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        if refused(func, args, kwargs or {}):
-            raise AssertionError(f"{func} in a static pass")
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in((args, result)):
-            assert tensor.device.type == self.device.type, f"{func} has a tensor on {tensor.device}"
-        self.names.append(str(func))
-        return result
-
-
-class Uploads(TorchDispatchMode):
-    """Counts the copies from the host to a device, and refuses what makes the host wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        devices = {tensor.device.type for tensor in tensors_in((args, kwargs, result))}
-        if len(devices) == 2:
-            assert func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy), func
-            assert args[0].device.type == "cpu", func
-            self.count += 1
-        assert devices == {"cpu"} or not WAITING & set(func.tags), func
-        return result
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies from the host into buffers of a device, and refuses all else that involves both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if len({tensor.device.type for tensor in tensors_in((args, kwargs, result))}) == 2:
-            assert func.overloadpacket is torch.ops.aten.copy_, func
-            assert args[1].is_cpu, func
-            self.count += 1
-        return result
 
 
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
@@ -178,7 +131,7 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """Captures work by recording its operators, on any device. Implements `cuda_graphs.Graphs`.
+    """Captures work by recording its operators, on any device. A `cuda_graphs.Capture`.
 
     `counts` counts the captures and the replays.
     """
@@ -186,7 +139,7 @@ class RecordedGraphs:
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
 
-    def capture(self, work: Callable[[], None], state: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+    def __call__(self, work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
         saved = [tensor.clone() for tensor in state]
         for _ in range(2):  # as for a CUDA graph, whose work is run before it is captured
             for tensor, value in zip(state, saved, strict=True):

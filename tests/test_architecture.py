@@ -16,10 +16,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_shape import NO_LIMIT, of_transformers
-from specgen.engine.native.architecture import Architecture, LayerKind, UnsupportedConfig, read_architecture, read_config
+from specgen.engine.native.architecture import (
+    IRRELEVANT,
+    Architecture,
+    LayerKind,
+    UnsupportedConfig,
+    read_architecture,
+    read_config,
+)
 from specgen.engine.native.families import FAMILIES
-from specgen.engine.native.fields import IRRELEVANT
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, bias_of, layer_tensors
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, bias_of, layer_tensors
 
 _BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 _LAYER_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -324,7 +330,7 @@ def test_transformers_is_not_imported_and_torch_only_for_frequencies() -> None:
         "import sys; from specgen.engine.native.architecture import read_architecture, UnsupportedConfig\n"
         "assert 'torch' not in sys.modules\n"
         "assert read_architecture({'model_type': 'llama'}).layers\n"
-        "import specgen.engine.native.tensor_names, specgen.engine.model_shape\n"
+        "import specgen.engine.native.layer_weights, specgen.engine.model_shape\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_devices import fake, fake_devices
-from graph_checks import on_gpu
+from static_checks import on_gpu
 from typer.testing import CliRunner
 
 import specgen

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.extra_tensors import check_no_extra
+from specgen.engine.weights import check_no_extra
 
 LONG, LATIN_1, NINES = "a" * 5000, os.fsdecode(b"caf\xe9"), "9" * 400
 Change = Callable[[Path], object]

@@ -66,7 +66,7 @@ def test_logits_are_those_of_each_sequence_alone(family: str, backend: str) -> N
             torch.testing.assert_close(cached[-1][row // 2], expected[-2:], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 @torch.no_grad()
 def test_hidden_states_after_some_layers_are_the_same_on_both_backends(family: str) -> None:
     module = make_model(family)

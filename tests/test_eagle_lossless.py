@@ -23,7 +23,7 @@ from specgen.engine.parts.head_runners import HeadRunners
 
 SMALL = 7  # tokens of a vocabulary in which random heads are often right
 COUNT = 16
-OFTEN = (("llama", "native"), ("gemma2", "native"), ("cohere", "native"), ("qwen3", "transformers"))
+OFTEN = (("llama", "native"), ("gemma2", "native"), ("gemma", "native"), ("qwen3", "transformers"))
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "chain": ("sd", {"k": 4}),
     "policy": ("sd", {"policy": "svip", "threshold": 1.0, "max_draft": 5}),

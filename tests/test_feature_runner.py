@@ -10,8 +10,8 @@ from families import BACKENDS, VOCAB, make_model, model_of
 from runner_checks import LAYERED, quick, random_tree
 
 from specgen.base.types import Context
+from specgen.engine.native.graphs import Captures
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.static_forward import use_static_passes
 from specgen.engine.parts.feature_runner import FeatureRunner
 
 
@@ -49,7 +49,7 @@ def test_static_passes_give_the_same_features() -> None:
     module = make_model("llama", num_hidden_layers=2)
     model = model_of(module, "native")
     assert isinstance(model, NativeModel)
-    use_static_passes(model)
+    model.captures = Captures()
     check(module, FeatureRunner(model, (1, 2)), (1, 2))
 
 

@@ -23,7 +23,7 @@ from specgen.decoding.ouroboros import OuroborosDrafter
 from specgen.decoding.policies import Fixed
 from specgen.decoding.token_tree import TokenTree
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, positions
-from specgen.engine.native.ancestry import ancestry
+from specgen.engine.native.inputs import ancestry
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line

@@ -188,7 +188,7 @@ def test_an_interruption_while_buffers_grow_leaves_the_runner_usable(backend: st
         line += 1
         model: Any = native if backend == "native" else model_of(module, backend)
         if backend == "native":
-            model.inputs = InputMaker(model.architecture, model.dtype, model.device)
+            model.inputs = InputMaker(model.architecture, model.dtype, model.layer_devices)
         runner, context = ModelRunner(model), Context([1, 5, 6])
         runner.logits(context, [7, 8])
         context.extend([3 + token % 40 for token in range(90)])
@@ -227,7 +227,7 @@ def test_buffers_grow_and_keep_their_entries(backend: str) -> None:
 def buffers(runner: ModelRunner) -> list[int]:
     """The addresses of the KV cache's buffers."""
     if isinstance(runner.cache, KVBuffer):
-        return [runner.cache.data.data_ptr()]
+        return [part.data_ptr() for part in runner.cache.parts]
     return [layer.keys.data_ptr() for layer in runner.cache.layers]  # type: ignore[attr-defined]
 
 

@@ -19,7 +19,6 @@ from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import PackedProduct
 from specgen.engine.parts.early_exit import EarlyExit
 from specgen.engine.transformers.exit_layer import ExitLayer
 from specgen.engine.transformers.transformers_model import TransformersModel
@@ -140,7 +139,7 @@ def test_padded_passes_and_packed_weights_give_the_same_logits(models: Any, fami
     index = len(VARIANTS[family]) - 1
     module, _ = models(family, index)
     native = load(models.folder(family, index), pack=True, min_rows=4)
-    assert isinstance(native.layers[0]._qkv, PackedProduct)
+    assert all(choice.packed for choice in native.product_choices)
     longest = BOUNDARY if native.shape.rope_boundary else 90
     random_calls(module, native, random.Random(family), random_ids(7), longest, steps=4)
 

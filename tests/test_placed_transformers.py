@@ -12,9 +12,8 @@ import pytest
 import torch
 from fake_devices import fake, fake_devices
 from families import make_model, save
-from graph_checks import on_gpu
 from runner_checks import four_layers
-from static_checks import random_calls
+from static_checks import on_gpu, random_calls
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context

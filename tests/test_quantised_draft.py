@@ -24,9 +24,10 @@ from specgen.engine.dtype_choice import choose_draft_dtype
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import quantised_products
 from specgen.engine.native.loading import return_free_memory
-from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.quantised_products import (
+from specgen.engine.native.products import (
     GROUP,
+    DenseProduct,
+    ProductFactory,
     QuantisedProduct,
     quantised_bytes,
     quantised_product,

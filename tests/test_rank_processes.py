@@ -22,7 +22,7 @@ from specgen.pair.pair import Pair
 PROMPT = [1, 20, 5, 9, 14, 33, 7, 5, 9, 14]
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-FAMILIES = ("llama", "olmo2", "gemma2", "cohere", "phi3")
+FAMILIES = ("llama", "olmo2", "gemma2", "gemma", "phi3")
 METHODS: list[tuple[str, dict[str, object]]] = [
     ("ar", {}),
     ("sd", {"k": 4, "width": 2}),

@@ -13,8 +13,8 @@ from native_configs import assert_same_rotary, read_like, reference_of, sparse, 
 from transformers import AutoModelForCausalLM
 
 from specgen.engine.model_shape import of_transformers
-from specgen.engine.native.architecture import UnsupportedConfig, read_architecture
-from specgen.engine.native.families import FAMILIES
+from specgen.engine.native.architecture import UnsupportedConfig
+from specgen.engine.native.families import FAMILIES, read_architecture
 from specgen.engine.native.rotary import RotaryTable
 
 _SHORT, _LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + i for i in range(8)]

@@ -12,6 +12,7 @@ import torch
 from fake_devices import fake, fake_devices
 from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, ids_of, scripted_run
+from static_checks import random_model
 
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.output_writers import _window
@@ -376,13 +377,11 @@ def _gpus_at_least(count: int) -> list[Any]:
 )
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_under_load_two_streams_give_the_tokens_of_one(temperature: float, place: str, top_k: int) -> None:
-    from gpu_models import TINY, native_model
-
     from specgen.engine.model_runner import ModelRunner
-    from specgen.engine.native.static_forward import use_cuda_graphs
+    from specgen.engine.native.graphs import use_cuda_graphs
 
     device, draft_device = torch.device("cuda", 0), torch.device(place)
-    target, other = (native_model(TINY, on, torch.float32, seed) for seed, on in enumerate((device, draft_device)))
+    target, other = (random_model("llama", device=str(on)) for on in (device, draft_device))
     use_cuda_graphs(target)
     if draft_device.type == "cuda":
         use_cuda_graphs(other)

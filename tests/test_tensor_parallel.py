@@ -13,7 +13,7 @@ from thread_ranks import run_on, thread_ranks
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, TreeNodes
-from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.spread.messages import Operation, pass_numbers, read_pass, receive, send
 from specgen.engine.spread.sharded_model import ShardedModel, load_shard
@@ -53,7 +53,7 @@ def test_two_shards_compute_the_whole_models_logits(family: str, index: int, tmp
     models = check(family, index, 2, tmp_path)
     whole = models[0].shard.architecture
     sums = models[0]._ranks.sums  # type: ignore[attr-defined]
-    per_layer = (1 if whole.parallel else 2) + (whole.qk_norm == "all")
+    per_layer = 2 + (whole.qk_norm == "all")
     assert sums == 1 + per_layer * len(whole.layers), "one for the embedding, one after each block"
 
 

@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(family: str, backend: s
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * scale, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_a_bfloat16_target_is_trained_with_products_in_bfloat16(family: str, tmp_path: Path) -> None:
     module = make_model(family, tie_word_embeddings=False)
     save(module, tmp_path)

@@ -18,7 +18,7 @@ from specgen.cli import tune_run
 from specgen.cli.app import app
 from specgen.cli.model_options import ModelOptions
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.engine.native.quantised_products import refusal
+from specgen.engine.native.products import refusal
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
 from specgen.tune import draft_dtypes, tuner

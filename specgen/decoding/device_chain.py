@@ -1,11 +1,11 @@
-"""Drafts whose tokens are chosen on a GPU: the host reads them later, or one by one where it decides after each token."""
+"""Drafts whose tokens are chosen on a GPU, one after the other, without the host, which reads them once, at the end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
 
 import torch
 
@@ -13,67 +13,55 @@ from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops, signals
 from specgen.decoding.distributions import Distributions
-from specgen.decoding.length_policy import DraftedToken, Signals
-from specgen.engine.model_runner import ChoosingRunner
+from specgen.decoding.length_policy import DraftedToken
+from specgen.engine.model_runner import ModelRunner
 
 _ROWS = 16  # tokens; the host reads them before more are chosen
+_STATISTICS = frozenset({"entropy", "top_prob"})
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceOnDevice:
-    """How tokens are chosen, and what is computed for each. Implements `forward_pass.ChoiceRule`.
+class ChoiceRule:
+    """How tokens are chosen, and what is kept of each. Equal rules share a chooser and its graphs.
 
-    Logits from `vocab_size` on are cut. `signals` are the names of numbers about a token, see `signals.compute`. `keeps_probs`:
-    the distributions that tokens were drawn from are kept. `likeliest` of the likeliest tokens at each position are kept, too.
+    Logits from `vocab_size` on are cut. `keeps_probs`: the distributions that tokens were drawn from are kept. So are the
+    `likeliest` tokens at each position, this many.
     """
 
     temperature: float
     top_p: float
     top_k: int
     vocab_size: int
-    signals: Signals
     keeps_probs: bool
     likeliest: int
 
-    @classmethod
-    def make(cls, sampling: SamplingParams, vocab_size: int, read: Signals, *, keep_probs: bool, likeliest: int = 0) -> Self:
-        """Returns the choice for these sampling parameters. It computes the signals `read`, entropy and top probability."""
-        names = (read | {"entropy", "top_prob"}) - {"predicted_acceptance"}  # which is not computed from logits
-        return cls(sampling.temperature, sampling.top_p, sampling.top_k, vocab_size, names, keep_probs, likeliest)
-
-    def chooser(self, vocab_size: int, device: torch.device) -> DeviceChooser:
-        return DeviceChooser(self, min(vocab_size, self.vocab_size), device)
-
 
 class DeviceChooser:
-    """Chooses tokens on the device, and keeps them with their signals for the host. Implements `forward_pass.TokenChooser`.
+    """Chooses tokens on the device, and keeps them for the host. Implements `graphs.TokenChooser`.
 
-    `table` [rows, columns] has the token and its signals, in the order of `columns`, and then the likeliest tokens;
-    `drawn_from` are the distributions (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random
-    number in [0, 1) by which a token is drawn: the caller writes a new one before each token, since random numbers cannot be
-    drawn by a CUDA graph's replay alone.
+    `table` [rows, columns] has the token, its entropy and top probability, and then the likeliest tokens; `drawn_from` are the
+    distributions (None if not kept), and `row` [1] is the row of the next token. `point` [1] is a random number in [0, 1) by
+    which a token is drawn: the caller writes a new one before each token, since random numbers cannot be drawn by a CUDA graph's
+    replay alone.
     """
 
-    def __init__(self, choice: ChoiceOnDevice, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._signals = vocab_size, choice.signals
-        self._sampling = SamplingParams(temperature=choice.temperature, top_p=choice.top_p, top_k=choice.top_k)
-        self.columns = ("token", *sorted(choice.signals))
-        self._likeliest = min(choice.likeliest, vocab_size)
-        self.row = torch.zeros(1, dtype=torch.int64, device=device)
-        self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        columns = len(self.columns) + self._likeliest
-        self.table = torch.zeros(_ROWS, columns, dtype=torch.float64, device=device)  # exact for tokens, unlike float32
-        width = logits_ops.few_tokens(self._sampling, vocab_size) if device.type != "cpu" else 0
-        self._in_few = width > 0
-        self.drawn_from: Distributions | None = None
-        if choice.keeps_probs:
-            ids = torch.zeros(_ROWS, width, dtype=torch.int64, device=device) if width else None
-            self.drawn_from = Distributions(torch.zeros(_ROWS, width or vocab_size, device=device), ids)
-        self.width = 1
-        self.parents: torch.Tensor | None = None
+    def __init__(self, rule: ChoiceRule, device: torch.device) -> None:
+        self._vocab_size, self._likeliest = rule.vocab_size, min(rule.likeliest, rule.vocab_size)
+        self._sampling = SamplingParams(temperature=rule.temperature, top_p=rule.top_p, top_k=rule.top_k)
+        with torch.inference_mode(False):
+            self.token = torch.zeros(1, dtype=torch.int64, device=device)
+            self.row = torch.zeros(1, dtype=torch.int64, device=device)
+            self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
+            self.table = torch.zeros(_ROWS, 3 + self._likeliest, dtype=torch.float64, device=device)  # exact for tokens
+            width = logits_ops.few_tokens(self._sampling, rule.vocab_size) if device.type != "cpu" else 0
+            self._in_few = width > 0
+            self.drawn_from: Distributions | None = None
+            if rule.keeps_probs:
+                ids = torch.zeros(_ROWS, width, dtype=torch.int64, device=device) if width else None
+                self.drawn_from = Distributions(torch.zeros(_ROWS, width or rule.vocab_size, device=device), ids)
         self.state: Sequence[torch.Tensor] = [self.row]
 
-    def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor) -> None:
         logits, probs = logits[:, : self._vocab_size], None
         if self._sampling.greedy:
             token = index = logits.argmax(dim=-1)
@@ -84,127 +72,87 @@ class DeviceChooser:
             token = found.ids(index)
             if self.drawn_from is not None:
                 self.drawn_from.write(self.row, found)
-        numbers = signals.compute(self._signals, logits, index, probs, unpenalised=unrestricted)
-        columns = [token, *(numbers[name] for name in self.columns[1:])]
-        row = torch.stack([column.double() for column in columns], dim=1)
+        numbers = signals.compute(_STATISTICS, logits, index, probs)
+        row = torch.stack([token.double(), numbers["entropy"].double(), numbers["top_prob"].double()], dim=1)
         if self._likeliest:
             row = torch.cat((row, logits_ops.likeliest(logits, self._likeliest).double()), dim=1)
         self.table.index_copy_(0, self.row, row)
         self.row.add_(1)
-        return token.clamp_min(0)  # -1, after logits with a NaN, is no token that can be run
+        self.token.copy_(token.clamp_min(0))  # -1, after logits with a NaN, is no token that can be run
 
 
 class DeviceChain:
     """A draft that grows token by token on the device, after the context and after `unverified`: tokens that follow it.
 
-    The host needs one transfer for each token, which `choice` chooses. If the draft `is_deferred`, it reads no token before the
-    draft ends. `tokens` are those that it has read, `values` the signals of the last one; `read` names those for the policy.
-    `likeliest` are the likeliest tokens at the position of each.
+    `vocab_size` is the target's; that of `rule` is at most the draft's.
+
+    The host reads no token before the draft ends, or before there are more than it keeps rows for. `likeliest` are the likeliest
+    tokens at the position of each.
     """
 
     def __init__(
         self,
-        runner: ChoosingRunner,
-        choice: ChoiceOnDevice,
+        runner: ModelRunner,
+        rule: ChoiceRule,
         generator: torch.Generator,
         context: Context,
         unverified: Sequence[int],
-        read: Signals,
         eos_ids: frozenset[int],
-        *,
-        is_deferred: bool,
+        vocab_size: int,
     ) -> None:
-        self.tokens: list[int] = []
-        self.values: dict[str, float] = {}
         self.likeliest: list[list[int]] = []
-        self.is_deferred = is_deferred
-        chooser = runner.chooser(choice)
+        chooser = runner.chooser(rule, partial(DeviceChooser, rule, runner.device))
         assert isinstance(chooser, DeviceChooser)
-        self._runner, self._choice, self._chooser, self._generator = runner, choice, chooser, generator
-        self._read_signals, self._eos_ids = read, eos_ids
+        self._runner, self._rule, self._chooser, self._generator = runner, rule, chooser, generator
         self._context, self._unverified = context, list(unverified)
-        self._chosen: list[int] = []  # all tokens that the host has read
+        self._eos_ids, self._vocab_size = eos_ids, vocab_size
+        self._tokens: list[int] = []
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
-        self._kept: list[Distributions] = []  # of the rows that were used again
-        self._count = 0  # tokens chosen
-        self._first = 0  # the number of the token in row 0
-        self._random_state = None if choice.temperature == 0 or not is_deferred else generator.get_state()
+        self._kept: list[Distributions] = []
+        self._rows = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
 
     def append(self) -> DraftedToken:
-        """Adds a token. Returns it with its signals, or without if the draft `is_deferred`."""
-        chooser = self._chooser
-        if self._count == 0:
-            chooser.row.zero_()
-        elif self._count - self._first == _ROWS:
-            self._use_rows_again()
-        if self._choice.temperature != 0:
-            chooser.point.uniform_(generator=self._generator)
-        self._runner.choose_next(self._choice, self._context, self._unverified, self._count, self._count + 1)
+        """Adds a token."""
+        if self._rows in (0, _ROWS):
+            self._read()
+            self._chooser.row.zero_()
+        if self._rule.temperature != 0:
+            self._chooser.point.uniform_(generator=self._generator)
+        self._runner.choose_next(self._rule, self._context, self._unverified, self._count)
+        self._rows += 1
         self._count += 1
-        if self.is_deferred:
-            return DraftedToken(self._count)
-        self._read()
-        return DraftedToken(self._count, {name: self.values[name] for name in self._read_signals if name in self.values})
-
-    def drop_last(self) -> None:
-        for read in (self.tokens, self._statistics, self.likeliest):
-            read.pop()
+        return DraftedToken(self._count)
 
     def draft(self, reason: str) -> Draft:
         """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended.
 
-        A deferred draft ends at the first of `eos_ids`, and then for this reason.
+        It ends at the first of `eos_ids`, and then for this reason. Raises RunError if its logits hold a NaN.
         """
         if self._count == 0:
             return Draft(stop_reason=reason)
         self._read()
-        if self.is_deferred:
-            reason = self._end_at_eos(reason)
-        self._runner.count_chosen([*self._unverified, *self._chosen[:-1]])
-        if not self.tokens:
-            return Draft(stop_reason=reason)
-        entropies, top_probs = zip(*self._statistics, strict=True)
-        return Draft.chain(self.tokens, probs=self._probs(), entropies=entropies, top_probs=top_probs, stop_reason=reason)
+        self._runner.count_chosen([*self._unverified, *self._tokens[:-1]])
+        end = next((index for index, token in enumerate(self._tokens, 1) if token in self._eos_ids), None)
+        tokens, statistics = self._tokens[:end], self._statistics[:end]
+        self.likeliest = self.likeliest[:end]
+        entropies, top_probs = zip(*statistics, strict=True)
+        probs = None
+        if self._kept:
+            drawn_from = Distributions.joined(self._kept).first(len(tokens))
+            probs = logits_ops.pad_probs(drawn_from.dense(self._rule.vocab_size), self._vocab_size)
+        reason = reason if end is None else "eos"
+        return Draft.chain(tokens, probs=probs, entropies=entropies, top_probs=top_probs, stop_reason=reason)
 
     def _read(self) -> None:
         """Reads the tokens that the host has not read yet, in one transfer. Raises RunError if their logits hold a NaN."""
-        if len(self._chosen) == self._count:
+        if self._rows == 0:
             return
-        rows = self._chooser.table[len(self._chosen) - self._first : self._count - self._first]
-        for row in rows.tolist():
-            token, *numbers = row
-            names = self._chooser.columns[1:]
-            self.values = dict(zip(names, numbers, strict=False))  # the likeliest tokens follow
-            self.likeliest.append(list(map(int, numbers[len(names) :])))
-            if math.isnan(self.values["entropy"]):
+        for token, entropy, top_prob, *likeliest in self._chooser.table[: self._rows].tolist():
+            if math.isnan(entropy):
                 raise nan_logits("draft")
-            self.tokens.append(logits_ops.valid_token(int(token), "draft"))
-            self._chosen.append(int(token))
-            self._statistics.append((self.values["entropy"], self.values["top_prob"]))
-
-    def _probs(self) -> torch.Tensor | None:
-        """Returns the distributions that the tokens were drawn from [tokens, vocabulary]; None if they are not kept."""
-        table, width = self._chooser.drawn_from, self._choice.vocab_size
-        if table is None:
-            return None
-        drawn_from = Distributions.joined([*self._kept, table.first(self._count - self._first)]).first(len(self.tokens))
-        return logits_ops.pad_probs(drawn_from.dense(width), width)
-
-    def _use_rows_again(self) -> None:
-        self._read()
+            self._tokens.append(logits_ops.valid_token(int(token), "draft"))
+            self._statistics.append((entropy, top_prob))
+            self.likeliest.append(list(map(int, likeliest)))
         if (table := self._chooser.drawn_from) is not None:
-            self._kept.append(Distributions.joined([table]))
-        self._first = self._count
-        self._chooser.row.zero_()
-
-    def _end_at_eos(self, reason: str) -> str:
-        """Drops what follows an end-of-sequence token, as if the draft had ended there. Returns why the draft ended."""
-        end = next((index for index, token in enumerate(self.tokens, 1) if token in self._eos_ids), None)
-        if end is None:
-            return reason
-        del self.tokens[end:], self._statistics[end:], self.likeliest[end:]
-        if self._random_state is not None:  # the next draft gets the random numbers that this one should not have drawn
-            self._generator.set_state(self._random_state)
-            for _ in range(end):
-                self._chooser.point.uniform_(generator=self._generator)
-        return "eos"
+            self._kept.append(Distributions.joined([table.first(self._rows)]))  # a copy
+        self._rows = 0

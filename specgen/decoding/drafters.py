@@ -14,11 +14,11 @@ import torch
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.device_chain import ChoiceOnDevice, DeviceChain
+from specgen.decoding.device_chain import ChoiceRule, DeviceChain
 from specgen.decoding.draft_chain import DraftChain
 from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ChoosingRunner, longest_draft, room
+from specgen.engine.model_runner import ModelRunner, longest_draft, room
 
 if TYPE_CHECKING:
     from specgen.decoding.suffix_index import SuffixHistory
@@ -200,7 +200,8 @@ class ModelDrafter(ModelDrafterBase):
         if limit < 1:
             return Draft()
         scores = AcceptanceScores.wanted(self._setup, policy, context)
-        device = None if scores is not None else self._device_chain(context, tokens, policy, is_shown=show is not None)
+        reads = scores is not None or policy.signals or self._own_signals or policy.random or show is not None
+        device = None if reads else self._device_chain(context, tokens)
         host = DraftChain(
             self._sampling,
             self._vocab_size,
@@ -219,39 +220,32 @@ class ModelDrafter(ModelDrafterBase):
             if is_cut:  # after the policy has seen the last token, from which it may learn later
                 return "pass ended"
             if device is not None:
-                token = device.append()
-                if device.is_deferred:
-                    return token
-            else:
-                output = self._runner.logits(context, tokens, start=len(tokens))
-                score = None
-                if scores is not None and output.hidden_states is not None:
-                    score = scores.score(output.hidden_states[0], position)
-                own = output.unpenalised_part(self._vocab_size)
-                token = host.append(output.logits[0, : self._vocab_size], score, None if own is None else own[0])
-            if refusal := self._refusal(chain.values):
-                chain.drop_last()
+                return device.append()
+            output = self._runner.logits(context, tokens, start=len(tokens))
+            score = None
+            if scores is not None and output.hidden_states is not None:
+                score = scores.score(output.hidden_states[0], position)
+            own = output.unpenalised_part(self._vocab_size)
+            token = host.append(output.logits[0, : self._vocab_size], score, None if own is None else own[0])
+            if refusal := self._refusal(host.values):
+                host.drop_last()
                 return refusal
-            tokens.append(chain.tokens[-1])
-            token.nodes = self._nodes(chain.values)
+            tokens.append(host.tokens[-1])
+            token.nodes = self._nodes(host.values)
             is_cut = show is not None and not show(position - 1, tokens[-1])
             return "eos" if tokens[-1] in self._eos_ids else token
 
         reason = extend_draft(policy, limit, extend, unverified=len(unverified))
         return self._completed(chain.draft(self._reason(reason, limit)), chain.likeliest)
 
-    def _device_chain(
-        self, context: Context, unverified: Sequence[int], policy: LengthPolicy, *, is_shown: bool
-    ) -> DeviceChain | None:
-        """Begins a draft whose tokens are chosen on the device. Returns None if they are not, or if their logits are kept."""
-        runner = self._runner
-        if self._setup.keep_logits or not isinstance(runner, ChoosingRunner) or not runner.chooses_on_device(unverified):
+    def _device_chain(self, context: Context, unverified: Sequence[int]) -> DeviceChain | None:
+        """Begins a draft whose tokens the host reads when it has ended. Returns None if they are not chosen on the device."""
+        runner, sampling = self._runner, self._sampling
+        if self._setup.keep_logits or not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
-        names, keep_probs = policy.signals | self._own_signals, self._keeps_probs and not self._sampling.greedy
-        choice = ChoiceOnDevice.make(self._sampling, self._vocab_size, names, keep_probs=keep_probs, likeliest=self._likeliest)
-        is_deferred = not (names or policy.random or is_shown)  # then nothing needs a token before the draft ends
-        sequence = context, unverified, policy.signals, self._eos_ids
-        return DeviceChain(runner, choice, self._generator, *sequence, is_deferred=is_deferred)
+        keeps_probs, width = self._keeps_probs and not sampling.greedy, min(runner.vocab_size, self._vocab_size)
+        rule = ChoiceRule(sampling.temperature, sampling.top_p, sampling.top_k, width, keeps_probs, self._likeliest)
+        return DeviceChain(runner, rule, self._generator, context, unverified, self._eos_ids, self._vocab_size)
 
     def _refusal(self, values: Mapping[str, float]) -> str | None:
         """Says why the last token must be dropped and the draft ended, or returns None to keep the token.

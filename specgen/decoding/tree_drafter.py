@@ -10,13 +10,24 @@ import torch
 
 from specgen.base.types import Context, Draft
 from specgen.decoding import signals
-from specgen.decoding.device_tree import DeviceTree, Level, LevelsOnDevice
 from specgen.decoding.draft_tree import DraftTree
 from specgen.decoding.drafters import AcceptanceScores, DraftSetup, ModelDrafterBase, extend_draft
 from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ChoosingRunner
+
+
+class Level(NamedTuple):
+    """The candidates for a level of a tree, the likeliest path's first, with numbers on the host.
+
+    `origins` are the rows of the logits that each candidate was chosen from, `log_likelihoods` (nats) are those of the paths.
+    `signals` are the likeliest candidate's, by name.
+    """
+
+    tokens: Sequence[int]
+    origins: Sequence[int]
+    log_likelihoods: Sequence[float]
+    signals: dict[str, float]
 
 
 class _Candidate(NamedTuple):
@@ -52,35 +63,15 @@ class TopKTreeDrafter(ModelDrafterBase):
         if limit < 1:
             return Draft()
         scores = AcceptanceScores.wanted(self._setup, policy, context)
-        device = None if scores is not None else self._device_tree(context, policy, limit)
         grown = _GrowingTree(DraftTree(self._setup, context), self._width, self._nodes, self._eos_ids)
 
         def extend(position: int) -> DraftedToken | str:
-            token = DraftedToken(position)
-            if device is not None and position <= device.levels:
-                device.add_level()
-                if not device.is_deferred:
-                    token = _read(device, grown)
-                return token if grown.alive else "eos"
-            if device is not None:
-                _read(device, grown)
-            if grown.alive:
-                token = grown.add(self._level(grown, policy.signals, scores), grown.alive)
+            token = grown.add(self._level(grown, policy.signals, scores), grown.alive)
             return token if grown.alive else "eos"
 
         reason = extend_draft(policy, limit, extend)
-        if device is not None:
-            _read(device, grown)
         reason = self._reason(reason, limit) if grown.alive else "eos"
         return grown.draft(reason)
-
-    def _device_tree(self, context: Context, policy: LengthPolicy, limit: int) -> DeviceTree | None:
-        """Begins a tree whose levels are chosen on the device. Returns None if they are not, or if their logits are kept."""
-        runner = self._runner
-        if self._setup.keep_logits or not isinstance(runner, ChoosingRunner) or not runner.chooses_on_device():
-            return None
-        rule = LevelsOnDevice(self._width, self._nodes is not None, self._vocab_size, self._eos_ids, policy.signals)
-        return DeviceTree(runner, rule, context, limit, is_deferred=not (policy.signals or policy.random))
 
     def _level(self, grown: _GrowingTree, read: Signals, scores: AcceptanceScores | None) -> Level:
         """Finds the candidates for the next level, with one forward pass and one transfer to the host.
@@ -179,14 +170,3 @@ class _GrowingTree:
     def _node(self, candidate: _Candidate) -> int:
         """Returns the candidate's node of the tree; adds one if it has none."""
         return self.tree.add(candidate.parent, candidate.token) if candidate.node is None else candidate.node
-
-
-def _read(device: DeviceTree, grown: _GrowingTree) -> DraftedToken:
-    """Adds the levels that the host has not read yet, and returns the likeliest node of the last one."""
-    token = DraftedToken(grown.levels)
-    for level in device.read():
-        if grown.alive:
-            grown.tree.add_statistics(level.statistics[: len(grown.last)])
-            token = grown.add(level, grown.last)
-    device.count_nodes()
-    return token

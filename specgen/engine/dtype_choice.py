@@ -14,8 +14,7 @@ from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.native.products import ProductFactory, last_level_cache
-from specgen.engine.native.quantised_products import refusal
+from specgen.engine.native.products import ProductFactory, last_level_cache, refusal
 
 _MIN_SPEEDUP = 1.1  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above the noise of minima
 _WIDTHS = (1, 6)  # tokens of a pass in plain decoding, and of one that verifies a draft

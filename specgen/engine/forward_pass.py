@@ -134,64 +134,6 @@ ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 output for this number of tokens, the last ones of the pass."""
 
 
-class TokenChooser(Protocol):
-    """Chooses tokens from logits on the device, in operators that a CUDA graph can capture and replay.
-
-    It chooses a chain's tokens one by one, or a tree's levels of `width` tokens. `parents` [width] has the row of the last call's
-    logits that each token follows; None for chains. `state` are the tensors that a call both reads and changes.
-    """
-
-    width: int
-    parents: torch.Tensor | None
-    state: Sequence[torch.Tensor]
-
-    def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the tokens [width], int64, that are chosen from logits [n, vocabulary]: valid ids, even if a logit is NaN.
-
-        n is 1 for the first token or level, then `width`. `unrestricted` is as in `ModelOutput`.
-        """
-        ...
-
-
-class ChoiceRule(Protocol):
-    """How tokens are chosen. Hashable: equal rules share a chooser."""
-
-    def __hash__(self) -> int: ...
-
-    def chooser(self, vocab_size: int, device: torch.device) -> TokenChooser:
-        """Makes a chooser for logits of this width."""
-        ...
-
-
-@runtime_checkable
-class SelfFeeding(Protocol):
-    """A forward function that can also run a model on tokens that are chosen on the device, without waiting for the host.
-
-    These are a chain's tokens, one by one, or a tree's levels. `feeds` says whether it can. The host learns the tokens from the
-    chooser, when it wants to.
-    """
-
-    feeds: bool
-
-    def chooser(self, rule: ChoiceRule) -> TokenChooser:
-        """Returns the chooser for this rule: the same one at each call, unless many other rules were used in between."""
-        ...
-
-    def choose(self, rule: ChoiceRule, logits: torch.Tensor, hidden: torch.Tensor | None) -> None:
-        """Chooses the first token, or a tree's first level, with the rule's chooser, from logits [1, vocabulary].
-
-        `hidden` [1, ...] is the hidden state from which they were computed.
-        """
-        ...
-
-    def feed(self, rule: ChoiceRule, cache: Any, root: int, level: int, levels: int, *, long_rope: bool) -> None:
-        """Runs the tokens that were chosen last, and chooses those that follow.
-
-        They are the `level`-th (from 0) of at most `levels` levels that are run after the first `root` tokens in the cache.
-        """
-        ...
-
-
 class LayerPart(NamedTuple):
     """A decoder layer to run, by its index `layer` in the model. Its attention or its MLP may be left out."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.model_shape import ModelShape
-from specgen.engine.native.description import Architecture
+from specgen.engine.native.architecture import Architecture
 
 Backend = Literal["native", "transformers"]
 

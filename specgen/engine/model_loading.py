@@ -26,9 +26,10 @@ from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape, of_transformers
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture, read_architecture, read_config
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture
+from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.graphs import use_cuda_graphs
 from specgen.engine.native.loading import load_native
-from specgen.engine.native.static_forward import use_cuda_graphs
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner

@@ -5,8 +5,8 @@ Callers pass the whole sequence and get logits; the runner finds out which of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,19 +14,12 @@ import torch
 from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
 from specgen.engine.devices import release, upload
-from specgen.engine.forward_pass import (
-    Cache,
-    ChoiceRule,
-    ForwardFunction,
-    ModelOutput,
-    SelfFeeding,
-    TokenChooser,
-    TreeNodes,
-    draft_nodes,
-)
+from specgen.engine.forward_pass import Cache, ForwardFunction, ModelOutput, TreeNodes, draft_nodes
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
+from specgen.engine.native.graphs import StaticForward, TokenChooser
+from specgen.engine.native.kv_buffer import KVBuffer
 
 _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 
@@ -49,35 +42,6 @@ class DraftRunner(Protocol):
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
         """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
-        ...
-
-
-@runtime_checkable
-class ChoosingRunner(Protocol):
-    """A runner that can draft without the host: tokens are chosen on the device from its logits."""
-
-    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
-        """Whether tokens after the context and the chain `draft` can be chosen on the device."""
-        ...
-
-    def chooser(self, rule: ChoiceRule) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule."""
-        ...
-
-    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
-        """Chooses the next token of a chain, or level of a tree, after the context and the chain `draft`.
-
-        The calls for one draft have the same arguments, but for `level`: 0, 1, ..., at most `levels` - 1. Each first runs the
-        tokens that the last one chose. They stay on the device: the caller gets them from the chooser, and reports those that
-        were run to `count_chosen`, so that they need not be run again.
-        """
-        ...
-
-    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Counts draft nodes as cached: `draft` of the last calls of `choose_next`, and the tokens that these ran.
-
-        Those of a tree are in the order in which they were run.
-        """
         ...
 
 
@@ -143,7 +107,8 @@ class ModelRunner:
         self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
         function = self._forward
-        self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
+        feeds = penalties is None and isinstance(function, StaticForward) and function.feeds
+        self._feeding = function if feeds and isinstance(function, StaticForward) else None
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
@@ -184,30 +149,38 @@ class ModelRunner:
             output = output._replace(logits=processed, unpenalised=output.logits)
         return output
 
-    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
-        """Whether tokens after the chain `draft` can be chosen on the device; see `ChoosingRunner`."""
-        return self._self_feeding is not None
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether the tokens of a chain can be chosen on the device, by `chooser`, `choose_next` and `count_chosen`.
 
-    def chooser(self, rule: ChoiceRule) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule."""
-        assert self._self_feeding is not None
-        return self._self_feeding.chooser(rule)
+        Only where there are CUDA graphs: elsewhere the host is as fast.
+        """
+        return self._feeding is not None
+
+    def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
+        """Returns what `choose_next` chooses tokens with by this rule: made by `make`, and the same one for equal rules."""
+        assert self._feeding is not None
+        return self._feeding.chooser(rule, make)
 
     @inference
-    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
-        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
-        forward = self._self_feeding
-        assert forward is not None
-        if level == 0:
-            output = self.logits(context, draft, start=len(draft))
-            forward.choose(rule, output.logits, output.hidden_states)
-        else:
-            root, is_long = len(context) + len(draft), self._cached.uses_long_rope(context)
-            forward.feed(rule, self.cache, root, level - 1, levels - 1, long_rope=is_long)
+    def choose_next(self, rule: Hashable, context: Context, draft: Sequence[int], chosen: int) -> None:
+        """Chooses the next token of a chain after the context and the chain `draft`, and after `chosen` tokens chosen so.
 
-    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Counts draft nodes after the context as cached, which `choose_next` has run; see `ChoosingRunner`."""
-        self._cached.set_draft(draft_nodes(list(tokens), parents))
+        The calls for one draft have the same arguments, but for `chosen`: 0, 1, ... Each first runs the token that the last one
+        chose. They stay on the device: the caller gets them from the chooser, and reports those that were run to `count_chosen`,
+        so that they need not be run again.
+        """
+        assert self._feeding is not None
+        if chosen == 0:
+            self._feeding.chooser(rule, _no_chooser)(self.logits(context, draft, start=len(draft)).logits)
+        else:
+            assert isinstance(self.cache, KVBuffer)
+            position, is_long = len(context) + len(draft) + chosen - 1, self._cached.uses_long_rope(context)
+            self._feeding.feed(rule, self.cache, position, long_rope=is_long)
+
+    def count_chosen(self, tokens: Sequence[int]) -> None:
+        """Counts a chain after the context as cached: `draft` of the last calls of `choose_next`, and the tokens they ran."""
+        self._cached.set_draft(draft_nodes(list(tokens), None))
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
@@ -256,6 +229,10 @@ class ModelRunner:
             total += (chosen - logits.logsumexp(dim=-1)).sum()
             context.extend(tokens)
         return float(total)
+
+
+def _no_chooser() -> TokenChooser:
+    raise AssertionError("a rule gets its chooser before it chooses")
 
 
 def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> None:

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from specgen.base.errors import SpecgenError
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.native.quantised_products import quantised_bytes
-from specgen.engine.native.tensor_names import EMBEDDING, HEAD
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.products import quantised_bytes
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}

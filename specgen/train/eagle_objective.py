@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.native.architecture import read_architecture, read_config
-from specgen.engine.native.description import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.eagle_layers import FC, FEATURE_NORM, EagleDesign, EagleLayers, UnrolledLayer, read_design
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.products import TrainedProduct
-from specgen.engine.native.tensor_names import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_tensors
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_tensors
+from specgen.engine.native.products import trained_product
 from specgen.engine.native.trainable_exit import module_of
 from specgen.engine.parts.weights import EagleWeights
 from specgen.train.divergence import divergence
@@ -69,14 +69,14 @@ class EagleObjective(Objective):
         self._design: EagleDesign = read_design(self.version, self._config, tensors)
         self.module = module_of(tensors).to(device)
         self._parameters = dict(self.module.named_parameters())
-        self._inputs = InputMaker(self._design.architecture, target.dtype, device)
+        self._inputs = InputMaker(self._design.architecture, target.dtype, [device])
         self._on_device = None if self._ids is None else self._ids.to(device)
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head on all pairs of the batch: once, or with its own predictions as features for each further token."""
-        width, tokens = self._design.width, batch.ids.shape[1]
-        inputs = (3 if self.version == 3 else 2) * width
-        layers = EagleLayers(self._design, self._take, torch.float32, TrainedProduct, fc_inputs=inputs, first_layer=UnrolledLayer)
+        tokens, take = batch.ids.shape[1], self._parameters.__getitem__
+        device = self.target.device
+        layers = EagleLayers(self._design, take, torch.float32, trained_product, device, first_layer=UnrolledLayer)
         if self.version == 3:
             features = layers.fc(states.features.flatten(0, 1)).float()
         else:
@@ -90,7 +90,7 @@ class EagleObjective(Objective):
         for depth in range(self.depths if rng is None or self.version == 3 else 1):
             at = batch.positions + depth
             following = functional.pad(embeddings[:, 1 + depth :], (0, 0, 0, min(1 + depth, tokens))).flatten(0, 1)
-            features = layers(following, features, self._inputs.batched(BatchPass(batch.ids, at, visible, at))).values
+            features = layers(following, features, self._inputs.batched(BatchPass(batch.ids, at, visible, at)))
             pairs, sources = reachable(batch, 1 + depth)
             rows.append((features.index_select(0, pairs), sources, torch.full_like(sources, depth)))
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
@@ -128,9 +128,6 @@ class EagleObjective(Objective):
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self._parameters.items()}
         return EagleWeights(self.version, self._config, tensors, tuple(self.taps), self._ids)
-
-    def _take(self, name: str, _: tuple[int, ...]) -> Tensor:
-        return self._parameters[name]
 
 
 def _architecture_of(config: dict[str, Any]) -> Architecture | None:

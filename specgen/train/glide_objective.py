@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.native.architecture import read_config
-from specgen.engine.native.description import Architecture
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.attention import Sight
+from specgen.engine.native.families import read_config
 from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.masks import additive
-from specgen.engine.native.products import TrainedProduct
+from specgen.engine.native.layer_weights import layer_tensors
+from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.native.tensor_names import layer_tensors
 from specgen.engine.native.trainable_exit import module_of
 from specgen.engine.parts.glide_runner import draft_architecture, target_architecture
 from specgen.engine.parts.weights import GlideWeights
@@ -55,7 +55,7 @@ class GlideObjective(Objective):
         self.module = module_of(_initial_weights(self._own, self._theirs, target, torch.Generator().manual_seed(seed))).to(device)
         self.kv_layers = (target.num_layers - 1,)
         self._parameters = dict(self.module.named_parameters())
-        self._inputs = InputMaker(self._own, target.dtype, device)
+        self._inputs = InputMaker(self._own, target.dtype, [device])
         rotary = self._theirs.layers[-1].rotary
         rounded = None if self._theirs.rotary_in_float32 else target.dtype
         self._rotations = None if rotary is None else RotaryTable(self._theirs.rotary[rotary], device, rounded)
@@ -73,14 +73,15 @@ class GlideObjective(Objective):
         block = batch.positions // size
         visible = own_pass.visible & (block[:, None, :] < block[:, :, None])
         visible |= block[:, :, None] == 0  # rows that see no key are left out below; a softmax over nothing would be NaN
-        mask = additive(visible, self.target.dtype)[:, None]
+        mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.target.dtype)[:, None]
         cross = CrossInputs(keys, values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(
             self._own,
             self._theirs,
-            lambda name, _: self._parameters[name],
+            self._parameters.__getitem__,
             torch.float32,
-            TrainedProduct,
+            trained_product,
+            self.target.device,
             native_keys=self.target.model.backend == "native",
         )
         embeddings = self.target.embeddings(batch.ids).flatten(0, 1)

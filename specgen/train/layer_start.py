@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from specgen.engine.native.architecture import read_architecture
-from specgen.engine.native.description import Architecture, UnsupportedConfig
-from specgen.engine.native.tensor_names import FINAL_NORM, bias_of, layer_tensors
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.families import read_architecture
+from specgen.engine.native.layer_weights import FINAL_NORM, bias_of, layer_shapes, layer_tensors
 from specgen.train.frozen_target import FrozenTarget
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
@@ -51,8 +51,8 @@ def last_layer(own: Architecture, theirs: Architecture, target: FrozenTarget) ->
 
     `own` is the architecture of the result's config, `theirs` the target's. Empty unless the target's layer is like a Llama's.
     """
-    is_alike = theirs.pre_norms and not theirs.post_norms and not theirs.parallel and theirs.gated_mlp and not theirs.mlp_bias
-    if not is_alike or theirs.norm != "rms" or theirs.qk_norm not in (None, "head"):
+    is_alike = theirs.pre_norms and not theirs.post_norms and not theirs.mlp_bias
+    if not is_alike or theirs.qk_norm not in (None, "head"):
         return {}
     found, offset = target.last_layers(1), theirs.norm_weight_offset
     names, made = layer_tensors(theirs, 0), layer_tensors(own, 0)
@@ -70,10 +70,10 @@ def last_layer(own: Architecture, theirs: Architecture, target: FrozenTarget) ->
     news = made.attention_norm, made.mlp_norm, made.q_norm, made.k_norm, FINAL_NORM
     olds = names.attention_norm, names.mlp_norm, names.q_norm, names.k_norm, FINAL_NORM
     for new, old in zip(news, olds, strict=True):
-        if isinstance(new, str) and isinstance(old, str):
+        if new is not None and old is not None:
             weights[new] = found[old] + offset
     scale = theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
-    for name in [made.q_norm] if isinstance(made.q_norm, str) else [made.qkv[0], bias_of(made.qkv[0])]:
+    for name in [made.q_norm] if made.q_norm is not None else [made.qkv[0], bias_of(made.qkv[0])]:
         if name in weights:
             weights[name] = weights[name] * scale
     return {name: weight.cpu().clone() for name, weight in weights.items()}
@@ -84,19 +84,8 @@ def initial_layer(own: Architecture, start: Mapping[str, torch.Tensor], generato
 
     `own` is the architecture of the result of `layer_config`, `start` the result of `last_layer`.
     """
-    names, width, size = layer_tensors(own, 0), own.hidden_size, own.head_size
-    heads = own.num_heads, own.num_kv_heads, own.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {name: (count * size, width) for name, count in zip(names.qkv, heads, strict=True)}
-    if own.qkv_bias:
-        shapes |= {bias_of(name): (shapes[name][0],) for name in names.qkv}
-    shapes |= {name: (size,) for name in (names.q_norm, names.k_norm) if isinstance(name, str)}
-    shapes |= {bias_of(names.output): (width,)} if own.output_bias else {}
-    shapes[names.output] = width, own.num_heads * size
-    shapes |= dict.fromkeys(names.gate_up, (own.intermediate_size, width))
-    shapes[names.down] = width, own.intermediate_size
-    shapes |= {name: (width,) for name in (names.attention_norm, names.mlp_norm, FINAL_NORM) if name is not None}
     made = {}
-    for name, shape in shapes.items():
+    for name, shape in (layer_shapes(own, 0) | {FINAL_NORM: (own.hidden_size,)}).items():
         if name in start:
             made[name] = start[name]
         elif len(shape) == 1:

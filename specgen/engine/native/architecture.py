@@ -1,74 +1,139 @@
-"""Reads config.json into an `Architecture`, which is all that the native decoder knows about a model."""
+"""What the native decoder needs to know about a model: the shapes and the variant of each step of its forward pass.
+
+`families` reads it from config.json, by `Fields`, which keep account of what was read, so that no unknown field is ignored.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import Repr
+from typing import Any, Literal
 
-from specgen.base.errors import SpecgenError
-from specgen.engine.hub import GGUF_HINT
 from specgen.engine.model_shape import ModelShape
-from specgen.engine.native.description import Activation, Architecture, LayerKind, Rotary, UnsupportedConfig
-from specgen.engine.native.families import FAMILIES, Family
-from specgen.engine.native.fields import Fields
-from specgen.engine.native.rope_settings import ALL_LAYERS, read_rotary
 
-__all__ = ["Architecture", "LayerKind", "Rotary", "UnsupportedConfig", "read_architecture", "read_config"]
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-_DTYPES = ("float32", "float16", "bfloat16")
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
-_MOST_LAYERS = 4096  # the deepest models have some hundreds
-_SPECIAL_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+QKNorm = Literal[None, "head", "all"]
 
 
-def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the contents of config.json in a model's folder. `name` is what messages call the model.
-
-    Raises SpecgenError if the file is missing or damaged.
+_IRRELEVANT = """
+    model_type architectures transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash
+    use_cache cache_implementation attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict torchscript
+    use_bfloat16 tf_legacy_loss chunk_size_feed_forward pretraining_tp is_decoder gradient_checkpointing
+    initializer_range attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop embd_pdrop
+    classifier_dropout id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    model_max_length max_sequence_length max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    unsloth_version unsloth_fixed transformers.js_config is_llama_config
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
-        raise SpecgenError(f"{name} is no Hugging Face model: it has no config.json", hint)
-    try:
-        config = json.loads(path.read_text("utf-8"), object_hook=_special_number)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
-    if not isinstance(config, dict):
-        raise SpecgenError(f"cannot read the configuration of {name}: it is no JSON object", "Download or save it again")
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        for key in _LAYER_COUNTS:
-            if isinstance(part.get(key), int) and part[key] > _MOST_LAYERS:  # transformers would build them, or try to
-                raise SpecgenError(f"{name} has a {key} above {_MOST_LAYERS:,}", "Correct its config.json, or download it again")
-    return config
-
-
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns what the config.json of a model describes. Both forms are read: complete ones, and older ones without defaults.
-
-    Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
-    computation.
+_OPTIONAL_FEATURES = """
+    is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
+    attention_bias mlp_bias lm_head_bias use_bias use_qkv_bias use_qk_norm qk_layernorm use_parallel_residual use_sliding_window
+    rope_interleaved
     """
-    model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise UnsupportedConfig("model_type", model_type)
-    fields = Fields(config)
-    described = family.describe(fields, _plain(fields, str(model_type), family))
-    fields.refuse_unknown()
-    return described
+
+# Fields that do not change the logits of any family: they concern training, generation, other tasks or the file itself.
+IRRELEVANT = frozenset(_IRRELEVANT.split())
+
+# Fields that switch something on which only some families have; switched off, they are harmless in all.
+OPTIONAL_FEATURES = frozenset(_OPTIONAL_FEATURES.split())
+
+
+class UnsupportedConfig(ValueError):  # noqa: N818  not an error of the user: another decoder may support the config
+    """The native decoder does not support a model's config. `field` is the key in config.json, `value` what it holds."""
+
+    def __init__(self, field: str, value: object) -> None:
+        shown = Repr()
+        shown.maxstring = shown.maxother = 40
+        super().__init__(f"the native decoder does not support {field} = {shown.repr(value)}")
+        self.field = field
+        self.value = value
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """One set of rotary frequencies (RoPE). A position's angles are the position times `inverse_frequencies` [R / 2], in float32.
+
+    cos and sin of the angles are multiplied by `factor`. LongRoPE models have a second set of frequencies,
+    `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other models.
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    factor: float = 1.0
+    long_inverse_frequencies: tuple[float, ...] | None = None
+    long_boundary: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What may differ between the layers of a model.
+
+    `window` is the sliding window in tokens: a query sees the keys with 0 <= its position - the key's position < `window`. None:
+    it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding.
+    """
+
+    window: int | None = None
+    rotary: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder-only transformer as its config.json describes it.
+
+    `max_position_embeddings` is the longest context in tokens (with dynamic RoPE the length from which on the frequencies would
+    change). `dtype` is the weights' dtype by name, None if the config is silent. `default_eos` is the config's end-of-sequence
+    id or ids; where config.json is silent, the family's default.
+
+    Rotary: the first `rotary_size` numbers of each head are rotated, in pairs (i, i + rotary_size / 2). cos and sin are rounded
+    to the model's dtype unless `rotary_in_float32`.
+
+    Norms: all are RMSNorm. `pre_norms` are applied to the input of attention and MLP, `post_norms` to their outputs before these
+    are added to the residual stream. A norm multiplies by its weight plus `norm_weight_offset`. `qk_norm` says how queries and
+    keys are normed before the rotary embedding: "head" is a norm over each head with one weight [head_size], "all" is a norm over
+    all heads together.
+
+    Scales: `attention_scale` multiplies the products of queries and keys; `score_cap` c replaces them by c tanh(score / c), and
+    `logit_cap` does so with the logits, after these were multiplied by `logit_scale`. `embedding_scale` multiplies the
+    embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str | None
+    layers: tuple[LayerKind, ...]
+    rotary: Mapping[str, Rotary]
+    rotary_size: int
+    norm_eps: float
+    attention_scale: float
+    tied: bool
+    default_eos: int | list[int] | None
+    activation: Activation = "silu"
+    rotary_in_float32: bool = False
+    norm_weight_offset: float = 0.0
+    pre_norms: bool = True
+    post_norms: bool = False
+    qk_norm: QKNorm = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 def of_architecture(architecture: Architecture) -> ModelShape:
@@ -90,66 +155,89 @@ def of_architecture(architecture: Architecture) -> ModelShape:
     )
 
 
-def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Returns a Llama without biases, with the sizes, the rotary embedding and the activation of the model."""
-    hidden, heads = fields.integer("hidden_size", family.sizes.hidden), fields.integer("num_attention_heads", family.sizes.heads)
-    kv_heads = fields.optional_integer("num_key_value_heads", family.sizes.kv_heads) or heads
-    if heads % kv_heads:
-        raise fields.refuse("num_key_value_heads")
-    head_size = fields.optional_integer("head_dim", family.sizes.head_size)
-    if head_size is None and hidden % heads:
-        raise fields.refuse("num_attention_heads")
-    head_size = head_size or hidden // heads
-    if head_size > 1 << 16:
-        raise fields.refuse("head_dim" if "head_dim" in fields else "hidden_size")
-    length = fields.integer("max_position_embeddings", family.sizes.positions)
-    rotary, rotary_size, limit = read_rotary(fields, family.rotary, head_size, length)
-    layers = fields.integer("num_hidden_layers", family.sizes.layers, maximum=_MOST_LAYERS)
-    activation = fields.raw(*family.activation)
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise fields.refuse(family.activation[0])
-    return Architecture(
-        model_type=model_type,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", family.sizes.intermediate),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        vocab_size=fields.integer("vocab_size", family.sizes.vocab),
-        max_position_embeddings=limit,
-        dtype=_dtype(fields),
-        layers=(LayerKind(None, ALL_LAYERS),) * layers,
-        rotary=rotary,
-        rotary_size=rotary_size,
-        norm_eps=fields.positive(*family.eps),
-        attention_scale=head_size**-0.5,
-        tied=fields.flag("tie_word_embeddings", family.tied),
-        default_eos=_eos(fields, family.eos),
-        activation=_ACTIVATIONS[activation],
-    )
+class Fields:
+    """The fields of a config, read by name with a default for an absent one.
+
+    All methods raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the names in
+    errors.
+    """
+
+    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
+        self._config, self._prefix = config, prefix
+        self._known: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """Returns the field's value as it is."""
+        self._known.add(name)
+        return self._config.get(name, default)
+
+    def ignore(self, *names: str) -> None:
+        """Declares fields that do not change the computation of this family."""
+        self._known.update(names)
+
+    def refuse(self, name: str) -> UnsupportedConfig:
+        """Returns the exception to raise for the field's value."""
+        return UnsupportedConfig(self._prefix + name, self._config.get(name))
+
+    def integer(self, name: str, default: int, minimum: int = 1, maximum: int = 1 << 31) -> int:
+        value = self.raw(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.refuse(name)
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """Returns a number of at least 1, or None where the field is null."""
+        return None if self.raw(name, default) is None else self.integer(name, default or 0)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a finite number, an int as it is. If `default` is None, the field has to be there."""
+        value = self.raw(name, default)
+        if not is_number(value):
+            raise self.refuse(name)
+        return value  # type: ignore[no-any-return]
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Returns a number above 0. If `default` is None, the field has to be there."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.refuse(name)
+        return value
+
+    def optional_positive(self, name: str, default: float | None = None) -> float | None:
+        """Returns a number above 0, or None where the field is null."""
+        return None if self.raw(name, default) is None else self.positive(name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name)
+        return value
+
+    def numbers(self, name: str, length: int) -> Sequence[float]:
+        """Returns a list of `length` numbers above 0."""
+        value = self.raw(name)
+        if not isinstance(value, list) or len(value) != length or not all(is_number(entry) and entry > 0 for entry in value):
+            raise self.refuse(name)
+        return value
+
+    def section(self, name: str) -> Fields | None:
+        """Returns the fields of the object `name`; None if it is absent, null or empty."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name)
+        return Fields(value, f"{self._prefix}{name}.") if value else None
+
+    def refuse_unknown(self) -> None:
+        """Raises `UnsupportedConfig` for the first field that was neither read nor ignored, is not null, and may matter."""
+        for name, value in self._config.items():
+            switched_off = name in OPTIONAL_FEATURES and not value
+            if name not in self._known and name not in IRRELEVANT and value is not None and not switched_off:
+                raise self.refuse(name)
 
 
-def _dtype(fields: Fields) -> str | None:
-    """Returns the weights' dtype: `dtype`, or `torch_dtype` in older files."""
-    name = "torch_dtype" if fields.raw("dtype") is None else "dtype"
-    dtype = fields.raw(name)
-    if dtype is None:
-        return None
-    if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in _DTYPES:
-        raise fields.refuse(name)
-    return dtype.removeprefix("torch.")
-
-
-def _eos(fields: Fields, default: int | None) -> int | list[int] | None:
-    """Returns the end-of-sequence id or ids."""
-    eos = fields.raw("eos_token_id", default)
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise fields.refuse("eos_token_id")
-    return eos  # type: ignore[no-any-return]
-
-
-def _special_number(found: dict[str, Any]) -> Any:
-    """Returns the number that transformers writes as an object such as {"__float__": "Infinity"}; other objects as they are."""
-    written = found.get("__float__")
-    return _SPECIAL_NUMBERS[written] if len(found) == 1 and isinstance(written, str) and written in _SPECIAL_NUMBERS else found
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite number that float32 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**127 and not math.isnan(value)

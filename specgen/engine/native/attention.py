@@ -1,19 +1,16 @@
-"""Attention of a few query rows over cached keys and values, with grouped heads as additional query rows."""
+"""Attention of a few query rows over cached keys and values, with grouped heads as additional query rows, and its masks."""
 
 from __future__ import annotations
 
-from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-
-from specgen.engine.devices import move
 
 KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
 CAUSAL = torch.empty(0)  # in place of a mask: each token sees the keys up to its own, the last one sees all
 WIDE = 64  # tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing dominates
 _WIDEST_HEAD = 256  # numbers per head that flash attention can have
-_TRIAL_ERROR = 0.05  # numbers of size 1 differ by 0.01 in half precision, by 0.13 without a mask, and by 2 with another one
 _WRITTEN_OUT = 64  # query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
 
 
@@ -28,8 +25,9 @@ def attend(
 ) -> torch.Tensor:
     """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores is part of the query.
 
-    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m] (see `masks`),
-    for n from `WIDE` on [n, m]; None if every query sees every key; `CAUSAL` only where no scores are capped. `score_cap` c
+    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m], where row
+    i * group + g belongs to token i and to the g-th query head of its group, and for n from `WIDE` on [n, m]; None if every query
+    sees every key; `CAUSAL` only where no scores are capped, on a GPU that `has_causal_kernel`. `score_cap` c
     limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where
     separate products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on
     how many blocks follow those that it sees.
@@ -66,38 +64,21 @@ def attend(
 def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Returns the attention [1, heads, n, size] of the last n tokens, each of which sees the keys up to its own.
 
-    On a GPU by torch's flash attention, whose causal mask begins at the lower right, and which needs half precision, heads of at
-    most 256 numbers, a multiple of 8, and copies no keys for grouped heads. (`torch.nn.attention.bias` calls it alike, but takes
-    a second to import.) Elsewhere with a mask.
+    By torch's flash attention, whose causal mask begins at the lower right, and which copies no keys for grouped heads.
+    (`torch.nn.attention.bias` calls it alike, but takes a second to import.)
     """
-    if query.is_cuda:
-        mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=1.0
-        )[0]
-        return mixed
-    tokens, count = query.shape[2], keys.shape[2]
-    visible = torch.ones(tokens, count, dtype=torch.bool, device=query.device).tril(count - tokens)
-    return scaled_dot_product_attention(query, keys, values, visible, scale=1.0, enable_gqa=query.shape[1] > keys.shape[1])
+    mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=1.0
+    )[0]
+    return mixed
 
 
-@cache
-def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> bool:
-    """Whether `attend` can compute `CAUSAL` attention without a mask on this device. Tries it with a few numbers.
-
-    Torch's flash attention needs a GPU of compute capability 8.0 or above, and is missing in some builds.
-    """
+def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether `attend` can compute `CAUSAL` attention on this device: what torch's flash attention needs."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _WIDEST_HEAD or head_size % 8:
         return False
-    generator = torch.Generator().manual_seed(0)
-    sizes = (2 * group, 3), (2, 20), (2, 20)  # heads and tokens of query, keys and values: the mask's corner matters
-    query, keys, values = (torch.randn(1, *size, head_size, generator=generator) for size in sizes)
-    query /= head_size**0.5
-    expected = _causal(query, keys, values)
-    try:
-        found = _causal(*(move(tensor.to(dtype), device) for tensor in (query, keys, values)))
-        return bool((found.cpu().float() - expected).abs().max() < _TRIAL_ERROR)
-    except RuntimeError:
-        return False
+    is_built = torch.backends.cuda.is_flash_attention_available()  # type: ignore[no-untyped-call]
+    return bool(is_built) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_batch(
@@ -130,13 +111,9 @@ def _of_all_heads(keys: torch.Tensor, values: torch.Tensor, group: int) -> tuple
     Of the kernels for GPUs, only the plain one takes a mask and grouped heads (torch 2.13, most GPUs): it also copies keys and
     values, and has all scores in memory, in float32.
     """
-    if group == 1 or not _repeats_heads(keys.device):
+    if group == 1 or not keys.is_cuda:
         return keys, values
     return keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-
-
-def _repeats_heads(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _capped(
@@ -156,3 +133,31 @@ def _capped(
         return weights.to(values.dtype) @ values
     parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)
     return torch.stack([weight @ value.float() for weight, value in parts]).sum(0).to(values.dtype)
+
+
+class Sight(NamedTuple):
+    """Which keys the tokens of a pass see, but for sliding windows: `hidden` [..., n, m] is true where one does not see a key.
+
+    `positions` [..., n] are the tokens', `key_positions` [..., m] the keys'. Windows count positions, not cache indices.
+    """
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+
+    def mask(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
+        """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's lowest finite number elsewhere.
+
+        A query sees no keys that are `window` positions or more before it (None: no window).
+        """
+        hidden = self.hidden
+        if window is not None:
+            hidden = hidden | (self.positions[..., :, None] - self.key_positions[..., None, :] >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+        return mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, mask.shape[1])
+
+
+def sight_of_chain(first: int, rows: int, start: int, end: int, device: torch.device) -> Sight:
+    """Returns what `rows` tokens from cache index `first` on see of the keys `start` to `end` - 1, as a chain."""
+    hidden = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(first - start + 1)
+    return Sight(hidden, torch.arange(first, first + rows, device=device), torch.arange(start, end, device=device))

@@ -6,33 +6,27 @@ predicted features: row i imitates feature i + 1, and its logits predict token i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.native.architecture import read_architecture
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import attend_batch
-from specgen.engine.native.description import Architecture, UnsupportedConfig
-from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer, PassInputs
-from specgen.engine.native.layer_weights import TakeTensor, layer_weights
-from specgen.engine.native.products import Product
-from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
-from specgen.engine.native.tensor_names import FINAL_NORM, HEAD, bias_of, layer_tensors
+from specgen.engine.native.families import read_architecture
+from specgen.engine.native.inputs import PassInputs, layer_kinds
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, Take, bias_of, layer_shapes, layer_weights
+from specgen.engine.native.products import MakeProduct
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"
 _FIRST = "layers.0.self_attn."
 _FIRST_NORM = "layers.0.input_layernorm.weight"
-_QKV = frozenset(f"{_FIRST}{name}_proj.weight" for name in "qkv")
 _OTHER_FIELDS = frozenset({"bias", "qkv_bias", "draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual"})
-_MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ def read_design(
         architecture = read_architecture(known)
     except UnsupportedConfig as error:
         raise SpecgenError(f"cannot run the layers of the EAGLE head: {error}", _OTHER_HEAD) from error
-    usual = replace(architecture, post_norms=False, parallel=False, pre_norms=True, norm="rms", residual_scale=1.0)
+    usual = replace(architecture, post_norms=False, pre_norms=True, residual_scale=1.0)
     if architecture != usual or architecture.model_type == "phi3":
         raise SpecgenError(f"the EAGLE head has layers of the kind {architecture.model_type!r}", _OTHER_HEAD)
     architecture = replace(
@@ -84,10 +78,10 @@ def read_design(
 class FirstLayer(NativeLayer):
     """The first layer of a head, whose attention does not read the residual stream."""
 
-    def run(self, residual: Residual, attended: Tensor, inputs: PassInputs) -> None:
-        """Adds the outputs of attention, which reads `attended`, and of the MLP to the residual stream."""
-        residual.add_product(self._output, self._attention(attended, inputs))
-        residual.add_product(self._down, self._mlp(residual.normed(), inputs))
+    def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
+        """Returns the residual stream with the outputs of attention, which reads `attended`, and of the MLP added."""
+        hidden = self._output.add_to(hidden, self._attention(attended, inputs))
+        return self._down.add_to(hidden, self._mlp(self._norm(hidden)))
 
 
 class UnrolledLayer(FirstLayer):
@@ -97,8 +91,8 @@ class UnrolledLayer(FirstLayer):
     i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
 
     def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
@@ -125,102 +119,94 @@ class UnrolledLayer(FirstLayer):
 class EagleLayers:
     """The layers of a head with their weights, for drafting and for training.
 
-    `take` returns the head's tensors by name (see `check_tensor`), `make_product` makes a product as for `NativeLayer`.
-    `norm_gain` is that of the residual stream, see `residual`.
+    `take` returns the head's tensors by name (see `check_tensors`), `make_product` makes a product as for `NativeLayer`. `device`
+    is that of the layers, `norm_gain` is as in `layer.norm_function`.
     """
 
     def __init__(
         self,
         design: EagleDesign,
-        take: TakeTensor,
+        take: Take,
         dtype: torch.dtype,
-        make_product: _MakeProduct,
+        make_product: MakeProduct,
+        device: torch.device,
         *,
         norm_gain: float = 1.0,
-        fc_inputs: int = 2,
         first_layer: type[FirstLayer] = FirstLayer,
     ) -> None:
-        self.design, architecture, width = design, design.architecture, design.width
-        self._gain, self._eps = norm_gain, architecture.norm_eps
-        bias = take(bias_of(FC), (width,)).to(dtype) if design.has_bias else None
-        self.fc = make_product(take(FC, (width, fc_inputs)).to(dtype), bias, 1.0)
+        self.design, architecture = design, design.architecture
+        self.normed = norm_function(architecture.norm_eps, norm_gain)  # of predicted features: what `head_weight` reads
+        bias = take(bias_of(FC)).to(dtype) if design.has_bias else None
+        self.fc = make_product(take(FC).to(dtype), bias, 1.0)
         self._feature_norm: Tensor | None = None
         if design.norm_before_residual:
-            self._feature_norm = (take(FEATURE_NORM, (width,)).float() * norm_gain).to(dtype)
-        kinds, made = layer_kinds(architecture), []
-        for index, kind in enumerate(architecture.layers):
-            names = layer_tensors(architecture, index)
-            if index == 0 and design.version == 1:
-                names = replace(names, attention_norm=None)
-            each = _FirstTensors(take) if index == 0 and design.version == 3 else take
-            weights = layer_weights(architecture, names, each, dtype, norm_gain)
-            layer = first_layer if index == 0 else NativeLayer
-            made.append(layer(architecture, index, kinds.index(kind), weights, make_product))
-        self._layers = made
+            self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
+        first_take = _with_both_norms(take) if design.version == 3 else take
+        _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
+        self._layers: list[NativeLayer] = []
+        for index, kind in enumerate(kinds):
+            is_first = index == 0
+            made = layer_weights(
+                architecture,
+                index,
+                first_take if is_first else take,
+                dtype,
+                norm_gain,
+                is_normed=not is_first or design.version == 3,
+            )
+            layer = first_layer if is_first else NativeLayer
+            self._layers.append(layer(architecture, index, kind, made, make_product, gain=norm_gain))
 
-    def residual(self, hidden: Tensor) -> Residual:
-        """Returns a residual stream that begins with `hidden` [n, width]."""
-        return PlainResidual(hidden, self._eps) if self._gain == 1.0 else ExtendedResidual(hidden, self._eps)
-
-    def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Residual:
-        """Runs the layers on pairs, and returns the residual stream after them: the predicted features.
+    def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
+        """Runs the layers on pairs, and returns the hidden states after them: the predicted features.
 
         `embeddings` and `features` are [n, width]: of version 3, features after `fc`.
         """
         if self.design.version == 1:
             attended = self.fc(torch.cat((embeddings, features), dim=-1))
-            residual = self.residual(attended.to(features.dtype))  # in training, products are in bfloat16 and sums in float32
+            hidden = attended.to(features.dtype, copy=True)  # in training, products are in bfloat16 and sums in float32
         else:
-            normed = self._normed_pairs(embeddings, features)
-            attended = normed.flatten(1)
-            residual = self.residual(features if self._feature_norm is None else normed[:, 1] * self._feature_norm)
+            pairs = self.normed(torch.stack((embeddings, features), dim=1))
+            attended = pairs.flatten(1)
+            hidden = features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
         first, *others = self._layers
         assert isinstance(first, FirstLayer)
-        first.run(residual, attended, inputs)
+        hidden = first.run(hidden, attended, inputs)
         for layer in others:
-            layer(residual, inputs)
-        return residual
-
-    def _normed_pairs(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """Returns both inputs after norms without weights, [n, 2, width], divided by the norm's gain."""
-        if self._gain == 1.0:
-            pairs = torch.stack((embeddings, features), dim=1)
-            return functional.rms_norm(pairs, pairs.shape[-1:], None, self._eps)
-        count, width = features.shape  # as `ExtendedResidual` does it
-        pairs = features.new_empty(count, 2, width + 1)
-        pairs.select(2, width).fill_(sqrt(width * self._eps))
-        pairs[:, 0, :width], pairs[:, 1, :width] = embeddings, features
-        normed: Tensor = pairs[:, :, :width] / torch.linalg.vector_norm(pairs, dim=2, keepdim=True)
-        return normed
+            hidden = layer(hidden, inputs)
+        return hidden
 
 
-def head_weight(design: EagleDesign, take: TakeTensor, vocab_size: int, norm_gain: float = 1.0) -> Tensor:
-    """Returns the LM head of version 3 [`vocab_size`, width] in float32, with the weight of the norm before it folded in."""
+def head_weight(take: Take, norm_gain: float = 1.0) -> Tensor:
+    """Returns the LM head of version 3 [head vocabulary, width] in float32, with the weight of the norm before it folded in."""
+    return take(HEAD).float() * (take(FINAL_NORM).float() * norm_gain)
+
+
+def _with_both_norms(take: Take) -> Take:
+    """Returns what takes the tensors of version 3's first layer, whose attention reads two normed vectors side by side."""
+    return lambda name: torch.cat((take(name), take(FEATURE_NORM))) if name == _FIRST_NORM else take(name)
+
+
+def check_tensors(design: EagleDesign, tensors: Mapping[str, Tensor], fc_inputs: int, head_rows: int) -> None:
+    """Raises SpecgenError if a head lacks a tensor, or if one has another shape than it has to have for its target.
+
+    `fc` reads `fc_inputs` numbers, and the LM head of version 3 has `head_rows` tokens.
+    """
     width = design.width
-    return take(HEAD, (vocab_size, width)).float() * (take(FINAL_NORM, (width,)).float() * norm_gain)
-
-
-class _FirstTensors:
-    """Takes the tensors of version 3's first layer, whose attention reads two normed vectors side by side, as if it were one."""
-
-    def __init__(self, take: TakeTensor) -> None:
-        self._take = take
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name == _FIRST_NORM:
-            return torch.cat((self._take(name, shape), self._take(FEATURE_NORM, shape)))
-        return self._take(name, (shape[0], 2 * shape[1]) if name in _QKV else shape)
-
-
-def check_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns a head's tensor. Raises SpecgenError if it is missing or has another shape."""
-    tensor = tensors.get(name)
-    if tensor is None:
-        raise SpecgenError(f"the EAGLE head has no {name}", _OTHER_HEAD)
-    if tuple(tensor.shape) != shape:
-        found, expected = (" x ".join(map(str, sizes)) for sizes in (tensor.shape, shape))
-        raise SpecgenError(f"{name} of the EAGLE head is {found}, but has to be {expected} for this model", _OTHER_HEAD)
-    return tensor
+    expected: dict[str, tuple[int, ...]] = {FC: (width, fc_inputs)} | ({bias_of(FC): (width,)} if design.has_bias else {})
+    for index in range(len(design.architecture.layers)):
+        expected |= layer_shapes(design.architecture, index)
+    if design.version == 3:
+        expected |= {f"{_FIRST}{name}_proj.weight": (expected[f"{_FIRST}{name}_proj.weight"][0], 2 * width) for name in "qkv"}
+        expected |= {FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (head_rows, width)}
+    else:
+        del expected[_FIRST_NORM]
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise SpecgenError(f"the EAGLE head has no {name}", _OTHER_HEAD)
+        if (found := tuple(tensors[name].shape)) != shape:
+            stored, wanted = (" x ".join(map(str, sizes)) for sizes in (found, shape))
+            raise SpecgenError(f"{name} of the EAGLE head is {stored}, but has to be {wanted} for this model", _OTHER_HEAD)
 
 
 _OTHER_HEAD = "Take a head that was made for this model"

@@ -1,19 +1,35 @@
-"""The families of models that the native decoder runs: their defaults, and how each differs from Llama.
+"""Reads config.json into an `Architecture`: the families of models that the native decoder runs, and how each differs from Llama.
 
 To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`fields.IRRELEVANT`) or the function ignores it explicitly. Other tensor names are in `tensor_names`.
+known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Other tensor names: `layer_weights`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from specgen.engine.native.description import Architecture, LayerKind
-from specgen.engine.native.fields import Fields
-from specgen.engine.native.rope_settings import ALL_LAYERS, FULL, SLIDING, RotaryDefaults
+from specgen.base.errors import SpecgenError
+from specgen.engine.hub import GGUF_HINT
+from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
+from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_DTYPES = ("float32", "float16", "bfloat16")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", *_LAYER_COUNTS)
+_MOST_LAYERS = 4096  # the deepest models have some hundreds
+_SPECIAL_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # has the layer a sliding window?
 
 
@@ -119,41 +135,6 @@ def _granite(fields: Fields, plain: Architecture) -> Architecture:
     )
 
 
-def _starcoder2(fields: Fields, plain: Architecture) -> Architecture:
-    fields.ignore("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type")
-    fields.ignore("scale_attention_softmax_in_fp32", "scale_attn_weights")
-    bias = fields.flag("use_bias", True)
-    windowed = _with_windows(fields, plain, [True] * len(plain.layers), fields.optional_integer("sliding_window"))
-    return replace(windowed, norm="layer", norm_has_bias=True, gated_mlp=False, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
-
-
-def _stablelm(fields: Fields, plain: Architecture) -> Architecture:
-    if plain.num_heads * plain.head_size != plain.hidden_size:
-        raise fields.refuse("head_dim" if "head_dim" in fields else "num_attention_heads")
-    return replace(
-        plain,
-        norm="layer",
-        norm_has_bias=True,
-        parallel=fields.flag("use_parallel_residual", False),
-        qk_norm="heads_own" if fields.flag("qk_layernorm", False) else None,
-        qkv_bias=fields.flag("use_qkv_bias", False),
-    )
-
-
-def _cohere(fields: Fields, plain: Architecture) -> Architecture:
-    bias = fields.flag("attention_bias", False)
-    return replace(
-        plain,
-        norm="layer",
-        parallel=True,
-        qk_norm="heads_own" if fields.flag("use_qk_norm", False) else None,
-        qkv_bias=bias,
-        output_bias=bias,
-        interleaved_rotary=True,
-        logit_scale=fields.number("logit_scale", 0.0625),
-    )
-
-
 def _layer_types(fields: Fields, default: Sequence[bool]) -> Sequence[bool]:
     """Returns for each layer whether it has a sliding window: what `layer_types` says, else `default`."""
     types = fields.raw("layer_types")
@@ -217,7 +198,6 @@ _PHI3_ROPE = RotaryDefaults(
     aliases={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
 )
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
-_LAYER_NORM_EPS = ("layer_norm_eps", 1e-5)
 
 FAMILIES = {
     "llama": Family(_llama, Sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048), 2),
@@ -244,27 +224,111 @@ FAMILIES = {
         _smollm3, Sizes(128_256, 2048, 11_008, 36, 16, 4, None, 32_768), 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)
     ),
     "granite": Family(_granite, Sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048), 2),
-    "starcoder2": Family(
-        _starcoder2,
-        Sizes(49_152, 3072, 12_288, 30, 24, 2, None, 4096),
-        50_256,
-        tied=True,
-        eps=("norm_epsilon", 1e-5),
-        activation=("hidden_act", _TANH),
-    ),
-    "stablelm": Family(
-        _stablelm,
-        Sizes(50_304, 2560, 6912, 32, 32, 32, None, 4096),
-        0,
-        eps=_LAYER_NORM_EPS,
-        rotary=RotaryDefaults(partial=0.25),
-    ),
-    "cohere": Family(
-        _cohere,
-        Sizes(256_000, 8192, 22_528, 40, 64, None, None, 8192),
-        255_001,
-        tied=True,
-        eps=_LAYER_NORM_EPS,
-        rotary=RotaryDefaults(500_000.0),
-    ),
 }
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the contents of config.json in a model's folder. `name` is what messages call the model.
+
+    Raises SpecgenError if the file is missing or damaged.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
+        raise SpecgenError(f"{name} is no Hugging Face model: it has no config.json", hint)
+    try:
+        config = json.loads(path.read_text("utf-8"), object_hook=_special_number)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
+    if not isinstance(config, dict):
+        raise SpecgenError(f"cannot read the configuration of {name}: it is no JSON object", "Download or save it again")
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in _SIZES:  # transformers would build such a model, or try to
+            most = _MOST_LAYERS if key in _LAYER_COUNTS else 1 << 31
+            if isinstance(value := part.get(key), int) and not 1 <= value <= most:
+                problem = f"above {most:,}" if value > most else f"of {value}"
+                raise SpecgenError(f"{name} has a {key} {problem}", "Correct its config.json, or download it again")
+    return config
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Returns what the config.json of a model describes. Both forms are read: complete ones, and older ones without defaults.
+
+    Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
+    computation.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedConfig("model_type", model_type)
+    fields = Fields(config)
+    described = family.describe(fields, _plain(fields, str(model_type), family))
+    fields.refuse_unknown()
+    return described
+
+
+def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
+    """Returns a Llama without biases, with the sizes, the rotary embedding and the activation of the model."""
+    hidden, heads = fields.integer("hidden_size", family.sizes.hidden), fields.integer("num_attention_heads", family.sizes.heads)
+    kv_heads = fields.optional_integer("num_key_value_heads", family.sizes.kv_heads) or heads
+    if heads % kv_heads:
+        raise fields.refuse("num_key_value_heads")
+    head_size = fields.optional_integer("head_dim", family.sizes.head_size)
+    if head_size is None and hidden % heads:
+        raise fields.refuse("num_attention_heads")
+    head_size = head_size or hidden // heads
+    if head_size > 1 << 16:
+        raise fields.refuse("head_dim" if "head_dim" in fields else "hidden_size")
+    length = fields.integer("max_position_embeddings", family.sizes.positions)
+    rotary, rotary_size, limit = read_rotary(fields, family.rotary, head_size, length)
+    layers = fields.integer("num_hidden_layers", family.sizes.layers, maximum=_MOST_LAYERS)
+    activation = fields.raw(*family.activation)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise fields.refuse(family.activation[0])
+    return Architecture(
+        model_type=model_type,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", family.sizes.intermediate),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        vocab_size=fields.integer("vocab_size", family.sizes.vocab),
+        max_position_embeddings=limit,
+        dtype=_dtype(fields),
+        layers=(LayerKind(None, ALL_LAYERS),) * layers,
+        rotary=rotary,
+        rotary_size=rotary_size,
+        norm_eps=fields.positive(*family.eps),
+        attention_scale=head_size**-0.5,
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        default_eos=_eos(fields, family.eos),
+        activation=_ACTIVATIONS[activation],
+    )
+
+
+def _dtype(fields: Fields) -> str | None:
+    """Returns the weights' dtype: `dtype`, or `torch_dtype` in older files."""
+    name = "torch_dtype" if fields.raw("dtype") is None else "dtype"
+    dtype = fields.raw(name)
+    if dtype is None:
+        return None
+    if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in _DTYPES:
+        raise fields.refuse(name)
+    return dtype.removeprefix("torch.")
+
+
+def _eos(fields: Fields, default: int | None) -> int | list[int] | None:
+    """Returns the end-of-sequence id or ids."""
+    eos = fields.raw("eos_token_id", default)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise fields.refuse("eos_token_id")
+    return eos  # type: ignore[no-any-return]
+
+
+def _special_number(found: dict[str, Any]) -> Any:
+    """Returns the number that transformers writes as an object such as {"__float__": "Infinity"}; other objects as they are."""
+    written = found.get("__float__")
+    return _SPECIAL_NUMBERS[written] if len(found) == 1 and isinstance(written, str) and written in _SPECIAL_NUMBERS else found

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attention import attend, attend_batch
-from specgen.engine.native.description import Architecture
-from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer, PassInputs
-from specgen.engine.native.layer_weights import TakeTensor, final_norm, head_order, layer_weights
-from specgen.engine.native.products import Product
-from specgen.engine.native.residual import ExtendedResidual, PlainResidual, Residual
+from specgen.engine.native.inputs import PassInputs, layer_kinds
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_weights import Take, final_norm, head_order, layer_weights
+from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import rotate
-from specgen.engine.native.tensor_names import layer_tensors
-
-MakeProduct = Callable[[torch.Tensor, torch.Tensor | None, float], Product]
 
 
 class CrossInputs(NamedTuple):
@@ -60,9 +56,9 @@ class CrossAttention:
         self._query, self._output = make_product(query.to(dtype), None, 1.0), make_product(o_proj.to(dtype), None, 1.0)
         self._key_order = None if native_keys else order.argsort()
 
-    def __call__(self, residual: Residual, inputs: CrossInputs) -> None:
-        """Adds the attention's output to the residual stream, which is its input too."""
-        query = self._query(residual.values).view(-1, self._heads, self._size)
+    def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
+        """Returns the residual stream, which is its input too, with the attention's output added."""
+        query = self._query(hidden).view(-1, self._heads, self._size)
         if inputs.rotation is not None:
             rotate(query, inputs.rotation)
         if self._key_order is not None:
@@ -73,38 +69,40 @@ class CrossAttention:
             assert inputs.mask is not None
             query = query.view(inputs.batch, -1, self._heads, self._size)
             mixed = attend_batch(query, inputs.keys, inputs.values, inputs.mask).flatten(0, 1)
-        residual.add_product(self._output, mixed if inputs.sees is None else mixed * inputs.sees)
+        return self._output.add_to(hidden, mixed if inputs.sees is None else mixed * inputs.sees)
 
 
 class GlideLayers:
     """All layers of a GliDe draft model and its final norm. Each layer: self-attention, cross-attention, MLP.
 
     `architecture` describes the layers without cross-attention, `target` the target. `take` returns the weights by their names in
-    `heads.weights.GlideWeights`; they are rounded to `dtype`. All operations can be differentiated. `norm_gain`: see `residual`.
+    `weights.GlideWeights`;
+    they are rounded to `dtype`. All operations can be differentiated. `device` is that of the layers, `norm_gain` as in
+    `layer.norm_function`.
     """
 
     def __init__(
         self,
         architecture: Architecture,
         target: Architecture,
-        take: TakeTensor,
+        take: Take,
         dtype: torch.dtype,
         make_product: MakeProduct,
+        device: torch.device,
         *,
         native_keys: bool,
         norm_gain: float = 1.0,
     ) -> None:
-        kinds, width, inner = layer_kinds(architecture), architecture.hidden_size, target.num_heads * target.head_size
+        _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self._layers: list[tuple[NativeLayer, CrossAttention]] = []
-        for index, kind in enumerate(architecture.layers):
-            weights = layer_weights(architecture, layer_tensors(architecture, index), take, dtype, norm_gain)
-            layer = NativeLayer(architecture, index, kinds.index(kind), weights, make_product)
-            q_proj = take(f"layers.{index}.cross_attn.q_proj.weight", (inner, width))
-            o_proj = take(f"layers.{index}.cross_attn.o_proj.weight", (width, inner))
+        for index, kind in enumerate(kinds):
+            weights = layer_weights(architecture, index, take, dtype, norm_gain)
+            layer = NativeLayer(architecture, index, kind, weights, make_product, gain=norm_gain)
+            q_proj, o_proj = (take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo")
             cross = CrossAttention(target, q_proj, o_proj, dtype, make_product, native_keys=native_keys)
             self._layers.append((layer, cross))
-        self._norm, _ = final_norm(architecture, take, dtype, norm_gain)
-        self._eps, self._extended = architecture.norm_eps, norm_gain != 1.0
+        self._norm = final_norm(architecture, take, dtype, norm_gain)
+        self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(
         self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs | None], kept: int | None = None
@@ -114,15 +112,11 @@ class GlideLayers:
         These are of the last `kept` tokens (None: all). `cross` has the inputs of each layer's cross-attention, in the last layer
         for these tokens alone; None: there are no keys.
         """
-        residual = self._residual(hidden)
         for (layer, attention), seen in zip(self._layers, cross, strict=True):
-            layer(residual, inputs, mlp=False)
+            hidden = layer(hidden, inputs, mlp=False)
             if kept is not None and kept < hidden.shape[0] and layer is self._layers[-1][0]:
-                residual = self._residual(residual.values[-kept:])
+                hidden = hidden[-kept:]
             if seen is not None:
-                attention(residual, seen)
-            layer(residual, inputs, attention=False)
-        return residual.normed() * self._norm
-
-    def _residual(self, hidden: torch.Tensor) -> Residual:
-        return ExtendedResidual(hidden, self._eps) if self._extended else PlainResidual(hidden, self._eps)
+                hidden = attention(hidden, seen)
+            hidden = layer(hidden, inputs, attention=False)
+        return self._normed(hidden) * self._norm

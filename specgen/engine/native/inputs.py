@@ -1,127 +1,234 @@
-"""Makes the inputs of a native forward pass: rotations, masks, and what is written to and read from the KV cache."""
+"""The inputs of a native forward pass: rotations, masks, and what is written to and read from the KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
 import torch
+from torch.nn.functional import pad
 
 from specgen.engine.batch_pass import BatchPass
+from specgen.engine.devices import move, upload
 from specgen.engine.forward_pass import ForwardPass
-from specgen.engine.native.ancestry import ancestry
-from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
-from specgen.engine.native.description import Architecture, LayerKind
-from specgen.engine.native.kernels.torch_kernels import TORCH
-from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import KindInputs, PassInputs
-from specgen.engine.native.masks import ChainMasks, TreeMasks, additive, aligned, visible_to_chain
+from specgen.engine.native.architecture import Architecture, LayerKind
+from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, Sight, has_causal_kernel, sight_of_chain
+from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.rotary import RotaryTable
 
 # Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
 # differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
 # product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
+_BAND = 64  # tokens; kept masks are for chains of a quarter of this, after at least so many tokens
 
 
-def layer_kinds(architecture: Architecture) -> list[LayerKind]:
-    """Returns the different kinds of layers of a model, in the order of `PassInputs.kinds`."""
-    return list(dict.fromkeys(architecture.layers))
+class KindInputs(NamedTuple):
+    """What the layers of one kind (sliding window, rotary frequencies, device) need in one forward pass.
+
+    `rotation` [batch * rows, 1, R/2] holds complex numbers (None: no rotary embedding), `mask` is as for `attention.attend` or
+    `attend_batch`, and `entries` are those of each layer in the KV cache (None: no cache).
+    """
+
+    rotation: torch.Tensor | None
+    mask: torch.Tensor | None
+    entries: Sequence[LayerEntries] | None
+
+
+class PassInputs(NamedTuple):
+    """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of each of `batch` sequences.
+
+    `kinds` has the inputs for each kind of layer. `attended` is the number of tokens that attention is computed for, `written`
+    the number whose keys and values the cache keeps; the rest are padding. `first_layer` is the index of the cache's first layer.
+    `fused`: attention always takes the same kernel, so that results do not depend on the number of tokens. `slots` [rows] are
+    the cache indices that a static pass writes to, into entries that are the whole buffer; None: the entries are those written.
+    """
+
+    rows: int
+    attended: int
+    written: int
+    kinds: Sequence[KindInputs]
+    batch: int | None = None
+    first_layer: int = 0
+    fused: bool = False
+    slots: torch.Tensor | None = None
+
+
+class Ancestry(NamedTuple):
+    """Which tokens those of a forward pass see. A token is known by its cache index.
+
+    Each token of the pass sees all tokens before `base`. Bit j of `bits[i]` is 1 if the pass's i-th token sees token `base` + j:
+    an ancestor or itself. `depths` are the positions of the tokens from `base` on, up to the pass's last one, minus `base`.
+    """
+
+    base: int
+    depths: Sequence[int]
+    bits: Sequence[int]
+
+
+def ancestry(forward_pass: ForwardPass) -> Ancestry:
+    context, draft, first, last = forward_pass[:4]
+    base = first if forward_pass.is_chain else min(first, len(context))
+    chain = last - base if forward_pass.is_chain else min(last, len(context)) - base
+    depths = list(range(chain))
+    bits = [(2 << index) - 1 for index in range(chain)]
+    if forward_pass.is_chain:
+        return Ancestry(base, depths, bits)
+    committed = (1 << chain) - 1
+    for parent in draft.parents[: last - base - chain]:
+        own = 1 << len(bits)
+        depths.append(chain if parent < 0 else depths[chain + parent] + 1)
+        bits.append((committed if parent < 0 else bits[chain + parent]) | own)
+    return Ancestry(base, depths, bits[first - base :])
+
+
+def sight_of_tree(base: int, depths: Sequence[int], bits: Sequence[int], device: torch.device) -> Sight:
+    """Returns what the tokens of a pass see of all keys up to the last one's, with few small copies to a GPU."""
+    rows, size, length = len(bits), len(depths), -(-len(depths) // 8)
+    from_base = upload(torch.tensor(depths), device) + base
+    packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
+    as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
+    unseen = ((as_bytes & _powers(device)) == 0).view(rows, length * 8)[:, :size]
+    hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
+    hidden[:, base:] = unseen
+    return Sight(hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base)))
+
+
+@cache
+def _powers(device: torch.device) -> torch.Tensor:
+    """Returns the values of the bits of a byte, [8]."""
+    with torch.inference_mode(False):
+        return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def layer_kinds(
+    architecture: Architecture, devices: Sequence[torch.device]
+) -> tuple[list[tuple[LayerKind, torch.device]], list[int]]:
+    """Returns the different pairs of a layer's kind and its device, and the index of each layer's; `devices` are the layers'.
+
+    All kinds are also paired with the last device, on which exit layers are.
+    """
+    of_layers = list(zip(architecture.layers, devices, strict=True))
+    kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in architecture.layers)]))
+    return kinds, [kinds.index(pair) for pair in of_layers]
 
 
 class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
-    `min_rows` is the least number of tokens per pass. `exact`: pads passes so that the same bits result whatever their width is.
-    `kernels` are those of static passes. `kinds` are the kinds of layers, `tables` the rotations by name, `group` the number of
-    query heads per key-value head.
-    `has_causal_kernel`: the device has a fused attention in which each token of a chain sees the keys up to its own, without a
-    mask, and in which several query heads read one key-value head.
+    `devices` are those of the layers; `kinds`: see `layer_kinds`. `min_rows` is the least number of tokens per pass. `exact`:
+    pads passes so that the same bits result whatever their width is. `tables` are the rotations of each kind, `group` the number
+    of query heads per key-value head.
     """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, *, min_rows: int = 1, exact: bool = False
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        *,
+        min_rows: int = 1,
+        exact: bool = False,
     ) -> None:
-        self.kinds, self.kernels = layer_kinds(architecture), TORCH
-        self._dtype, self._device, self._rotary = dtype, device, architecture.rotary
-        self._min_rows, self._exact = min_rows, exact
+        self.kinds, _ = layer_kinds(architecture, devices)
         self.group = architecture.num_heads // architecture.num_kv_heads
+        self._dtype, self._min_rows, self._exact = dtype, max(min_rows, EXACT_ROWS if exact else 1), exact
         rounded = None if architecture.rotary_in_float32 else dtype
-        self.tables = {key: RotaryTable(rotary, device, rounded) for key, rotary in architecture.rotary.items()}
+        named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
+        made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
+        self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
+        # of each kind, the mask of a chain after so many tokens: those of shorter chains after fewer tokens are views of it
+        self._bands = [(torch.empty(0, 0), 0) for _ in self.kinds]
         fits = architecture.score_cap is None and not exact
-        self.has_causal_kernel = fits and has_causal_kernel(device, dtype, architecture.head_size, self.group)
-        windows = {kind.window for kind in self.kinds}
-        self._chain_masks = {window: ChainMasks(self.group, window, dtype, device) for window in windows}
+        self._has_causal = [fits and has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds]
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
         """Returns the inputs of a pass of a `ModelRunner`, whose KV cache is a `KVBuffer`."""
-        first, last = forward_pass.first, forward_pass.last
-        cache: KVBuffer = forward_pass.cache
-        count = last - first
+        first, last, cache = forward_pass.first, forward_pass.last, forward_pass.cache
+        assert isinstance(cache, KVBuffer)
+        count, is_chain, long_rope = last - first, forward_pass.is_chain, forward_pass.long_rope
         rows = self.padded(count)
-        is_chain = forward_pass.is_chain
         attended = rows if self._exact and is_chain else count
-        kinds = []
-        tree = None if is_chain else TreeMasks(ancestry(forward_pass), self.group, self._dtype, self._device)
-        for kind in self.kinds:
-            rotation = self._rotation(kind, first, rows, tree, forward_pass.long_rope)
-            start, end = self._keys(kind.window, first, first + attended if self._exact else last, is_chain)
+        if not is_chain:
+            return self._of_tree(forward_pass, rows, cache)
+        made = []
+        for number, (kind, device) in enumerate(self.kinds):
+            end = first + attended
+            start = 0 if kind.window is None or self._exact else max(0, first + 1 - kind.window)
+            end = -(-end // KEY_BLOCK) * KEY_BLOCK if self._exact else last
+            table = self.tables[number]
+            rotation = None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
             entries = cache.entries(first, last, start, end)
-            mask = self._chain_mask(kind.window, first, attended, start, end) if tree is None else aligned(tree(kind.window))
-            kinds.append(KindInputs(rotation, mask, entries))
-        return PassInputs(rows, attended, count, kinds, None, cache.first_layer, self._exact and is_chain)
+            made.append(KindInputs(rotation, self._chain_mask(number, kind, device, first, attended, start, end), entries))
+        return PassInputs(rows, attended, count, made, None, cache.first_layer, self._exact)
+
+    def _of_tree(self, forward_pass: ForwardPass, rows: int, cache: KVBuffer) -> PassInputs:
+        """Returns the inputs of a pass over nodes of a draft tree, and committed tokens before them."""
+        first, last = forward_pass.first, forward_pass.last
+        count, seen, group = last - first, ancestry(forward_pass), self.group if last - first < WIDE else 1
+        sights = {device: sight_of_tree(*seen, device) for _, device in self.kinds}
+        entries = cache.entries(first, last, 0, last)
+        made = []
+        for (kind, device), table in zip(self.kinds, self.tables, strict=True):
+            sight, rotation = sights[device], None
+            if table is not None:
+                at = sight.positions if rows == count else pad(sight.positions, (0, rows - count))
+                rotation = table.gather(at, long=forward_pass.long_rope, end=first + rows)[:, None]
+            made.append(KindInputs(rotation, sight.mask(kind.window, self._dtype, group), entries))
+        return PassInputs(rows, count, count, made, None, cache.first_layer)
 
     def padded(self, count: int) -> int:
         """Returns the number of rows that a product for `count` tokens has, padding included."""
-        rows = count if count >= self._min_rows else self._min_rows
+        rows = max(count, self._min_rows)
         return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
 
     def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
         """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
-        kinds = [
-            KindInputs(self._rotation(kind, 0, count, None, long_rope), self._chain_mask(kind.window, 0, count, 0, count), None)
-            for kind in self.kinds
-        ]
-        return PassInputs(count, count, count, kinds)
+        made = []
+        for number, (kind, device) in enumerate(self.kinds):
+            table = self.tables[number]
+            rotation = None if table is None else table.rows(0, count, long=long_rope)[:, None]
+            made.append(KindInputs(rotation, self._chain_mask(number, kind, device, 0, count, 0, count), None))
+        return PassInputs(count, count, count, made)
 
     def batched(self, batch: BatchPass) -> PassInputs:
         """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""
         sequences, tokens = batch.ids.shape
-        keys, at, cache = batch.key_positions.shape[1], batch.positions.flatten(), batch.cache
-        first = keys - tokens
-        entries = None if cache is None else cache.entries(first, keys, 0, keys)
-        windows = {kind.window for kind in self.kinds}
-        masks = {window: additive(batch.within(window), self._dtype)[:, None] for window in windows}
+        keys, cache = batch.key_positions.shape[1], batch.cache
+        entries = None if cache is None else cache.entries(keys - tokens, keys, 0, keys)
         last = int(batch.key_positions.max()) + 1  # found once for all tables: a GPU has to be waited for
-        kinds = []
-        for kind in self.kinds:
+        sights = {
+            device: Sight(*(move(part, device) for part in (~batch.visible, batch.positions, batch.key_positions)))
+            for device in dict.fromkeys(device for _, device in self.kinds)
+        }
+        masks = {(kind.window, on): sights[on].mask(kind.window, self._dtype)[:, None] for kind, on in self.kinds}
+        made = []
+        for (kind, device), table in zip(self.kinds, self.tables, strict=True):
             rotation = None
-            if kind.rotary is not None:
-                is_long = last > (self._rotary[kind.rotary].long_boundary or last)
-                rotation = self.tables[kind.rotary].gather(at, is_long, last)[:, None]
-            kinds.append(KindInputs(rotation, masks[kind.window], entries))
-        return PassInputs(tokens, tokens, tokens, kinds, sequences, 0 if cache is None else cache.first_layer)
+            if table is not None:
+                is_long = last > (table.long_boundary or last)
+                rotation = table.gather(sights[device].positions.flatten(), is_long, last)[:, None]
+            made.append(KindInputs(rotation, masks[kind.window, device], entries))
+        return PassInputs(tokens, tokens, tokens, made, sequences, 0 if cache is None else cache.first_layer)
 
-    def _keys(self, window: int | None, first: int, last: int, is_chain: bool) -> tuple[int, int]:
-        """Returns the range of cache entries that attention reads."""
-        if not is_chain:
-            return 0, last
-        if self._exact:
-            return 0, -(-last // KEY_BLOCK) * KEY_BLOCK
-        return (0 if window is None else max(0, first + 1 - window)), last
-
-    def _rotation(self, kind: LayerKind, first: int, rows: int, tree: TreeMasks | None, long_rope: bool) -> torch.Tensor | None:
-        if kind.rotary is None:
-            return None
-        table = self.tables[kind.rotary]
-        if tree is None:
-            return table.rows(first, first + rows, long=long_rope)[:, None]
-        padded = torch.nn.functional.pad(tree.positions, (0, rows - tree.positions.shape[0]))
-        return table.gather(padded, long=long_rope, end=first + rows)[:, None]
-
-    def _chain_mask(self, window: int | None, first: int, rows: int, start: int, end: int) -> torch.Tensor | None:
+    def _chain_mask(
+        self, number: int, kind: LayerKind, device: torch.device, first: int, rows: int, start: int, end: int
+    ) -> torch.Tensor | None:
         last = first + rows
         if rows == 1 and end == last:  # one token sees all keys: those that its window excludes are not read
             return None
-        if self.has_causal_kernel and (window is None or last <= window):
+        if self._has_causal[number] and (kind.window is None or last <= kind.window):
             return CAUSAL
-        if rows >= WIDE:
-            return aligned(additive(visible_to_chain(first, rows, start, end, window, self._device), self._dtype))
-        return aligned(self._chain_masks[window](first, rows, start, end))
+        group = self.group if rows < WIDE else 1
+        if rows >= WIDE or device.type != "cpu":
+            return sight_of_chain(first, rows, start, end, device).mask(kind.window, self._dtype, group)
+        before, after = first - start, end - first
+        band, origin = self._bands[number]
+        if before > origin or after > band.shape[1] - origin or rows * group > band.shape[0]:
+            origin, longest = max(2 * before, _BAND), max(2 * after, _BAND)
+            band = sight_of_chain(origin, max(rows, _BAND // 4), 0, origin + longest, device).mask(
+                kind.window, self._dtype, group
+            )
+            self._bands[number] = band, origin
+        return band[: rows * group, origin - before : origin + after]

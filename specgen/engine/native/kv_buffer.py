@@ -1,13 +1,14 @@
-"""The native decoder's KV cache: one buffer for all layers, written at a position. Rolling back only sets a length."""
+"""The native decoder's KV cache: buffers for all layers, written at a position. Rolling back only sets a length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from specgen.engine.devices import release, upload
+from specgen.engine.devices import move, release, upload
 
 _ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
 
@@ -25,72 +26,84 @@ class LayerEntries(NamedTuple):
 
 
 class KVBuffer:
-    """The KV cache of some layers of a model, in one buffer of zeros: `data` [layers, 2, kv heads, capacity, head size].
+    """The KV cache of some layers of a model, in buffers of zeros, one for each device that layers are on.
 
-    A cache for several `sequences` has the key-value heads of all of them, one sequence after the other. `first_layer` is the
-    index in the model of the cache's first layer. Layers with a sliding window keep all entries too, so that a rollback is
-    possible. Entries after the first `length` are never read before they are written again: masks hide them, and they are finite,
-    so they do not change what attention computes.
+    `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-value heads
+    of all of them, one sequence after the other. `devices` are those of the layers, `first_layer` is the index in the model of
+    the first one; entries are read from outside on `reader`, by default the first device. Layers with a sliding window keep all
+    entries too, so that a rollback is possible. Entries after the first `length` are never read before they are written again:
+    masks hide them, and they are finite, so they do not change what attention computes.
     """
 
     def __init__(
         self,
-        layers: int,
+        devices: Sequence[torch.device],
         kv_heads: int,
         head_size: int,
         dtype: torch.dtype,
-        device: torch.device,
         *,
         first_layer: int = 0,
         sequences: int = 1,
+        reader: torch.device | None = None,
     ) -> None:
-        self.length = 0
-        self.capacity = 64
-        self.first_layer = first_layer
-        self._kv_heads = kv_heads
-        self.data = torch.zeros(layers, 2, sequences * kv_heads, 0, head_size, dtype=dtype, device=device)
+        self.length, self.capacity, self.first_layer = 0, 64, first_layer
+        self._kv_heads, self._reader = kv_heads, reader or devices[0]
+        runs = ((device, len(list(run))) for device, run in groupby(devices))
+        shape = 2, sequences * kv_heads, 0, head_size
+        self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
 
-        Enlarges the buffer if necessary.
+        Enlarges the buffers if necessary.
         """
-        if max(last, end) > self.data.shape[3]:
+        if max(last, end) > self.parts[0].shape[3]:
             self.enlarge(max(last, end))
-        data = self.data
-        keys, values = data[:, :, :, start:end].unbind(1)
-        return list(map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)))
+        made: list[LayerEntries] = []
+        for data in self.parts:
+            keys, values = data[:, :, :, start:end].unbind(1)
+            made += map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0))
+        return made
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
-        keys, values = self.data[layer - self.first_layer, :, :, :count].unbind(0)
+        layer -= self.first_layer
+        for data in self.parts:
+            if layer < data.shape[0]:
+                break
+            layer -= data.shape[0]
+        keys, values = move(data[layer, :, :, :count], self._reader).unbind(0)
         return keys, values
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
         count = len(indices)
-        moves = upload(torch.tensor([*indices, *range(start, start + count)]), self.data.device)
-        self.data.index_copy_(3, moves[count:], self.data.index_select(3, moves[:count]))
+        for data in self.parts:
+            moves = upload(torch.tensor([*indices, *range(start, start + count)]), data.device)
+            data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
         """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`. No memory is allocated or freed."""
-        heads, data = self._kv_heads, self.data
-        for new, old in enumerate(kept):
-            if new != old:  # moved to a lower index, so a sequence that is moved later is not overwritten
-                moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
-                data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
-        self.data = data[:, :, : len(kept) * heads]
+        heads = self._kv_heads
+        for index, data in enumerate(self.parts):
+            for new, old in enumerate(kept):
+                if new != old:  # moved to a lower index, so a sequence that is moved later is not overwritten
+                    moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
+                    data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
+            self.parts[index] = data[:, :, : len(kept) * heads]
 
     def enlarge(self, needed: int) -> None:
-        """Copies the valid entries to a new buffer, with room for `needed` and `capacity` tokens and twice the old one's.
+        """Copies the valid entries to new buffers, with room for `needed` and `capacity` tokens and twice the old ones'.
 
-        Static passes of the old buffer become invalid.
+        Static passes of the old buffers become invalid.
         """
-        old = self.data
-        capacity = max(needed, self.capacity, 2 * old.shape[3])  # doubled: few copies as it grows
+        capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])  # doubled: few copies as it grows
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
+        grown = []
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
-            larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
-            larger[:, :, :, : self.length] = old[:, :, :, : self.length]
-        release(old)
-        self.data = larger
+            for old in self.parts:
+                larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+                larger[:, :, :, : self.length] = old[:, :, :, : self.length]
+                release(old)
+                grown.append(larger)
+        self.parts = grown

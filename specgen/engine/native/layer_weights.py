@@ -1,24 +1,48 @@
-"""Makes the weights of one native layer from a model's tensors: fused, with the norms' weights and the score scale folded in.
+"""The tensors of a model's files by layer, and the weights that the native decoder makes of them.
 
-All operations can be differentiated, so an exit layer is trained through them.
+Matrices that read the same input are fused, with the weights of the norm before them and the score scale folded in. All
+operations can be differentiated, so an exit layer is trained through them. Names have no prefix `model.`, which most files have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from specgen.engine.native.description import Architecture
-from specgen.engine.native.tensor_names import FINAL_NORM, LayerTensors, bias_of
+from specgen.engine.native.architecture import Architecture
 
-TakeTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""Returns the tensor with this name, on the model's device; raises SpecgenError if it is missing or has another shape."""
+EMBEDDING = "embed_tokens.weight"
+FINAL_NORM = "norm.weight"
+HEAD = "lm_head.weight"
+EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
+
+Take = Callable[[str], torch.Tensor]
+"""Returns the tensor with this name, which has the shape that `layer_shapes` says, on the device of the weights."""
 
 
-@dataclass(slots=True)
-class LayerWeights:
+class LayerTensors(NamedTuple):
+    """The names of one layer's weights. The bias of a weight is called `bias_of(name)`.
+
+    `attention_norm` and `mlp_norm` norm the input, `attention_post_norm` and `mlp_post_norm` the output; None: there is no such
+    norm. `qkv` names the weights of queries, keys and values, or one weight with all their rows in this order; `gate_up` those of
+    gate and up projection, or one with the rows of both.
+    """
+
+    attention_norm: str | None
+    mlp_norm: str | None
+    attention_post_norm: str | None
+    mlp_post_norm: str | None
+    qkv: tuple[str, ...]
+    q_norm: str | None
+    k_norm: str | None
+    output: str
+    gate_up: tuple[str, ...]
+    down: str
+
+
+class LayerWeights(NamedTuple):
     """The weights of one layer. Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
 
     `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size].
@@ -28,136 +52,126 @@ class LayerWeights:
     output: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    output_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    qk_norm: torch.Tensor | None = None
-    attention_post_norm: torch.Tensor | None = None
-    mlp_post_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None
+    output_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+
+
+def bias_of(weight: str) -> str:
+    """Returns the name of the bias that belongs to a weight."""
+    return weight.removesuffix("weight") + "bias"
+
+
+def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
+    """Returns the names of the weights of layer `index`."""
+    layer = f"layers.{index}."
+    attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+    pre, post, is_fused = architecture.pre_norms, architecture.post_norms, architecture.model_type == "phi3"
+    mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
+    return LayerTensors(
+        attention_norm=f"{layer}input_layernorm.weight" if pre else None,
+        mlp_norm=f"{layer}{mlp_norm}.weight" if pre else None,
+        attention_post_norm=f"{layer}post_attention_layernorm.weight" if post else None,
+        mlp_post_norm=f"{layer}post_feedforward_layernorm.weight" if post else None,
+        qkv=tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))),
+        q_norm=f"{attention}q_norm.weight" if architecture.qk_norm else None,
+        k_norm=f"{attention}k_norm.weight" if architecture.qk_norm else None,
+        output=f"{attention}o_proj.weight",
+        gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
+        down=f"{mlp}down_proj.weight",
+    )
+
+
+def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of layer `index` by name, biases included."""
+    names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
+    heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
+    qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (heads, kv_heads, kv_heads)
+    inner_rows = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for products, rows, columns, has_bias in (
+        (names.qkv, qkv_rows, width, architecture.qkv_bias),
+        ((names.output,), (width,), heads, architecture.output_bias),
+        (names.gate_up, inner_rows, width, architecture.mlp_bias),
+        ((names.down,), (width,), inner, architecture.mlp_bias),
+    ):
+        shapes |= {name: (count, columns) for name, count in zip(products, rows, strict=True)}
+        if has_bias:
+            shapes |= {bias_of(name): (count,) for name, count in zip(products, rows, strict=True)}
+    norms = names.attention_norm, names.mlp_norm, names.attention_post_norm, names.mlp_post_norm
+    shapes |= {name: (width,) for name in norms if name is not None}
+    for norm, size in ((names.q_norm, heads), (names.k_norm, kv_heads)):
+        if norm is not None:
+            shapes[norm] = (size if architecture.qk_norm == "all" else architecture.head_size,)
+    return shapes
 
 
 def layer_weights(
-    architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype, norm_gain: float = 1.0
+    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: float = 1.0, *, is_normed: bool = True
 ) -> LayerWeights:
-    """Returns the weights, in `dtype`, of the layer whose tensors have the given names.
+    """Returns the weights, in `dtype`, of layer `index`.
 
-    `norm_gain` is a factor on the weights of the norms before attention and MLP (see `residual`).
+    `gain` is a factor on the weights of the norms before attention and MLP (see `layer.norm_gain`). `is_normed` False: the
+    attention's input has no norm.
     """
-    return _Fusion(architecture, names, take, dtype, norm_gain).weights()
+    names = layer_tensors(architecture, index)
+
+    def stacked(parts: tuple[str, ...], has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        matrices = [take(name) for name in parts]
+        bias = torch.cat([take(bias_of(name)) for name in parts]) if has_bias else None
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
+
+    def norm(name: str) -> torch.Tensor:
+        return take(name).float() + architecture.norm_weight_offset
+
+    qkv, qkv_bias = stacked(names.qkv, architecture.qkv_bias)
+    qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
+    if qkv_bias is not None:
+        qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
+    gate_up, gate_up_bias = stacked(names.gate_up, architecture.mlp_bias)
+    if names.attention_norm is not None and is_normed:
+        qkv = qkv * (norm(names.attention_norm) * gain)
+    if names.mlp_norm is not None:
+        gate_up = gate_up * (norm(names.mlp_norm) * gain)
+    output, output_bias = stacked((names.output,), architecture.output_bias)
+    down, down_bias = stacked((names.down,), architecture.mlp_bias)
+    qk_norm = None
+    if names.q_norm is not None and names.k_norm is not None:
+        size, shared = architecture.head_size, architecture.qk_norm == "head"
+        query, key = (norm(name) for name in (names.q_norm, names.k_norm))
+        query = query.expand(architecture.num_heads, size) if shared else query.view(-1, size)
+        key = key.expand(architecture.num_kv_heads, size) if shared else key.view(-1, size)
+        qk_norm = torch.cat((query * architecture.attention_scale, key))
+        qk_norm = qk_norm[:, head_order(architecture, qk_norm.device)]
+    post_norms = (None if name is None else norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
+    biases = qkv_bias, output_bias, gate_up_bias, down_bias
+    optional = (None if part is None else part.to(dtype) for part in (*biases, qk_norm, *post_norms))
+    return LayerWeights(qkv.to(dtype), output.to(dtype), gate_up.to(dtype), down.to(dtype), *optional)
 
 
-def final_norm(
-    architecture: Architecture, take: TakeTensor, dtype: torch.dtype, norm_gain: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the weight [width] of the norm before the LM head, with `norm_gain` as in `layer_weights`, and its bias or None."""
-    width = (architecture.hidden_size,)
-    weight = ((take(FINAL_NORM, width).float() + architecture.norm_weight_offset) * norm_gain).to(dtype)
-    return weight, take(bias_of(FINAL_NORM), width).to(dtype) if architecture.norm_has_bias else None
+def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of queries, keys and values with the queries scaled, unless a norm follows, and rotary pairs as
+    neighbours."""
+    heads, size, columns = architecture.num_heads, architecture.head_size, rows.shape[1]
+    rotated = (heads + architecture.num_kv_heads) * size
+    parts = rows[:rotated].view(-1, size, columns)[:, head_order(architecture, rows.device)]
+    if architecture.qk_norm is None and architecture.attention_scale != 1.0:
+        parts = torch.cat((parts[:heads] * architecture.attention_scale, parts[heads:]))
+    return torch.cat((parts.reshape(rotated, columns), rows[rotated:]))
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
     """Returns the index in the model's files of each number of a query or key head, in the native decoder's order."""
-    rotary = architecture.rotary_size
     order = torch.arange(architecture.head_size, device=device)
-    if not architecture.interleaved_rotary and any(kind.rotary is not None for kind in architecture.layers):
-        order[:rotary] = order[:rotary].view(2, -1).t().reshape(-1)
+    if any(kind.rotary is not None for kind in architecture.layers):
+        order[: architecture.rotary_size] = order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
     return order
 
 
-class _Fusion:
-    """Fuses the tensors of one layer."""
-
-    def __init__(
-        self, architecture: Architecture, names: LayerTensors, take: TakeTensor, dtype: torch.dtype, norm_gain: float
-    ) -> None:
-        self._architecture, self._names, self._take, self._dtype = architecture, names, take, dtype
-        self._norm_gain = norm_gain
-        self._width, self._size = architecture.hidden_size, architecture.head_size
-        self._heads, self._kv_heads = architecture.num_heads, architecture.num_kv_heads
-
-    def weights(self) -> LayerWeights:
-        architecture, names = self._architecture, self._names
-        qkv, qkv_bias = self._qkv()
-        count = architecture.intermediate_size * (2 if architecture.gated_mlp else 1)
-        gate_up, gate_up_bias = self._stacked(names.gate_up, count, self._width, architecture.mlp_bias)
-        gate_up, gate_up_bias = self._with_norm(names.mlp_norm or names.attention_norm, gate_up, gate_up_bias)
-        output, output_bias = self._stacked((names.output,), self._width, self._heads * self._size, architecture.output_bias)
-        down, down_bias = self._stacked((names.down,), self._width, architecture.intermediate_size, architecture.mlp_bias)
-        made = LayerWeights(qkv, output.to(self._dtype), gate_up, down.to(self._dtype), qkv_bias, gate_up_bias=gate_up_bias)
-        made.output_bias = None if output_bias is None else output_bias.to(self._dtype)
-        made.down_bias = None if down_bias is None else down_bias.to(self._dtype)
-        made.qk_norm = self._qk_norm()
-        made.attention_post_norm = self._post_norm(names.attention_post_norm)
-        made.mlp_post_norm = self._post_norm(names.mlp_post_norm)
-        return made
-
-    def _qkv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        architecture = self._architecture
-        rows = (self._heads + 2 * self._kv_heads) * self._size
-        weight, bias = self._stacked(self._names.qkv, rows, self._width, architecture.qkv_bias)
-        scale = 1.0 if architecture.qk_norm is not None else architecture.attention_scale
-        weight = self._arranged(weight.float(), scale)  # float32: rounded once, after all factors
-        bias = None if bias is None else self._arranged(bias.float()[:, None], scale)[:, 0]
-        return self._with_norm(self._names.attention_norm, weight, bias)
-
-    def _stacked(
-        self, names: tuple[str, ...], rows: int, columns: int, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the rows of several matrices as one matrix [`rows`, `columns`], and the same for their biases [`rows`]."""
-        parts = self._row_counts(names, rows)
-        matrices = [self._take(name, (count, columns)) for name, count in zip(names, parts, strict=True)]
-        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        if not has_bias:
-            return weight, None
-        biases = [self._take(bias_of(name), (count,)) for name, count in zip(names, parts, strict=True)]
-        return weight, torch.cat(biases)
-
-    def _row_counts(self, names: tuple[str, ...], rows: int) -> list[int]:
-        if names == self._names.qkv and len(names) == 3:
-            return [heads * self._size for heads in (self._heads, self._kv_heads, self._kv_heads)]
-        return [rows // len(names)] * len(names)
-
-    def _arranged(self, weight: torch.Tensor, scale: float) -> torch.Tensor:
-        """Returns the fused matrix with its query rows scaled, and with rotary pairs as neighbours in query and key heads."""
-        columns = weight.shape[1]
-        rotated = (self._heads + self._kv_heads) * self._size
-        heads = weight[:rotated].view(-1, self._size, columns)[:, head_order(self._architecture, weight.device)]
-        if scale != 1.0:
-            heads = torch.cat((heads[: self._heads] * scale, heads[self._heads :]))
-        return torch.cat((heads.reshape(rotated, columns), weight[rotated:]))
-
-    def _with_norm(
-        self, name: str | None, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Folds the weight and bias of the norm before a product into the product's."""
-        if name is not None and self._architecture.pre_norms:
-            if self._architecture.norm_has_bias:
-                shift = weight.float() @ self._take(bias_of(name), (self._width,)).float()
-                bias = shift if bias is None else bias + shift
-            weight = weight * (self._norm_weight(name, (self._width,)) * self._norm_gain)  # float32
-        return weight.to(self._dtype), None if bias is None else bias.to(self._dtype)
-
-    def _norm_weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._take(name, shape).float() + self._architecture.norm_weight_offset
-
-    def _post_norm(self, name: str | None) -> torch.Tensor | None:
-        return None if name is None else self._norm_weight(name, (self._width,)).to(self._dtype)
-
-    def _qk_norm(self) -> torch.Tensor | None:
-        if self._architecture.qk_norm is None:
-            return None
-        query = self._heads_norm(self._names.q_norm, self._heads) * self._architecture.attention_scale
-        both = torch.cat((query, self._heads_norm(self._names.k_norm, self._kv_heads)))
-        return both[:, head_order(self._architecture, both.device)].to(self._dtype)
-
-    def _heads_norm(self, names: str | tuple[str, ...] | None, heads: int) -> torch.Tensor:
-        """Returns the norm's weights of `heads` heads: [heads, head size]."""
-        assert names is not None
-        size, kind = self._size, self._architecture.qk_norm
-        if isinstance(names, tuple):  # one vector per head
-            return torch.stack([self._norm_weight(name, (size,)) for name in names])
-        if kind == "head":
-            return self._norm_weight(names, (size,)).expand(heads, size)
-        shape = (heads * size,) if kind == "all" else (heads, size)
-        return self._norm_weight(names, shape).view(heads, size)
+def final_norm(architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0) -> torch.Tensor:
+    """Returns the weight [width] of the norm before the LM head, with `gain` as in `layer_weights`."""
+    return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
-from math import sqrt
+from math import prod
 from pathlib import Path
 
 import torch
 
-from specgen.engine.native.description import Architecture
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import final_norm, layer_weights
+from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, FINAL_NORM, HEAD, LayerTensors, bias_of, layer_tensors
-from specgen.engine.native.weight_files import WeightFiles
+from specgen.engine.weights import WeightFiles, model_files
 
 
 def load_native(
@@ -37,23 +36,22 @@ def load_native(
     is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files, names = open_weights(folder, name, architecture, device)
-        devices = [device] * len(names) if layer_devices is None else layer_devices
+        files, count = open_model(folder, name, architecture, device)
+        devices = layer_devices or [device] * len(architecture.layers)
         factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
-        gain = _common_gain(architecture, dtype, list(factories))
+        gain = norm_gain(architecture, dtype, *factories)
         # before the layers: packing needs the head twice for a moment
         parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
-        kinds = layer_kinds(architecture)
-        layers = []
-        for index, (tensors, on) in enumerate(zip(names, devices, strict=True)):
+        (_, kinds), layers = layer_kinds(architecture, devices), []
+        for index, on in enumerate(devices):
             files.use_device(on)
-            weights = layer_weights(architecture, tensors, files.take, dtype, gain)
-            layers.append(NativeLayer(architecture, index, kinds.index(architecture.layers[index]), weights, factories[on]))
+            weights = layer_weights(architecture, index, files.take, dtype, gain)
+            moves_to = None if layer_devices is None else on
+            layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], gain=gain, device=moves_to))
             del weights
             files.close()
             if not files.are_copied:
                 return_free_memory()
-        files.check_all_taken(len(layers))
         return NativeModel(
             architecture,
             layers,
@@ -62,29 +60,24 @@ def load_native(
             norm_gain=gain,
             min_rows=max(factory.min_rows for factory in factories.values()),
             exact=exact,
-            num_parameters=files.numbers_taken,
+            num_parameters=count,
             product_choices=[choice for factory in factories.values() for choice in factory.choices],
             layer_devices=layer_devices,
         )
 
 
-def open_weights(
-    folder: Path, name: str, architecture: Architecture, device: torch.device
-) -> tuple[WeightFiles, list[LayerTensors]]:
-    """Returns a model's weight files and the names of each layer's tensors. Raises SpecgenError if they are not complete."""
-    files = WeightFiles(folder, name, device)
-    names = [layer_tensors(architecture, index) for index in range(len(architecture.layers))]
-    required = _required(names)
-    files.check_complete(required if architecture.tied else [*required, EMBEDDING, HEAD])
-    norms = [
-        name
-        for layer in names
-        for each in (layer.q_norm, layer.k_norm)
-        for name in ((each,) if isinstance(each, str) else each or ())
-    ]
-    known = [*required, *norms, EMBEDDING, HEAD]
-    files.check_no_others([*known, *map(bias_of, known)], len(names))
-    return files, names
+def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, int]:
+    """Returns a model's weight files, and how many numbers they hold. Raises SpecgenError unless they have the tensors that the
+    config describes, and no others that may matter."""
+    files = model_files(folder, name, device)
+    expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
+    for index in range(len(architecture.layers)):
+        expected |= layer_shapes(architecture, index)
+    tables = {EMBEDDING, HEAD} if not architecture.tied else {*table_names(files)}
+    expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
+    files.check(expected)
+    files.check_no_others(expected, len(architecture.layers))
+    return files, sum(map(prod, expected.values()))
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:
@@ -96,36 +89,6 @@ def return_free_memory() -> None:
     """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def norm_gain(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the gain of the residual stream that the model is run with; see `residual`."""
-    extended = architecture.norm == "rms" and architecture.pre_norms and dtype == torch.float32 and device.type == "cpu"
-    return sqrt(architecture.hidden_size) if extended else 1.0
-
-
-def _common_gain(architecture: Architecture, dtype: torch.dtype, devices: Sequence[torch.device]) -> float:
-    """Returns the gain of a residual stream that goes through all of these devices."""
-    gains = {norm_gain(architecture, dtype, device) for device in devices}
-    return gains.pop() if len(gains) == 1 else 1.0
-
-
-def _required(names: list[LayerTensors]) -> list[str]:
-    """Returns the names of all tensors that a model with these layers has, without its embedding, LM head and biases."""
-    required = [FINAL_NORM]
-    for layer in names:
-        for field in (
-            layer.attention_norm,
-            layer.mlp_norm,
-            layer.attention_post_norm,
-            layer.mlp_post_norm,
-            layer.output,
-            layer.down,
-        ):
-            if field is not None:
-                required.append(field)
-        required += [*layer.qkv, *layer.gate_up]
-    return required
 
 
 def _parts(
@@ -141,9 +104,8 @@ def _parts(
     A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
     transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
     """
-    shape = architecture.vocab_size, architecture.hidden_size
     embedding_name, head_name = table_names(files)
-    matrix = files.take(head_name, shape).to(dtype)
+    matrix = files.take(head_name).to(dtype)
     head = factory(matrix)
     if head_name == embedding_name and isinstance(head, DenseProduct) and devices[0] == devices[1]:
         embedding = matrix
@@ -151,7 +113,7 @@ def _parts(
         del matrix
         # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
         files.use_device(devices[0])
-        embedding = files.take(embedding_name, shape)
+        embedding = files.take(embedding_name)
         embedding = embedding.to(dtype) if files.are_copied else embedding
         files.use_device(devices[1])
-    return NativeParts(embedding, *final_norm(architecture, files.take, dtype, gain), head)
+    return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head)

@@ -1,54 +1,69 @@
-"""Matrix products with a decoder's weights: torch's own, or with weights packed for oneDNN.
+"""Matrix products with a decoder's weights: torch's own, with weights packed for oneDNN, or with weights rounded to 8 or 4 bits.
 
-On a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long as one. oneDNN, with the weight
-reordered once into its own block layout, is about as fast for 4 rows as for one, and twice as fast in bfloat16. Inductor
-compiles to these operators; torch does not document them, so `ProductFactory` tries them before it uses them.
+Packed: on a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long as one. oneDNN, with the
+weight reordered once into its own block layout, is about as fast for 4 rows as for one, and twice as fast in bfloat16. Inductor
+compiles to these operators; torch does not document them, so they are tried once before they are used.
+
+Rounded: a pass over few tokens takes as long as reading the weights from memory takes, and these are 1 byte or half a byte per
+number. Rounding is symmetric: in int8 each output row has one scale, in int4 each group of 32 numbers of a row. A draft may be
+rounded freely, because the target verifies what it drafts. torch's operators are private or differ between devices, so each is
+compared with the product of the same rounded weights before it is used.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import inf, sqrt
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import sqrt
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.engine.devices import one_thread
-from specgen.engine.native.quantised_products import OPERATOR_ERRORS, QuantisedProduct, quantised_product
+from specgen.base.types import QUANTISED
 
+Multiply = Callable[[Tensor], Tensor]
 PADDED_ROWS = 4
-_TIMED_ROWS = (1, PADDED_ROWS)
-_SAMPLES = 5
-_MAX_LOSS = 1.3  # packed products are refused if they take this many times as long: above the noise of measurements
-_MIN_BYTES = {torch.float32: 1 << 20}  # smaller weights are not packed: a call costs 10 us more than torch's
-_SAMPLE_BYTES = 1 << 20  # of a larger weight, this much is timed
+GROUP = 32  # numbers that share a scale in int4
+_MIN_BYTES = {
+    torch.float32: 4 << 20
+}  # smaller weights are not packed: a call costs 10 us more, and torch reads them from the cache
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
+_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of operators that this torch lacks
+_TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
+_AT_ONCE = 1 << 18  # numbers that are rounded at once, in the processor's cache
+_ACTIVATION_BITS = 6  # at least, that a product keeps of each activation, its sign not counted
 
 
-class Product(Protocol):
-    """A product with a weight [out, in], and the sum with a bias [out] if there is one."""
+class Product:
+    """A product with a weight [out, in], and the sum with a bias [out] if `multiply` adds one.
 
-    out_features: int
-    in_features: int
+    `multiply` computes [n, in] -> [n, out]; `scale` is the factor on the residual stream.
+    """
+
+    def __init__(self, shape: torch.Size, multiply: Multiply, scale: float = 1.0) -> None:
+        self.out_features, self.in_features = shape
+        self._multiply, self._scale = multiply, scale
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + bias: [n, in] -> [n, out]."""
-        ...
+        return self._multiply(x)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Returns residual + scale * (x W^T + bias), a new tensor: [n, out], [n, in] -> [n, out]."""
-        ...
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """Returns hidden + scale * (x W^T + bias): [n, out], [n, in] -> [n, out]. Without gradients, `hidden` is changed."""
+        product = self(x)
+        if torch.is_grad_enabled():
+            return torch.add(hidden, product, alpha=self._scale)
+        return hidden.add_(product, alpha=self._scale)
 
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        """Adds scale * (x W^T + bias) to `residual` in place: [n, out], [n, in]."""
-        ...
+
+MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
+"""Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the residual stream."""
 
 
-class DenseProduct:
+class DenseProduct(Product):
     """A product with a weight in torch's own layout. Differentiable.
 
     It refers to the weight, or with `by_columns` to a copy that is stored [in, out]: a few rows take less time with small float32
@@ -61,93 +76,53 @@ class DenseProduct:
         self._bias, self._scale = bias, scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._bias is None:
-            return torch.mm(x, self._transposed)
-        return torch.addmm(self._bias, x, self._transposed)
+        return torch.mm(x, self._transposed) if self._bias is None else torch.addmm(self._bias, x, self._transposed)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        total = torch.addmm(residual, x, self._transposed, alpha=self._scale)
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            total = torch.addmm(hidden, x, self._transposed, alpha=self._scale)
+        else:
+            total = hidden.addmm_(x, self._transposed, alpha=self._scale)
         return total if self._bias is None else total.add_(self._bias, alpha=self._scale)
 
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        residual.addmm_(x, self._transposed, alpha=self._scale)
-        if self._bias is not None:
-            residual.add_(self._bias, alpha=self._scale)
+
+def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
+    """Returns a product with a weight that changes in training, and is not copied to make it faster. Differentiable."""
+    return Product(weight.shape, lambda x: torch.nn.functional.linear(x, weight, bias), scale)
 
 
-class TrainedProduct:
-    """A product with a weight that changes after every product, and is not copied to make one faster. Differentiable."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight, self._bias, self._scale = weight, bias, scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self._weight, self._bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.add(residual, self(x), alpha=self._scale)
-
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        residual.add_(self(x), alpha=self._scale)
-
-
-class PackedProduct:
-    """A product with a weight reordered for oneDNN on a CPU; it keeps no reference to `weight`. Not differentiable.
+def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
+    """Returns a product with a weight reordered for oneDNN on a CPU; it keeps no reference to `weight`. Not differentiable.
 
     Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for the weight's dtype.
     """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._multiply = torch.ops.mkldnn._linear_pointwise
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)  # 8 rows; for 1, float32 stays as it is
-        self._bias, self._scale = bias, scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
-        return product
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.add(residual, self(x), alpha=self._scale)
-
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        residual.add_(self(x), alpha=self._scale)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)  # 8 rows; for 1, float32 stays as it is
+    return Product(weight.shape, lambda x: multiply(x, packed, bias, "none", [], ""), scale)
 
 
 @dataclass
 class ProductChoice:
     """What was chosen for the weights of one shape, and why.
 
-    `dense_seconds` and `packed_seconds` are the seconds of one call by number of rows, with the whole weight or the first rows of
-    a large one; empty if it was not timed. `reason` says why weights are not packed, or not quantised as was asked for; None if
-    they are. `quantised` is `int8` or `int4` if weights are stored so. `count` is the number of weights.
+    `reason` says why weights are not packed, or not quantised as was asked for; None if they are. `quantised` is `int8` or `int4`
+    if weights are stored so. `count` is the number of weights.
     """
 
     out_features: int
     in_features: int
     packed: bool = False
     reason: str | None = None
-    dense_seconds: Mapping[int, float] = field(default_factory=dict)
-    packed_seconds: Mapping[int, float] = field(default_factory=dict)
     count: int = 0
     quantised: str | None = None
 
 
-def call_seconds(product: Product, x: Tensor) -> float:
-    """Returns the seconds of one call of `product`."""
-    start = time.perf_counter()
-    product(x)
-    return time.perf_counter() - start
-
-
 class ProductFactory:
-    """Makes the products of one model. For each shape of weight, the first call decides whether weights are packed.
+    """Makes the products of one model.
 
-    Weights are packed on a CPU, in float32 from 1 MB on, unless the operators fail, give wrong results, or are measured to be
-    clearly slower here: the choice does not depend on how busy the machine is. `pack` True packs wherever it is possible, False
-    nowhere; then nothing is timed. `timer` returns the seconds of one call of a product, `cache_bytes` is the size of the
-    processor's last-level cache. `quantise` (`int8`, `int4`) rounds all weights, where this torch has products for it that work.
+    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here. `pack` True packs
+    small ones too. `cache_bytes` is the size of the processor's last-level cache. `quantise` (`int8`, `int4`) rounds all weights,
+    where this torch has products for it that work.
     """
 
     def __init__(
@@ -156,31 +131,26 @@ class ProductFactory:
         dtype: torch.dtype,
         *,
         pack: bool | None = None,
-        timer: Callable[[Product, Tensor], float] = call_seconds,
         cache_bytes: int | None = None,
         quantise: str | None = None,
     ) -> None:
-        self._dtype, self._pack, self._timer, self._quantise = dtype, pack, timer, quantise
-        self._is_cpu = device.type == "cpu"
+        self._device, self._dtype, self._pack, self._quantise = device, dtype, pack, quantise
         self._cache_bytes = cache_bytes
-        self._by_shape: dict[tuple[int, int], ProductChoice] = {}
-        self._generator = torch.Generator().manual_seed(0)  # torch's own generator is the user's
+        self._by_shape: dict[tuple[int, ...], ProductChoice] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
-        shape = (weight.shape[0], weight.shape[1])
-        product, refusal = self._quantised(weight, bias, scale)
-        if shape not in self._by_shape:
-            self._by_shape[shape] = ProductChoice(*shape) if product is not None else self._choose(weight.detach())
-        choice = self._by_shape[shape]
+        choice = self._by_shape.setdefault(tuple(weight.shape), ProductChoice(*weight.shape))
         choice.count += 1
         if self._quantise is not None:
-            choice.quantised, choice.reason = None if product is None else product.kind, refusal
-        if product is not None:
-            return product
+            multiply, choice.quantised, choice.reason = quantised(self._quantise, weight, bias)
+            if multiply is not None:
+                return Product(weight.shape, multiply, scale)
+        refusal = self._refusal(weight)
+        choice.packed, choice.reason = refusal is None, choice.reason or refusal
         if choice.packed:
-            return PackedProduct(weight, bias, scale)
-        by_columns = self._is_cpu and self._is_small(weight) and not weight.requires_grad
+            return packed_product(weight, bias, scale)
+        by_columns = self._device.type == "cpu" and self._is_small(weight) and not weight.requires_grad
         return DenseProduct(weight, bias, scale, by_columns=by_columns)
 
     @property
@@ -204,60 +174,33 @@ class ProductFactory:
             return 1
         return PADDED_ROWS if total > (self._cache_bytes or last_level_cache()) else 1
 
-    def _quantised(self, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[QuantisedProduct | None, str | None]:
-        """Returns the product with the quantised weight, or None; and why there is none where one was asked for."""
-        return (None, None) if self._quantise is None else quantised_product(self._quantise, weight, bias, scale)
-
     def _is_small(self, weight: Tensor) -> bool:
         return weight.nbytes < _MIN_BYTES.get(self._dtype, 0)
 
-    def _choose(self, weight: Tensor) -> ProductChoice:
-        """Tries packing with `weight`, or the first rows of a large one."""
-        choice = ProductChoice(weight.shape[0], weight.shape[1])
-        sample = weight[: max(64, _SAMPLE_BYTES // (choice.in_features * weight.itemsize))]
-        packed, choice.reason = self._try_packing(weight, sample)
-        if packed is None:
-            return choice
-        choice.packed = True
-        if self._pack is None:
-            with one_thread():
-                choice.dense_seconds, choice.packed_seconds = self._measure(DenseProduct(sample), packed)
-            if sum(choice.packed_seconds.values()) > _MAX_LOSS * sum(choice.dense_seconds.values()):
-                choice.packed, choice.reason = False, "packed is slower here"
-        return choice
-
-    def _try_packing(self, weight: Tensor, sample: Tensor) -> tuple[PackedProduct | None, str | None]:
-        """Returns the packed product with `sample`, a part of `weight`, or else why it should not be packed."""
-        if not self._is_cpu:
-            return None, "packing is for CPUs"
+    def _refusal(self, weight: Tensor) -> str | None:
+        """Returns why a weight is not packed, None if it is."""
+        if self._device.type != "cpu":
+            return "packing is for CPUs"
         if self._pack is False:
-            return None, "packing is switched off"
+            return "packing is switched off"
         if self._pack is None and self._is_small(weight):
-            return None, "too small"
-        try:
-            packed = PackedProduct(sample)
-            for rows in _TIMED_ROWS:
-                x = self._random_rows(rows, sample.shape[1])
-                if not _is_close(packed(x), torch.nn.functional.linear(x, sample), sample.shape[1]):
-                    return None, "packing gives wrong results"
-        except OPERATOR_ERRORS as error:
-            return None, f"packing failed: {str(error).partition(chr(10))[0]}"
-        return packed, None
+            return "too small"
+        return packing_problem(self._dtype)
 
-    def _measure(self, *products: Product) -> list[dict[int, float]]:
-        """Returns the seconds of one call of each product by number of rows: the shortest of some samples, taken in turns."""
-        best: list[dict[int, float]] = [dict.fromkeys(_TIMED_ROWS, inf) for _ in products]
-        for rows in _TIMED_ROWS:
-            x = self._random_rows(rows, products[0].in_features)
-            for turn in range(1 + _SAMPLES):  # the first call prepares the kernel
-                for of_kind, product in zip(best, products, strict=True):
-                    taken = self._timer(product, x)
-                    if turn:
-                        of_kind[rows] = min(of_kind[rows], taken)
-        return best
 
-    def _random_rows(self, rows: int, in_features: int) -> Tensor:
-        return torch.randn(rows, in_features, generator=self._generator).to(self._dtype)
+@cache
+def packing_problem(dtype: torch.dtype) -> str | None:
+    """Returns why packed products cannot be used in this dtype here, None if they can: tries one for 1 and 4 rows."""
+    generator, size = torch.Generator().manual_seed(0), 256
+    weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, PADDED_ROWS))
+    limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps  # roundings of result and sums
+    try:
+        with torch.no_grad():
+            packed, expected = packed_product(weight), torch.nn.functional.linear(x, weight)
+            errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, PADDED_ROWS)]
+    except _ERRORS as error:
+        return f"packing failed: {_first_line(error)}"
+    return None if max(errors) <= limit * expected.abs().max() else "packing gives wrong results"
 
 
 def last_level_cache() -> int:
@@ -269,7 +212,150 @@ def last_level_cache() -> int:
         return _DEFAULT_CACHE
 
 
-def _is_close(product: Tensor, expected: Tensor, in_features: int) -> bool:
-    """Whether two results differ by no more than the rounding of the result and of sums of `in_features` terms in float32."""
-    tolerance = 2 * torch.finfo(expected.dtype).eps + 4 * sqrt(in_features) * torch.finfo(torch.float32).eps
-    return bool((product - expected).abs().max() <= tolerance * expected.abs().max())
+def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight [out, in] as int8 [out, in] and float32 scales [out]. int8 * scale is off by half a scale at most."""
+    rounded = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
+    at_once = max(1, _AT_ONCE // weight.shape[1])
+    for first in range(0, weight.shape[0], at_once):
+        rows, scale = weight[first : first + at_once].float(), scales[first : first + at_once]
+        torch.div(rows.abs().amax(1), 127, out=scale).clamp_min_(_TINY)
+        rounded[first : first + at_once] = rows.div(scale[:, None]).round_()
+    return rounded, scales
+
+
+def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight [out, in] as int8 numbers from -7 to 7 [out, in] and float32 scales [out, in / `GROUP`].
+
+    Raises ValueError if rows are no whole number of groups.
+    """
+    rows, columns = weight.shape
+    if columns % GROUP:
+        raise ValueError(f"rows of {columns} numbers are no groups of {GROUP}")
+    groups = weight.detach().float().view(rows, -1, GROUP)
+    scales = (groups.abs().amax(2) / 7).clamp_min_(_TINY)
+    return (groups / scales[..., None]).round_().to(torch.int8).view(rows, columns), scales
+
+
+def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
+    """Prepares products on a CPU with int8 weights and activations that are rounded to 8 bits too, each row by its own range.
+
+    Integer instructions multiply both. `bits` 7 leaves a bit unused, for processors whose instructions add pairs of products in
+    16 bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
+    """
+    rounded, scales = rounded_rows(weight)
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        whole = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)
+        packed = torch.ops.quantized.linear_prepack(whole, None)
+    operator, reduce_range = torch.ops.quantized.linear_dynamic, bits < 8
+    ends = torch.zeros(1, weight.shape[1])
+    ends[0, :2] = torch.tensor([-1.0, 1.0])[: weight.shape[1]]
+
+    def multiply(x: Tensor) -> Tensor:
+        """Scales rows to numbers from -1 to 1, and adds a row that has both: the operator's range is that of all rows together.
+
+        So a row's product does not depend on the other rows.
+        """
+        x = x.float()
+        largest = x.abs().amax(1, keepdim=True).clamp_min_(_TINY)
+        product: Tensor = operator(torch.cat((x / largest, ends)), packed, reduce_range)
+        return product[:-1].mul_(largest)
+
+    return multiply
+
+
+def with_int8_weights(weight: Tensor) -> Multiply:
+    """Prepares products with int8 weights and bfloat16 activations."""
+    rounded, scales = rounded_rows(weight)
+    operator, scales = torch.ops.aten._weight_int8pack_mm, scales.to(torch.bfloat16)
+    return lambda x: operator(x.to(torch.bfloat16), rounded, scales)
+
+
+def with_int4_weights(weight: Tensor) -> Multiply:
+    """Prepares products with int4 weights, of which `GROUP` numbers of a row share a scale, and bfloat16 activations."""
+    rounded, scales = rounded_groups(weight)
+    numbers, operators = rounded.to(torch.int32) + 8, torch.ops.aten
+    if weight.device.type == "cpu":
+        packed = operators._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        operator = operators._weight_int4pack_mm_for_cpu
+    else:
+        packed = operators._convert_weight_to_int4pack((numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8), 8)
+        operator = operators._weight_int4pack_mm
+    pairs = torch.stack((scales, torch.zeros_like(scales)), 2).transpose(0, 1).contiguous().to(torch.bfloat16)
+    return lambda x: operator(x.to(torch.bfloat16), packed, GROUP, pairs)
+
+
+def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
+    """Returns the bytes of a weight with so many numbers and output rows, its scales included."""
+    return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
+
+
+def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Multiply | None, str | None, str | None]:
+    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`) and adds `bias`, the kind
+    that it was rounded to, and why that is another one; None and None if there are no such products here. Not differentiable.
+
+    A weight that cannot be rounded to int4 groups is rounded to int8. The choice depends on the device and the weight, not on
+    timings: the draft's probabilities are alike in all processes.
+    """
+    reason = None
+    for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
+        prepare, problem = _working(tried, weight.device.type)
+        if prepare is not None:
+            try:
+                multiply = prepare(weight.detach())
+            except _ERRORS as error:  # a shape that the operator does not take
+                problem = f"{tried} products failed: {_first_line(error)}"
+            else:
+                return partial(_with_bias, multiply, bias), tried, reason
+        reason = reason or problem
+    return None, None, reason
+
+
+def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
+    product = multiply(x).to(x.dtype)
+    return product if bias is None else product.add_(bias)
+
+
+def refusal(kind: str, device: torch.device) -> str | None:
+    """Returns why there are no `int8` or `int4` products on this device, None if there are. Tries them at the first call."""
+    return _working(kind, device.type)[1]
+
+
+@cache
+def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
+    """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
+    tried: Sequence[Callable[[Tensor], Multiply]] = [with_int8_weights if kind == "int8" else with_int4_weights]
+    if (kind, device) == ("int8", "cpu"):  # the fastest first
+        tried = [with_rounded_activations, partial(with_rounded_activations, bits=7), with_int8_weights]
+    reason = ""
+    for prepare in tried:
+        try:
+            if _is_right(kind, prepare, torch.device(device)):
+                return prepare, None
+            reason = f"{kind} products give wrong results"
+        except _ERRORS as error:
+            reason = f"{kind} products failed: {_first_line(error)}"
+    return None, reason
+
+
+def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.device) -> bool:
+    """Compares products with those of the same rounded weights in float64, with the largest numbers too, whose sums overflow."""
+    generator, ones = torch.Generator().manual_seed(0), torch.ones(128, 256)
+    pairs = [(torch.randn(128, 256, generator=generator) / 16, torch.randn(5, 256, generator=generator)), (ones, ones[:5])]
+    for weight, inputs in pairs:
+        multiply = prepare(weight.to(device))
+        rounded, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
+        exact = (rounded * scales.view(len(scales), -1).repeat_interleave(256 // max(1, scales[0].numel()), 1)).double()
+        for x in (inputs[:1], inputs):
+            found, expected = multiply(x.to(device)).cpu().double(), x.double() @ exact.T
+            step = x.abs().amax(1, keepdim=True).double() * 2.0**-_ACTIVATION_BITS
+            limit = step * exact.norm(dim=1).max() / sqrt(12) * 6  # six standard deviations of the rounding of activations
+            if not bool(((found - expected).abs() <= limit + 0.01 * expected.abs()).all()):
+                return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -9,14 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.native.description import Architecture
-from specgen.engine.native.inputs import InputMaker, layer_kinds
-from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_weights import layer_weights
-from specgen.engine.native.products import TrainedProduct
-from specgen.engine.native.residual import PlainResidual
-from specgen.engine.native.tensor_names import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_tensors
-from specgen.engine.native.weight_files import WeightFiles
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_weights import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, layer_shapes, layer_weights
+from specgen.engine.native.products import trained_product
+from specgen.engine.weights import WeightFiles
 
 
 def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:
@@ -41,58 +39,39 @@ class NativeTrainableExit:
 
     def run_layers(self, hidden: torch.Tensor, batch: BatchPass) -> torch.Tensor:
         """Runs the decoder layers under autograd; see `engine.model.TrainableExit`."""
-        inputs = self._inputs.batched(batch)
-        residual = PlainResidual(hidden.flatten(0, 1), self._architecture.norm_eps, layer_norm=self._has_layer_norm)
-        for layer in self._layers():
-            layer(residual, inputs)
-        return residual.values.view(hidden.shape)
+        inputs, states = self._inputs.batched(batch), hidden.flatten(0, 1)
+        for layer in self._layers(hidden.device):
+            states = layer(states, inputs)
+        return states.view(hidden.shape)
 
     def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = PlainResidual(hidden, self._architecture.norm_eps, layer_norm=self._has_layer_norm).normed()
-        normed = normed * (self._parameters[FINAL_NORM] + self._architecture.norm_weight_offset)
-        if self._architecture.norm_has_bias:
-            normed = normed + self._parameters[bias_of(FINAL_NORM)]
-        return self.head_logits(normed), normed
+        states = norm_function(self._architecture.norm_eps)(hidden)
+        states = states * (self._parameters[FINAL_NORM] + self._architecture.norm_weight_offset)
+        return self.head_logits(states), states
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits; see `engine.model.TrainableExit`."""
         return final_logits(self._architecture, functional.linear(hidden, self._parameters[EXIT_HEAD]))
 
-    @property
-    def _has_layer_norm(self) -> bool:
-        return self._architecture.norm == "layer"
-
-    def _layers(self) -> list[NativeLayer]:
+    def _layers(self, device: torch.device) -> list[NativeLayer]:
         """Returns native layers with the parameters' present values."""
-        architecture, kinds = self._architecture, layer_kinds(self._architecture)
-        made = []
+        architecture, made = self._architecture, []
         for index in range(self._count):
-            with torch.autocast(self._parameters[EXIT_HEAD].device.type, enabled=False):  # products of weights with norms
-                weights = layer_weights(architecture, layer_tensors(architecture, index), self._take, torch.float32)
-            kind = kinds.index(architecture.layers[index - self._count])
-            made.append(NativeLayer(architecture, index, kind, weights, TrainedProduct))
+            with torch.autocast(device.type, enabled=False):  # products of weights with norms
+                weights = layer_weights(architecture, index, self._parameters.__getitem__, torch.float32)
+            kind = self._inputs.kinds.index((architecture.layers[index - self._count], device))
+            made.append(NativeLayer(architecture, index, kind, weights, trained_product))
         return made
-
-    def _take(self, name: str, _: tuple[int, ...]) -> torch.Tensor:
-        return self._parameters[name]
 
 
 def untrained_exit(architecture: Architecture, files: WeightFiles, count: int) -> dict[str, torch.Tensor]:
     """Returns float32 copies of a model's last `count` layers, norm and LM head, by their names in an exit layer's file."""
-    taken: dict[str, torch.Tensor] = {}
-
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        taken[name] = files.take(name, shape).to(torch.float32, copy=True)
-        return taken[name]
-
-    first, norm, width = len(architecture.layers) - count, FINAL_NORM, architecture.hidden_size
-    for index in range(first, first + count):
-        layer_weights(architecture, layer_tensors(architecture, index), take, torch.float32)  # takes all that a layer has
-    tensors = {_renumbered(name, first): weight for name, weight in taken.items()}
-    for name in (norm, bias_of(norm)) if architecture.norm_has_bias else (norm,):
-        tensors[name] = take(name, (width,))
-    tensors[EXIT_HEAD] = take(HEAD if HEAD in files or not architecture.tied else EMBEDDING, (architecture.vocab_size, width))
-    return tensors
+    first = len(architecture.layers) - count
+    names = [name for index in range(first, first + count) for name in layer_shapes(architecture, index)]
+    named = {_renumbered(name, first): name for name in names}
+    named[FINAL_NORM] = FINAL_NORM
+    named[EXIT_HEAD] = HEAD if HEAD in files or not architecture.tied else EMBEDDING
+    return {own: files.take(name).to(torch.float32, copy=True) for own, name in named.items()}
 
 
 def _renumbered(name: str, first: int) -> str:

@@ -8,13 +8,12 @@ from torch.nn import functional
 
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.architecture import of_architecture
-from specgen.engine.native.eagle_layers import EagleLayers, check_tensor, head_weight, read_design
+from specgen.engine.native.eagle_layers import EagleLayers, check_tensors, head_weight, read_design
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import PassInputs
-from specgen.engine.native.loading import norm_gain
+from specgen.engine.native.layer import norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.products import Product, ProductFactory
-from specgen.engine.native.tensor_names import EMBEDDING, HEAD
 from specgen.engine.parts.weights import EagleWeights
 
 
@@ -30,31 +29,32 @@ class EagleDecoder:
     def __init__(self, weights: EagleWeights, feature_size: int, dtype: torch.dtype, device: torch.device) -> None:
         tensors = weights.tensors
 
-        def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            return check_tensor(tensors, name, shape).to(device)
+        def take(name: str) -> Tensor:
+            return tensors[name].to(device)
 
         design = read_design(weights.version, weights.config, tensors, norm_before_residual=weights.norm_before_residual)
         self.width, architecture = design.width, design.architecture
         self.rope_boundary = of_architecture(architecture).rope_boundary
+        inputs = feature_size + (self.width if weights.version == 1 else 0)
+        rows = 0
+        if weights.version == 3:
+            rows = len(weights.vocabulary if weights.vocabulary is not None else tensors.get(HEAD, ()))
+        check_tensors(design, tensors, inputs, rows)
         with torch.inference_mode(False), torch.no_grad():
             factory = ProductFactory(device, dtype)
             gain = norm_gain(architecture, dtype, device)
-            inputs = feature_size + (self.width if weights.version == 1 else 0)
-            self._layers = EagleLayers(design, take, dtype, factory, norm_gain=gain, fc_inputs=inputs)
-            self._head: Product | None = None
-            self.head_vocab_size = 0
-            if weights.version == 3:
-                self.head_vocab_size = len(tensors[HEAD]) if weights.vocabulary is None else len(weights.vocabulary)
-                self._head = factory(head_weight(design, take, self.head_vocab_size, gain).to(dtype))
-            own = tensors.get(EMBEDDING)
-            self.embedding = None if own is None else take(EMBEDDING, (own.shape[0], self.width))
-        self.inputs = InputMaker(architecture, dtype, device, min_rows=factory.min_rows)
+            self._layers = EagleLayers(design, take, dtype, factory, device, norm_gain=gain)
+            self._head: Product | None = factory(head_weight(take, gain).to(dtype)) if weights.version == 3 else None
+            self.head_vocab_size = rows
+            self.embedding = take(EMBEDDING) if EMBEDDING in tensors else None
+        devices = [device] * len(architecture.layers)
+        self.inputs = InputMaker(architecture, dtype, devices, min_rows=factory.min_rows)
         self.architecture, self.dtype, self.device = architecture, dtype, device
-        self._sizes = len(architecture.layers), architecture.num_kv_heads, architecture.head_size
+        self._devices = devices
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache, with one entry for each pair."""
-        return KVBuffer(*self._sizes, self.dtype, self.device)
+        return KVBuffer(self._devices, self.architecture.num_kv_heads, self.architecture.head_size, self.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns what version 3 keeps of the target's features [n, feature size]: their product with `fc`, [n, width]."""
@@ -69,14 +69,10 @@ class EagleDecoder:
         inputs = self.inputs(forward_pass)
         if inputs.rows != count:
             embeddings, features = (functional.pad(x, (0, 0, 0, inputs.rows - count)) for x in (embeddings, features))
-        values = self.run(embeddings, features, inputs)
+        values = self._layers(embeddings, features, inputs)
         return values if inputs.rows == count else values[:count]
-
-    def run(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
-        """Returns the predicted features [n, width] for n pairs, padding included."""
-        return self._layers(embeddings, features, inputs).values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [n, head vocabulary] of the head's own LM head for predicted features [n, width]."""
         assert self._head is not None
-        return self._head(self._layers.residual(hidden).normed())
+        return self._head(self._layers.normed(hidden))

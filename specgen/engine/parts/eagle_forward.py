@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.model import Model
-from specgen.engine.native.layer import PassInputs
-from specgen.engine.native.static_pass import Widths
 from specgen.engine.parts.eagle_decoder import EagleDecoder
 
 _ROWS = 16  # tokens whose logits have a buffer of their own
@@ -24,12 +20,9 @@ class EagleForward:
     target's ids that the head predicts, and others have the logit -inf; None: it predicts all.
     """
 
-    feeds = True
-
     def __init__(self, decoder: EagleDecoder, target: Model, vocabulary: Tensor | None, inputs: HiddenSource) -> None:
         self.model, self.inputs = decoder, inputs
         self._target, self._vocabulary = target, vocabulary
-        self.widths = Widths(decoder.width, decoder.width, target.vocab_size)
         rows = 0 if vocabulary is None else _ROWS
         self._wide = torch.full((rows, target.vocab_size), -torch.inf, dtype=decoder.dtype, device=decoder.device)
 
@@ -37,16 +30,6 @@ class EagleForward:
         ids = upload(torch.tensor(forward_pass.ids), self.model.device)
         hidden = self.model(forward_pass, self._embeddings(ids), self.inputs(forward_pass))[-logits_to_keep:]
         return ModelOutput(self._logits(hidden), hidden)
-
-    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
-        """Returns no buffers; see `static_pass.StaticWork`."""
-        return ()
-
-    def run(self, ids: Tensor, hidden: Tensor | None, inputs: PassInputs) -> ModelOutput:
-        """Runs pairs of tokens and features that are on the device; see `static_pass.StaticWork`."""
-        assert hidden is not None
-        predicted = self.model.run(self._embeddings(ids), hidden, inputs)
-        return ModelOutput(self._logits(predicted), predicted)
 
     def _embeddings(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [n, width] of token ids on the device."""

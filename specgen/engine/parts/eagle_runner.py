@@ -11,22 +11,11 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import (
-    NO_NODES,
-    ChoiceRule,
-    ForwardFunction,
-    ForwardPass,
-    ModelOutput,
-    SelfFeeding,
-    TokenChooser,
-    TreeNodes,
-    draft_nodes,
-)
+from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, ModelOutput, TreeNodes, draft_nodes
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.eagle_decoder import EagleDecoder
 from specgen.engine.parts.eagle_forward import EagleForward
 from specgen.engine.parts.feature_runner import FeatureRunner
@@ -57,10 +46,7 @@ class EagleRunner:
         vocabulary: Tensor | None,
         penalties: PenaltyProcessor | None,
     ) -> None:
-        eager = EagleForward(decoder, model, vocabulary, self._features)
-        self._forward: ForwardFunction = model.wrapped(eager) if isinstance(model, NativeModel) else eager
-        function = self._forward
-        self._self_feeding = function if penalties is None and isinstance(function, SelfFeeding) and function.feeds else None
+        self._forward: ForwardFunction = EagleForward(decoder, model, vocabulary, self._features)
         self.context_limit, self.vocab_size, self.device = target.context_limit, model.vocab_size, model.device
         table = decoder.embedding
         self.num_embeddings = model.num_embeddings if table is None else min(model.num_embeddings, table.shape[0])
@@ -106,30 +92,6 @@ class EagleRunner:
         if self._penalties is None:
             return ModelOutput(logits, hidden)
         return ModelOutput(self._penalties(logits, context, tokens, nodes.parents, start), hidden, logits)
-
-    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
-        """Whether tokens after the chain `draft` can be chosen on the device; see `ChoosingRunner`."""
-        return self._self_feeding is not None
-
-    def chooser(self, rule: ChoiceRule) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule."""
-        assert self._self_feeding is not None
-        return self._self_feeding.chooser(rule)
-
-    @inference
-    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
-        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
-        forward, pairs = self._self_feeding, self._pairs
-        assert forward is not None
-        if level == 0:
-            output = self.logits(context, draft, start=len(draft))
-            forward.choose(rule, output.logits, output.hidden_states)
-        else:
-            root, is_long = len(pairs) + len(draft), self._cached.uses_long_rope(pairs)
-            forward.feed(rule, self.cache, root, level - 1, levels - 1, long_rope=is_long)
-
-    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Does nothing: their predicted features are not kept, and drafted pairs are dropped when the context grows."""
 
     def _follow(self, context: Context) -> Context:
         """Returns the tokens of the context's pairs, as an object that stays the same as long as the context does."""

@@ -6,34 +6,28 @@ Its queries see the target's keys of committed tokens alone, all but the last: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, ModelOutput, ReadableCache, positions
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, ReadableCache, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.architecture import read_architecture
-from specgen.engine.native.attention import WIDE
-from specgen.engine.native.description import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.attention import WIDE, sight_of_chain
+from specgen.engine.native.families import read_architecture
 from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.kernels.torch_kernels import TORCH
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import PassInputs
-from specgen.engine.native.loading import norm_gain
-from specgen.engine.native.masks import additive, aligned, visible_to_chain
-from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.layer import norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.native.static_pass import Widths
-from specgen.engine.native.tensor_names import EMBEDDING, HEAD
 from specgen.engine.parts.head_runners import HeadRunners
 from specgen.engine.parts.weights import GlideWeights
 
@@ -63,13 +57,7 @@ class GlideRunner(ModelRunner):
         self, weights: GlideWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None = None
     ) -> None:
         forward = GlideForward(weights, model, target)
-        function: ForwardFunction = forward
-        if isinstance(model, NativeModel) and model.shape.rope_boundary is None:
-            function = model.wrapped(forward)
-            inputs = forward.model.inputs
-            # The cross-attention is torch's and reads the whole bucket, so passes keep the smallest one, and torch's attention.
-            inputs.kernels = replace(inputs.kernels, attend=TORCH.attend, finds_keys=False)
-        super().__init__(model, penalties, function, forward.new_cache())
+        super().__init__(model, penalties, forward, forward.new_cache())
         self._keeps_accepted = len(forward.architecture.layers) == 1
 
     def logits(
@@ -81,24 +69,8 @@ class GlideRunner(ModelRunner):
         return super().logits(context, draft, parents, start=start)
 
 
-class GlideModel(NamedTuple):
-    """What static passes need to know of a GliDe draft model; see `static_pass.StaticModel`."""
-
-    architecture: Architecture
-    device: torch.device
-    dtype: torch.dtype
-    inputs: InputMaker
-
-
 class GlideForward:
-    """The forward function of a GliDe draft model. `target` runs the target `model`.
-
-    Static passes read how many of the target's tokens are cached from the device, and the target's KV cache up to their own
-    bucket.
-    """
-
-    inputs = None
-    feeds = True
+    """The forward function of a GliDe draft model. `target` runs the target `model`."""
 
     @inference
     def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner) -> None:
@@ -108,29 +80,19 @@ class GlideForward:
         device, dtype, architecture, tensors = model.device, model.dtype, self.architecture, weights.tensors
         factory = ProductFactory(device, dtype)
 
-        def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            if name not in tensors or tuple(tensors[name].shape) != shape:
-                found = "none" if name not in tensors else f"one of shape {list(tensors[name].shape)}"
-                raise SpecgenError(f"glide needs a tensor {name} of shape {list(shape)}, and the head has {found}", _RETRAIN)
+        _check_shapes(architecture, self._target_architecture, weights, (model.num_embeddings, model.vocab_size))
+
+        def take(name: str) -> torch.Tensor:
             return tensors[name].to(device)
 
+        gain, is_native = norm_gain(architecture, dtype, device), model.backend == "native"
         self._layers = GlideLayers(
-            architecture,
-            self._target_architecture,
-            take,
-            dtype,
-            factory,
-            native_keys=model.backend == "native",
-            norm_gain=norm_gain(architecture, dtype, device),
+            architecture, self._target_architecture, take, dtype, factory, device, native_keys=is_native, norm_gain=gain
         )
-        width = architecture.hidden_size
-        self._embedding = take(EMBEDDING, (model.num_embeddings, width)).to(dtype) if EMBEDDING in tensors else None
-        self._head = factory(take(HEAD, (model.vocab_size, width)).to(dtype)) if HEAD in tensors else None
-        self.model = GlideModel(architecture, device, dtype, InputMaker(architecture, dtype, device))
-        self.widths = Widths(0, width, model.vocab_size)
-        with torch.inference_mode(False):
-            self._cached = torch.zeros(1, dtype=torch.int64, device=device)  # the target's tokens that a static pass sees
-        self._tables: dict[str, torch.Tensor] = {}  # rotations by name that static passes read, which therefore stay
+        self._embedding = take(EMBEDDING).to(dtype) if EMBEDDING in tensors else None
+        self._head = factory(take(HEAD).to(dtype)) if HEAD in tensors else None
+        self._devices = [device] * len(architecture.layers)
+        self._inputs = InputMaker(architecture, dtype, self._devices)
         rounded = None if self._target_architecture.rotary_in_float32 else dtype
         rotary = self._target_architecture.rotary
         self._rotations = {name: RotaryTable(each, device, rounded) for name, each in rotary.items()}
@@ -139,61 +101,17 @@ class GlideForward:
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the draft model's layers."""
-        made, model = self.architecture, self.model
-        return KVBuffer(len(made.layers), made.num_kv_heads, made.head_size, model.dtype, model.device)
+        made = self.architecture
+        return KVBuffer(self._devices, made.num_kv_heads, made.head_size, self._target_model.dtype)
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         cached, _ = self._target.share_prefix(forward_pass.context)
         has_long_rope = any(rotary.long_boundary is not None for rotary in self.architecture.rotary.values())
-        inputs = self.model.inputs(forward_pass._replace(long_rope=forward_pass.long_rope and has_long_rope))
+        inputs = self._inputs(forward_pass._replace(long_rope=forward_pass.long_rope and has_long_rope))
         cross = self._cross_inputs(forward_pass, cached, logits_to_keep)
-        return self._output(upload(torch.tensor(forward_pass.ids), self.model.device), inputs, cross, logits_to_keep)
-
-    def prepare(self, forward_pass: ForwardPass) -> Sequence[torch.Tensor]:
-        """Writes how many tokens the target has cached, and returns its KV cache's buffer; see `static_pass.StaticWork`."""
-        cached, _ = self._target.share_prefix(forward_pass.context)
-        self._cached.fill_(cached)
-        cache = cast(KVBuffer, self._target.cache)
-        if not cache.data.shape[3]:
-            cache.enlarge(1)
-        for name in self._rotations:
-            self._table(name, forward_pass.cache.data.shape[3])
-        return [cache.data]
-
-    def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
-        """Runs tokens whose ids are on the device; see `static_pass.StaticWork`."""
-        static, cache = inputs.static, cast(KVBuffer, self._target.cache)
-        assert static is not None
-        count = min(static.bucket, cache.data.shape[3])
-        slots, positions = static.slots_and_positions()
-        seen = torch.minimum(slots, self._cached)  # keys; the token at index i sees those before it
-        visible = torch.arange(count, device=seen.device) < seen[:, None]
-        group = self._target_architecture.num_heads // self._target_architecture.num_kv_heads
-        mask = additive(visible | (seen == 0)[:, None], self.model.dtype)
-        mask = mask[:, None].expand(-1, group, -1).reshape(-1, count)
-        sees = (seen > 0).to(self.model.dtype)[:, None]
-        cross = []
-        for layer in self._read_layers:
-            name, rotation = self._target_architecture.layers[layer].rotary, None
-            if name is not None:
-                rotation = self._table(name, static.bucket).index_select(0, positions)[:, None]
-            cross.append(CrossInputs(*cache.keys_and_values(layer, count), rotation, mask, sees))
-        return self._output(ids, inputs, cross)
-
-    def _table(self, name: str, length: int) -> torch.Tensor:
-        """Returns rotations of the target for at least so many positions. Only a larger KV cache of this model needs others."""
-        table = self._tables.get(name)
-        if table is None or table.shape[0] < length:
-            table = self._tables[name] = self._rotations[name].rows(0, length)
-        return table
-
-    def _output(
-        self, ids: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs | None], kept: int | None = None
-    ) -> ModelOutput:
-        """Returns the output for the last `kept` tokens (None: all) of those with these ids, which are on the device."""
-        target = self._target_model
+        target, ids = self._target_model, upload(torch.tensor(forward_pass.ids), self._target_model.device)
         hidden = target.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
-        normed = self._layers(hidden, inputs, cross, kept)
+        normed = self._layers(hidden, inputs, cross, logits_to_keep)
         return ModelOutput(target.head_logits(normed) if self._head is None else self._head(normed), normed)
 
     def _cross_inputs(self, forward_pass: ForwardPass, cached: int, logits_to_keep: int) -> list[CrossInputs | None]:
@@ -219,21 +137,19 @@ class GlideForward:
         table, at, is_long = self._rotations[name], positions(forward_pass)[-rows:], forward_pass.long_rope
         if isinstance(at, range):
             return table.rows(at.start, at.stop, is_long)[:, None]
-        return table.gather(upload(torch.tensor(at), self.model.device), is_long, forward_pass.last)[:, None]
+        return table.gather(upload(torch.tensor(at), self._target_model.device), is_long, forward_pass.last)[:, None]
 
     def _visible(self, first: int, rows: int, cached: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns `mask` and `sees` of `CrossInputs` for the tokens from cache index `first` on: each sees the keys before it."""
         if first >= cached:  # the context's last token and those of the draft see all
             return None, None
-        device, group = self.model.device, self._target_architecture.num_heads // self._target_architecture.num_kv_heads
-        visible = visible_to_chain(first - 1, rows, 0, cached, None, device)
-        sees = None
+        device, dtype, theirs = self._target_model.device, self._target_model.dtype, self._target_architecture
+        sight, sees = sight_of_chain(first - 1, rows, 0, cached, device), None
         if first == 0:
-            visible[0] = True
-            sees = torch.ones(rows, 1, dtype=self.model.dtype, device=device)
+            sight.hidden[0] = False
+            sees = torch.ones(rows, 1, dtype=dtype, device=device)
             sees[0] = 0
-        mask = additive(visible, self.model.dtype)
-        return aligned(mask if rows >= WIDE else mask.repeat_interleave(group, dim=0)), sees
+        return sight.mask(None, dtype, 1 if rows >= WIDE else theirs.num_heads // theirs.num_kv_heads), sees
 
     def _check(self, weights: GlideWeights) -> None:
         """Raises SpecgenError if the draft model cannot be run with this target."""
@@ -256,6 +172,22 @@ class GlideForward:
             raise SpecgenError(
                 "the head's rotary embedding changes at another context length than the target's (LongRoPE)", _RETRAIN
             )
+
+
+def _check_shapes(own: Architecture, target: Architecture, weights: GlideWeights, tokens: tuple[int, int]) -> None:
+    """Raises SpecgenError if a tensor is missing or has a wrong shape. `tokens` are the target's embeddings and logits."""
+    width, inner, count = own.hidden_size, target.num_heads * target.head_size, len(own.layers)
+    expected: dict[str, tuple[int, ...]] = {}
+    for index in range(count):
+        cross = f"layers.{index}.cross_attn."
+        expected |= layer_shapes(own, index) | {f"{cross}q_proj.weight": (inner, width), f"{cross}o_proj.weight": (width, inner)}
+    tables = {EMBEDDING: (tokens[0], width), HEAD: (tokens[1], width)}
+    expected |= {FINAL_NORM: (width,)} | {name: shape for name, shape in tables.items() if name in weights.tensors}
+    for name, shape in expected.items():
+        found = weights.tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            what = "none" if found is None else f"one of shape {list(found.shape)}"
+            raise SpecgenError(f"glide needs a tensor {name} of shape {list(shape)}, and the head has {what}", _RETRAIN)
 
 
 def draft_architecture(weights: GlideWeights) -> Architecture:

@@ -18,7 +18,7 @@ from specgen.base.files import whole_file, write_whole
 from specgen.base.paths import HEAD_DESCRIPTION, kept_head
 from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import read_config
+from specgen.engine.native.families import read_config
 from specgen.engine.parts.eagle_layouts import AUX_LAYERS, eagle_layout, read_eagle, rename_eagle
 from specgen.engine.parts.glide_layout import glide_layout, read_glide
 from specgen.engine.parts.head_description import COMMENT, RETRAIN, HeadDescription, description_for, read_head_description

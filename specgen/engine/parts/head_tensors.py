@@ -14,8 +14,7 @@ from safetensors import safe_open
 
 from specgen.base.errors import SpecgenError
 from specgen.base.sanitize import one_line
-from specgen.engine.extra_tensors import BUFFER
-from specgen.engine.native.weight_files import WEIGHT_DTYPES, reading_weights, tensor_files
+from specgen.engine.weights import BUFFER, FLOATS, files_of_keys, reading_weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 HEAD_FILE = "model.safetensors"
@@ -64,7 +63,7 @@ class HeadTensors:
         self._open: dict[Path, Any] = {}
         single = _weight_file(folder)
         with reading_weights(self._name):
-            files = tensor_files(folder, single)
+            files = files_of_keys(folder, single)
             self._bytes = sum(path.stat().st_size for path in set(files.values()))
             stored = [_Stored(path, key, tuple(self._file(path).get_slice(key).get_shape())) for key, path in files.items()]
         if not stored:
@@ -144,7 +143,7 @@ class HeadTensors:
         Raises SpecgenError if it holds NaN or infinities, or, unless `may_be_zero`, only zeros.
         """
         tensor = self._read(name)
-        if tensor.dtype not in WEIGHT_DTYPES:
+        if tensor.dtype not in FLOATS:
             dtype = str(tensor.dtype).removeprefix("torch.")
             problem = f"{self.stored_name(name)} is stored as {dtype}"
             raise self.refuse(problem, "Take a head in float32, bfloat16 or float16")

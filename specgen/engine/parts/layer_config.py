@@ -9,8 +9,8 @@ from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import read_architecture
-from specgen.engine.native.description import UnsupportedConfig
+from specgen.engine.native.architecture import UnsupportedConfig
+from specgen.engine.native.families import read_architecture
 from specgen.engine.parts.head_tensors import HeadTensors, Shape, shown
 
 _ROPE_BASE = 10_000.0  # where the config has none: that of the code of EAGLE's and GliDe's authors, whatever the target's is

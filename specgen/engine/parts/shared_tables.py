@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.weight_files import WEIGHT_DTYPES, reading_weights, tensor_files
 from specgen.engine.parts.head_tensors import HeadTensors
+from specgen.engine.weights import FLOATS, files_of_keys, reading_weights
 
 Similarity = Literal["equal", "similar", "different", "unknown"]
 
@@ -51,7 +51,7 @@ def _compare(files: HeadTensors, name: str, target: LoadedModel, suffixes: tuple
 def _target_rows(target: LoadedModel, suffixes: tuple[str, ...], shape: tuple[int, int], indices: range) -> torch.Tensor | None:
     try:
         with reading_weights(target.name):
-            paths = tensor_files(target.folder)
+            paths = files_of_keys(target.folder)
             for suffix in suffixes:
                 key = next((key for key in paths if key == suffix or key.endswith(f".{suffix}")), None)
                 if key is None:
@@ -61,7 +61,7 @@ def _target_rows(target: LoadedModel, suffixes: tuple[str, ...], shape: tuple[in
                     if tuple(table.get_shape()) != shape:
                         return None
                     rows = torch.cat([table[index : index + 1] for index in indices])
-                    return rows if rows.dtype in WEIGHT_DTYPES else None
+                    return rows if rows.dtype in FLOATS else None
     except SpecgenError:  # the files are named otherwise: transformers may have loaded them
         pass
     return None

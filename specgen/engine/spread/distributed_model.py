@@ -12,9 +12,9 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.native.architecture import of_architecture
-from specgen.engine.native.description import Architecture
+from specgen.engine.native.architecture import Architecture, of_architecture
 from specgen.engine.native.native_model import NativeExit, NativeModel, NativeParts
+from specgen.engine.native.products import Product
 from specgen.engine.spread.follower import make_forward
 from specgen.engine.spread.leader import Leader
 from specgen.engine.spread.messages import Operation, pass_numbers, text_numbers
@@ -68,7 +68,7 @@ class DistributedForward:
             return self._forward(forward_pass._replace(cache=cache.local), logits_to_keep)
 
 
-class _AnnouncedHead:
+class _AnnouncedHead(Product):
     """The LM head of a distributed model, for what only rank 0 runs."""
 
     def __init__(self, leader: Leader, model_key: int, local: ShardedModel) -> None:
@@ -80,12 +80,6 @@ class _AnnouncedHead:
         with self._leader.call(Operation.HEAD, [self._model_key, x.shape[0]]):
             self._leader.ranks.broadcast(x)
             return self._head(x)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self(x)
-
-    def add_into(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        residual.add_(self(x))
 
 
 class DistributedModel:
@@ -109,7 +103,7 @@ class DistributedModel:
         self.num_parameters, self.product_choices = local.num_parameters, local.product_choices
         self.min_rows, self.exact = local.min_rows, local.exact
         norm = local.parts.norm
-        parts = NativeParts(norm[None], norm, local.parts.norm_bias, _AnnouncedHead(leader, self._key, local))
+        parts = NativeParts(norm[None], norm, _AnnouncedHead(leader, self._key, local))
         # What rank 0 runs alone, exit layers, is as in the whole model.
         self._alone = NativeModel(
             architecture, (), parts, self.dtype, norm_gain=local.norm_gain, min_rows=local.min_rows, exact=local.exact

@@ -10,7 +10,7 @@ import torch
 
 from specgen.engine.devices import DTYPES
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, LayerPart
-from specgen.engine.native.architecture import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.spread.messages import Operation, from_text_numbers, read_pass, receive
 from specgen.engine.spread.ranks import Ranks
 from specgen.engine.spread.sharded_model import ShardedModel, load_shard

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.engine.native.layer import NativeLayer, PassInputs
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_weights import LayerWeights
-from specgen.engine.native.products import Product
-from specgen.engine.native.residual import Residual
+from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.spread.shards import Shard
 
 
@@ -41,27 +40,20 @@ class Ranks(Protocol):
         ...
 
 
-class SummedProduct:
+class SummedProduct(Product):
     """A product split by its inputs: the ranks' results are added up. `scale` is the factor on the residual stream."""
 
     def __init__(self, product: Product, scale: float, ranks: Ranks) -> None:
         self.out_features, self.in_features = product.out_features, product.in_features
-        self.partial: Callable[[Tensor], Tensor] = product
-        self._scale, self._ranks = scale, ranks
+        self._partial, self._scale, self._ranks = product, scale, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        total = self.partial(x)
+        total = self._partial(x)
         self._ranks.sum(total)
         return total
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.add(residual, self(x), alpha=self._scale)
 
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        residual.add_(self(x), alpha=self._scale)
-
-
-class GatheredHead:
+class GatheredHead(Product):
     """An LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the others only their own part."""
 
     def __init__(self, product: Product, vocab_size: int, ranks: Ranks) -> None:
@@ -76,12 +68,6 @@ class GatheredHead:
         last = self.out_features - own.shape[1] * (len(parts) - 1)  # without padding
         return torch.cat([*parts[:-1], parts[-1][:, :last]], dim=1)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual + self(x)
-
-    def add_into(self, residual: Tensor, x: Tensor) -> None:
-        residual.add_(self(x))
-
 
 class ShardedLayer(NativeLayer):
     """One rank's part of a decoder layer. The residual stream is the same on all ranks, up to the order of sums."""
@@ -92,32 +78,20 @@ class ShardedLayer(NativeLayer):
         index: int,
         kind: int,
         weights: LayerWeights,
-        make_product: Callable[[Tensor, Tensor | None, float], Product],
+        make_product: MakeProduct,
         ranks: Ranks,
+        gain: float,
     ) -> None:
-        super().__init__(shard.local, index, kind, weights, make_product)
+        super().__init__(shard.local, index, kind, weights, make_product, gain=gain)
         self._ranks, self._shard = ranks, shard
         scale = shard.architecture.residual_scale
-        self._summed_output, self._summed_down = (SummedProduct(product, scale, ranks) for product in (self._output, self._down))
-        self._output, self._down = self._summed_output, self._summed_down
+        self._output, self._down = (SummedProduct(product, scale, ranks) for product in (self._output, self._down))
 
-    def __call__(self, residual: Residual, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> None:
-        """Adds the outputs of attention and MLP to the residual stream; if both read the same input, after one sum."""
-        if not (self._architecture.parallel and attention and mlp):
-            super().__call__(residual, inputs, attention=attention, mlp=mlp)
-            return
-        normed = residual.normed()
-        total = self._summed_output.partial(self._attention(normed, inputs))
-        total = total + self._summed_down.partial(self._mlp(normed, inputs))
-        self._ranks.sum(total)
-        residual.add(total, self._architecture.residual_scale)
-
-    def _normed_heads(self, heads: Tensor) -> Tensor:
+    def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Returns the heads with query and key heads normalised; a norm over all heads needs the sums of all ranks' squares."""
         if self._architecture.qk_norm != "all":
-            return super()._normed_heads(heads)
-        whole, weight = self._shard.architecture, self._qk_norm
-        assert weight is not None
+            return super()._normed_heads(heads, weight)
+        whole = self._shard.architecture
         part = heads.narrow(1, 0, self._heads + self._kv_heads)
         of_heads = part.float().square().sum(-1)  # [rows, heads]
         query, key = (each.sum(-1) for each in torch.split(of_heads, [self._heads, self._kv_heads], dim=1))

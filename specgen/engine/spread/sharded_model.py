@@ -10,15 +10,16 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import upload
-from specgen.engine.native.description import Architecture
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import layer_kinds
+from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import final_norm, layer_weights
-from specgen.engine.native.loading import norm_gain, open_weights, return_free_memory, table_names
+from specgen.engine.native.loading import open_model, return_free_memory, table_names
 from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, ProductFactory
-from specgen.engine.native.weight_files import WeightFiles
 from specgen.engine.spread.ranks import GatheredHead, Ranks, ShardedLayer
 from specgen.engine.spread.shards import LayerShard, Shard
+from specgen.engine.weights import WeightFiles
 
 
 class ShardedModel(NativeModel):
@@ -67,22 +68,19 @@ def load_shard(
     """
     shard = Shard.of(architecture, ranks.rank, ranks.size, name)
     with torch.no_grad():
-        files, names = open_weights(folder, name, architecture, device)
+        files, count = open_model(folder, name, architecture, device)
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, ranks)
         files.close()
-        kinds = layer_kinds(architecture)
-        layers = []
-        for index in range(len(names)):
+        (_, kinds), layers = layer_kinds(architecture, [device] * len(architecture.layers)), []
+        for index, kind in enumerate(kinds):
             tensors = LayerShard(files, shard, index)
-            weights = layer_weights(shard.local, tensors.names, tensors.take, dtype, gain)
-            kind = kinds.index(architecture.layers[index])
-            layers.append(ShardedLayer(shard, index, kind, weights, factory, ranks))
+            weights = layer_weights(shard.local, index, tensors.take, dtype, gain)
+            layers.append(ShardedLayer(shard, index, kind, weights, factory, ranks, gain))
             del weights
             files.close()
             if not files.are_copied:
                 return_free_memory()
-        files.check_all_taken(len(layers))
         min_rows = torch.tensor([factory.min_rows])
         ranks.broadcast(min_rows)  # measured by each rank; it is the width of the tensors that are summed
         return ShardedModel(
@@ -93,7 +91,7 @@ def load_shard(
             norm_gain=gain,
             min_rows=int(min_rows),
             exact=exact,
-            num_parameters=files.numbers_taken,
+            num_parameters=count,
             product_choices=factory.choices,
         )
 
@@ -103,17 +101,17 @@ def _tables(
 ) -> NativeParts:
     """Returns this rank's rows of the embedding and of the LM head, and the final norm."""
     architecture = shard.architecture
-    shape, own = (architecture.vocab_size, architecture.hidden_size), shard.stored_tokens
+    own = shard.stored_tokens
     embedding_name, head_name = table_names(files)
-    matrix = files.take_part(head_name, shape, 0, [own]).to(dtype)
+    matrix = files.take_part(head_name, 0, [own]).to(dtype)
     head = factory(functional.pad(matrix, (0, 0, 0, len(shard.tokens) - len(own))))
     if embedding_name == head_name and isinstance(head, DenseProduct):
         embedding = matrix
     elif files.are_copied:
-        embedding = files.take_part(embedding_name, shape, 0, [own]).to(dtype)
+        embedding = files.take_part(embedding_name, 0, [own]).to(dtype)
     else:  # the mapped file: it takes memory only for the rows that are used
         del matrix
         files.close()
-        embedding = files.take(embedding_name, shape)[own.start : own.stop]
-    norm, bias = final_norm(architecture, files.take, dtype, gain)
-    return NativeParts(embedding, norm, bias, GatheredHead(head, architecture.vocab_size, ranks))
+        embedding = files.take(embedding_name)[own.start : own.stop]
+    norm = final_norm(architecture, files.take, dtype, gain)
+    return NativeParts(embedding, norm, GatheredHead(head, architecture.vocab_size, ranks))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.native.description import Architecture
-from specgen.engine.native.tensor_names import LayerTensors, bias_of, layer_tensors
-from specgen.engine.native.weight_files import WeightFiles
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.layer_weights import LayerTensors, bias_of, layer_tensors
+from specgen.engine.weights import WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +86,31 @@ def _fits(ranks: int, heads: int, kv_heads: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The `ranges` of a tensor along `dimension`, in which the whole tensor has `length` rows or columns."""
+    """The `ranges` of a tensor along `dimension`."""
 
     dimension: int
-    length: int
     ranges: tuple[range, ...]
 
 
 class LayerShard:
-    """Reads one rank's part of the tensors of layer `index`. `names` are those that the part is made of."""
+    """Reads one rank's part of the tensors of layer `index`."""
 
     def __init__(self, files: WeightFiles, shard: Shard, index: int) -> None:
         self._files, self._shard = files, shard
         names = layer_tensors(shard.architecture, index)
-        q_norm, k_norm = names.q_norm, names.k_norm
-        if isinstance(q_norm, tuple) and isinstance(k_norm, tuple):  # one weight per head
-            for norm in (*q_norm, *k_norm):  # small; so those of other ranks' heads count as taken
-                files.take(norm, (shard.architecture.head_size,))
-            q_norm = q_norm[shard.heads.start : shard.heads.stop]
-            k_norm = k_norm[shard.kv_heads.start : shard.kv_heads.stop]
-        self.names = replace(names, q_norm=q_norm, k_norm=k_norm)
-        self._parts = _parts(shard, self.names)
+        self._parts = _parts(shard, names)
         self._added_once = {bias_of(names.output), bias_of(names.down)}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the rank's part, which has this shape, of the tensor `name`; see `WeightFiles.take`.
+    def take(self, name: str) -> torch.Tensor:
+        """Returns the rank's part of the tensor `name`; see `WeightFiles.take`.
 
         The biases of sums over all ranks are zero on all ranks but the first.
         """
         part = self._parts.get(name)
         if part is None:
-            tensor = self._files.take(name, shape)
+            tensor = self._files.take(name)
             return torch.zeros_like(tensor) if name in self._added_once and self._shard.rank else tensor
-        whole = (*shape[: part.dimension], part.length, *shape[part.dimension + 1 :])
-        return self._files.take_part(name, whole, part.dimension, part.ranges)
+        return self._files.take_part(name, part.dimension, part.ranges)
 
 
 def _parts(shard: Shard, names: LayerTensors) -> dict[str, _Part]:
@@ -132,22 +123,18 @@ def _parts(shard: Shard, names: LayerTensors) -> dict[str, _Part]:
     if len(names.qkv) == 1:
         offsets = 0, heads * size, (heads + kv_heads) * size
         ranges = tuple(_moved(part, offset) for part, offset in zip((queries, keys, keys), offsets, strict=True))
-        by_rows[names.qkv[0]] = _Part(0, (heads + 2 * kv_heads) * size, ranges)
+        by_rows[names.qkv[0]] = _Part(0, ranges)
     else:
-        for name, part, count in zip(names.qkv, (queries, keys, keys), (heads, kv_heads, kv_heads), strict=True):
-            by_rows[name] = _Part(0, count * size, (part,))
-    if len(names.gate_up) == 1 and architecture.gated_mlp:
-        by_rows[names.gate_up[0]] = _Part(0, 2 * width, (shard.neurons, _moved(shard.neurons, width)))
+        by_rows = {name: _Part(0, (part,)) for name, part in zip(names.qkv, (queries, keys, keys), strict=True)}
+    if len(names.gate_up) == 1:
+        by_rows[names.gate_up[0]] = _Part(0, (shard.neurons, _moved(shard.neurons, width)))
     else:
-        by_rows |= dict.fromkeys(names.gate_up, _Part(0, width, (shard.neurons,)))
+        by_rows |= dict.fromkeys(names.gate_up, _Part(0, (shard.neurons,)))
     parts = by_rows | {bias_of(name): part for name, part in by_rows.items()}
-    parts[names.output] = _Part(1, heads * size, (queries,))
-    parts[names.down] = _Part(1, width, (shard.neurons,))
-    factor = {"all": size, "heads_own": 1}.get(architecture.qk_norm or "")
-    if factor is not None:
-        for norm, own, count in ((names.q_norm, shard.heads, heads), (names.k_norm, shard.kv_heads, kv_heads)):
-            if isinstance(norm, str):
-                parts[norm] = _Part(0, count * factor, (_times(own, factor),))
+    parts[names.output] = _Part(1, (queries,))
+    parts[names.down] = _Part(1, (shard.neurons,))
+    if architecture.qk_norm == "all":
+        parts |= {norm: _Part(0, (part,)) for norm, part in ((names.q_norm, queries), (names.k_norm, keys)) if norm is not None}
     return parts
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
 from specgen.base.types import Context
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import ChoiceRule, ModelOutput, TokenChooser, chain_parents
+from specgen.engine.forward_pass import ModelOutput, chain_parents
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model_runner import ChoosingRunner, ModelRunner, room
+from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.text.translation import Translation
 
 
@@ -40,9 +39,6 @@ class TranslatedRunner:
         singles = enumerate(translation.target_to_draft)
         self._single = {id_: other for id_, other in singles if 0 <= other < runner.num_embeddings}
         self._widening = Widening(translation, runner.vocab_size, runner.device)
-        choosing = runner if penalties is None and isinstance(runner, ChoosingRunner) else None
-        self._choosing = choosing if self._widening.common <= self._single.keys() else None  # what can be drafted, can be run
-        self._to_draft = upload(torch.tensor([self._single.get(id_, 0) for id_ in range(self.vocab_size)]), runner.device)
         self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
         self._last_prompt: tuple[list[int], list[int]] = [], []  # the last prompt, and its translation
 
@@ -87,28 +83,6 @@ class TranslatedRunner:
             logits = torch.where(nothing, unpenalised.float(), logits)
         unrestricted = wide if wide.shape[1] > self.vocab_size else None
         return ModelOutput(logits, output.hidden_states, unpenalised, unrestricted=unrestricted)
-
-    def chooses_on_device(self, draft: Sequence[int] = ()) -> bool:
-        """Whether tokens after the chain `draft` can be chosen on the device: not after tokens that the draft model lacks."""
-        return self._choosing is not None and self._choosing.chooses_on_device() and self._single.keys() >= {*draft}
-
-    def chooser(self, rule: ChoiceRule) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule, in the target's ids."""
-        assert self._choosing is not None
-        chooser = self._choosing.chooser(_TranslatedRule(rule, self._widening, self._to_draft))
-        assert isinstance(chooser, _TranslatedChooser)
-        return chooser.of_target
-
-    def choose_next(self, rule: ChoiceRule, context: Context, draft: Sequence[int], level: int, levels: int) -> None:
-        """Chooses the next token of a chain, or the next level of a tree, on the device; see `ChoosingRunner`."""
-        assert self._choosing is not None
-        own, tokens = self._translated(context), [self._single[token] for token in draft]
-        self._choosing.choose_next(_TranslatedRule(rule, self._widening, self._to_draft), own, tokens, level, levels)
-
-    def count_chosen(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Counts draft nodes after the context as cached, which `choose_next` has run; see `ChoosingRunner`."""
-        assert self._choosing is not None
-        self._choosing.count_chosen([self._single.get(token, 0) for token in tokens], parents)
 
     def _translated(self, context: Context) -> Context:
         """Returns the draft model's context, after adding the tokens that have joined the target's since the last call."""
@@ -171,7 +145,7 @@ class TranslatedRunner:
 class Widening:
     """Moves logits of the draft's vocabulary to columns of the target's, followed by columns for the draft's other tokens.
 
-    `width` is the number of the target's columns, `common` are the target's tokens that the draft has.
+    `width` is the number of the target's columns.
     """
 
     def __init__(self, translation: Translation, columns: int, device: torch.device) -> None:
@@ -191,7 +165,7 @@ class Widening:
                     again.append([])
                 again[number - 1].append((target, width + len(others)))
             others.append(id_)
-        self.width, self.common = width, counts.keys()
+        self.width = width
         missing = [target for target, id_ in enumerate(first) if id_ < 0]
         self._origins = torch.tensor([*(max(id_, 0) for id_ in first), *others], device=device)
         self._missing = torch.tensor(missing, device=device) if missing else None
@@ -209,37 +183,3 @@ class Widening:
             total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, added))
             wide.index_copy_(1, kept, total).index_fill_(1, added, -torch.inf)
         return wide
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TranslatedRule:
-    """Chooses among the target's tokens by `rule`, from a draft model's logits. Implements `forward_pass.ChoiceRule`.
-
-    `to_draft` [target vocabulary] has the draft's id of each of the target's tokens that can be drafted.
-    """
-
-    rule: ChoiceRule
-    widening: Widening
-    to_draft: torch.Tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TranslatedRule) and self.rule == other.rule and self.widening is other.widening
-
-    def __hash__(self) -> int:
-        return hash((self.rule, id(self.widening)))
-
-    def chooser(self, vocab_size: int, device: torch.device) -> _TranslatedChooser:
-        return _TranslatedChooser(self, self.rule.chooser(self.widening.width, device))
-
-
-class _TranslatedChooser:
-    """Lets `of_target` choose among the target's tokens, and returns the draft's ids of those. Implements `TokenChooser`."""
-
-    def __init__(self, rule: _TranslatedRule, of_target: TokenChooser) -> None:
-        self.of_target, self._widening, self._to_draft = of_target, rule.widening, rule.to_draft
-        self.width, self.parents, self.state = of_target.width, of_target.parents, of_target.state
-
-    def __call__(self, logits: torch.Tensor, unrestricted: torch.Tensor | None = None) -> torch.Tensor:
-        wide, width = self._widening(logits), self._widening.width
-        tokens = self.of_target(wide[:, :width], wide if wide.shape[1] > width else None)
-        return self._to_draft.index_select(0, tokens)

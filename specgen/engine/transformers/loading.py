@@ -19,12 +19,12 @@ from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context
-from specgen.engine.extra_tensors import check_no_extra
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import TransformersModel
+from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
 _AGAIN = "Download or save it again"
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
@@ -139,11 +139,10 @@ def load_module(
 def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:
     """Raises SpecgenError if transformers found tensors missing, unexpected or of another shape than the config says."""
     if missing := sorted(report["missing_keys"]):
-        raise SpecgenError(f"{name} lacks {len(missing)} of its tensors (the first: {missing[0]})", _AGAIN)
+        raise missing_tensors(name, missing)
     if mismatched := sorted(report["mismatched_keys"]):
         key, *shapes = mismatched[0]
-        stored, expected = (" x ".join(map(str, shape)) for shape in shapes)
-        raise SpecgenError(f"{name}: {key} is {stored} in its file, but {expected} by its config.json", _AGAIN)
+        raise wrong_shape(name, key, *shapes)
     prediction_layers = getattr(config, "num_nextn_predict_layers", None)
     extra = prediction_layers if isinstance(prediction_layers, int) else 0
     check_no_extra(report["unexpected_keys"], name, config.num_hidden_layers, extra)

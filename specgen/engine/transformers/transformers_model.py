@@ -18,7 +18,8 @@ from specgen.engine.devices import move
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import of_transformers
-from specgen.engine.native.architecture import Architecture, read_architecture
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.families import read_architecture
 from specgen.engine.transformers.attention_masks import AttentionMasks, LayerMasks, Mask
 from specgen.engine.transformers.decoder_layers import (
     DecoderLayers,

@@ -1,0 +1,248 @@
+"""Reads single tensors from the safetensors files of a model, a trained head or an exit layer: only what is used is read.
+
+Use: open `WeightFiles`, `check` all tensors that there have to be, with their shapes, then `take` them one by one. Every problem
+is a SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specgen.base.errors import SpecgenError
+from specgen.base.sanitize import one_line
+
+Shape = tuple[int, ...]
+
+SINGLE_FILE = "model.safetensors"
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+AGAIN = "Download or save it again"
+_COPIED_BYTES = 1 << 26  # smaller files are copied, so that one that is written again cannot change the tensors
+_LONGEST_KEY = 80  # characters of a tensor's name in a message
+
+# Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
+# does not depend on: heads that predict several tokens, value heads, and encoders of pictures and sound.
+BUFFER = re.compile(r"\.(original_)?inv_freq$|\.(cos|sin)_cached$|(^|\.)position_ids$")
+_HARMLESS = re.compile(
+    BUFFER.pattern
+    + r"|(^|\.)(mtp|mtp_\w+|v_head|medusa_head|vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class WeightFiles:
+    """The tensors at `path` by name: of a file, or of a folder with the file `single` or an index of several files.
+
+    `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files, its key, into the name that it
+    has here; None leaves it out. `device` is where tensors are put. Only headers are read before `take` is called. Raises
+    SpecgenError for files that are missing or damaged, and for two keys with one name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        owner: str,
+        device: torch.device | None = None,
+        *,
+        single: str = SINGLE_FILE,
+        name_of: Callable[[str], str | None] = str,
+    ) -> None:
+        self.owner = owner
+        self._open: dict[Path, Any] = {}
+        self.use_device(device or torch.device("cpu"))
+        with reading_weights(owner):
+            self._paths = files_of_keys(path, single)
+            self.bytes = sum(each.stat().st_size for each in set(self._paths.values()))
+        self._keys: dict[str, str] = {}
+        self._name((name_of(key), key) for key in self._paths)
+
+    def _name(self, named: Iterable[tuple[str | None, str]]) -> None:
+        for name, key in named:
+            if name is None:
+                continue
+            if name in self._keys:
+                raise self.refuse(f"both {shown(self._keys[name])} and {shown(key)} are its {shown(name)}")
+            self._keys[name] = key
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Changes the names of all tensors. Messages still call a tensor by its key."""
+        old, self._keys = self._keys, {}
+        self._name((new_name(name), key) for name, key in old.items())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._keys.keys()
+
+    def key(self, name: str) -> str:
+        """Returns what the files call a tensor, for a message; the name itself if there is none."""
+        return shown(self._keys.get(name, name))
+
+    def shape(self, name: str) -> Shape:
+        """Returns the shape of a tensor. Raises SpecgenError if it is missing, or if its file is damaged."""
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            return tuple(self._slice(name).get_shape())
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The text in the header of the first file."""
+        with reading_weights(self.owner):
+            return self._file(next(iter(self._paths.values()))).metadata() or {} if self._paths else {}
+
+    def refuse(self, problem: str, hint: str = AGAIN) -> SpecgenError:
+        """Returns an error that says what is wrong with these files."""
+        return SpecgenError(f"{self.owner}: {problem}", hint)
+
+    def check(self, expected: Mapping[str, Shape]) -> None:
+        """Raises SpecgenError if one of the expected tensors is missing or has another shape."""
+        self._check_complete(expected)
+        for name, shape in expected.items():
+            if (found := self.shape(name)) != shape:
+                raise wrong_shape(self.owner, self.key(name), found, shape)
+
+    def check_no_others(self, known: Collection[str], layers: int) -> None:
+        """Raises SpecgenError for tensors that are not known by name and may matter; `layers`: see `check_no_extra`."""
+        check_no_extra((key for name, key in self._keys.items() if name not in known), self.owner, layers)
+
+    def _check_complete(self, names: Iterable[str]) -> None:
+        if missing := sorted(self._missing_key(name) for name in names if name not in self._keys):
+            raise missing_tensors(self.owner, missing)
+
+    def _missing_key(self, name: str) -> str:
+        """Returns what a missing tensor would be called in these files: most models' have the prefix `model.`."""
+        has_prefix = any(key == f"model.{other}" for other, key in self._keys.items())
+        return f"model.{name}" if has_prefix and not name.startswith("lm_head.") else name
+
+    def take(self, name: str) -> torch.Tensor:
+        """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the files are small.
+
+        Raises SpecgenError if it is missing or damaged, or holds no floating-point numbers.
+        """
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(self._keys[name])
+        self._check_dtype(name, tensor.dtype)
+        if self._device.type != "cpu":
+            return tensor.to(self._device)
+        return tensor.clone() if self.are_copied else tensor
+
+    def take_integers(self, name: str) -> torch.Tensor:
+        """Returns a vector of integers or booleans as int64 on the CPU. Raises SpecgenError if the tensor is something else."""
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(self._keys[name])
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() != 1:
+            found = f"{tensor.dim()}-dimensional {str(tensor.dtype).removeprefix('torch.')}"
+            raise self.refuse(f"{self.key(name)} has to be a vector of integers, not {found}")
+        return tensor.to("cpu", torch.int64)
+
+    def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
+        """Returns some rows (`dimension` 0) or columns (1) of a tensor, those of all `ranges`, as a copy. Reads nothing else."""
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            stored, slices = self._slice(name), [slice(part.start, part.stop) for part in ranges]
+            parts = [stored[part] if dimension == 0 else stored[:, part] for part in slices]
+        self._check_dtype(name, parts[0].dtype)
+        return torch.cat(parts, dim=dimension).to(self._device)
+
+    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
+        if dtype not in FLOATS:
+            stored = str(dtype).removeprefix("torch.")
+            raise self.refuse(f"{self.key(name)} is stored as {stored}", "Take weights in float32, bfloat16 or float16")
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether tensors are copies instead of views of the mapped files: always on an accelerator, and of small files."""
+        return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
+
+    def use_device(self, device: torch.device) -> None:
+        """Makes `device` the one that tensors are put on from now on."""
+        self.close()
+        self._device = device
+        self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
+
+    def close(self) -> None:
+        """Closes the files, which frees the memory of pages that no tensor uses any more. They are opened again when needed."""
+        self._open.clear()
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._paths[self._keys[name]]).get_slice(self._keys[name])
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device=self._opened_on)
+        return self._open[path]
+
+
+def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
+    """Returns the tensors of a model by their names without the prefix `model.`, which most files have."""
+    return WeightFiles(folder, owner, device, name_of=lambda key: key.removeprefix("model."))
+
+
+def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:
+    """Returns the file of each tensor: all of one file, or as the index in a folder says. Call it within `reading_weights`."""
+    file = path if path.is_file() else path / single
+    if file.is_file():
+        with safe_open(file, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), file)
+    index = file.with_name(f"{SINGLE_FILE}.index.json")
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return {key: index.parent / Path(name).name for key, name in files.items()}
+
+
+@contextmanager
+def reading_weights(owner: str) -> Iterator[None]:
+    """Turns errors of reading weight files into a SpecgenError that calls their owner by name."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        reason = one_line(" ".join(str(error).split()))[:160] or type(error).__name__
+        raise SpecgenError(f"cannot read the weights of {owner}: {reason}", AGAIN) from error
+
+
+def shown(text: object, longest: int = _LONGEST_KEY) -> str:
+    """Returns text from a file for a message: on one line, without control characters, and not too long."""
+    line = one_line(str(text))
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:
+    """Returns the error for files that lack these tensors."""
+    return SpecgenError(f"{owner} lacks {len(keys)} of its tensors (the first: {shown(keys[0])})", AGAIN)
+
+
+def wrong_shape(owner: str, key: str, found: Iterable[int], expected: Iterable[int]) -> SpecgenError:
+    """Returns the error for a tensor that has another shape than it has to have by the config."""
+    stored, wanted = (" x ".join(map(str, sizes)) or "a single number" for sizes in (found, expected))
+    return SpecgenError(f"{owner}: {key} is {stored} in its file, but has to be {wanted} by its config.json", AGAIN)
+
+
+def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_layers: int = 0) -> None:
+    """Raises SpecgenError if `keys`, of tensors that a model has no use for, contain others than harmless ones: then weights and
+    config do not belong together, and the model would generate nonsense.
+
+    `layers` is the number of the model's layers, after which its files may have `prediction_layers` further ones that predict
+    several tokens at once (`num_nextn_predict_layers`).
+    """
+
+    def predicts(key: str) -> bool:
+        found = _LAYER.search(key)
+        return found is not None and layers <= int(found[1]) < layers + prediction_layers
+
+    extra = sorted(key for key in keys if not _HARMLESS.search(key) and not predicts(key))
+    if extra:
+        tensors = "a tensor" if len(extra) == 1 else f"{len(extra):,} tensors"
+        raise SpecgenError(
+            f"{owner} has {tensors} that its config.json does not describe (the first: {shown(extra[0])})",
+            "Its weights and its config do not belong together: download or save it again",
+        )
