@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import specgen
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import exit_folder, kept_exit
+from specgen.base.files import exit_folder, kept_exit
 from specgen.cli.app import app
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder

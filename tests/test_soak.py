@@ -11,7 +11,7 @@ from cli_helpers import POSIX
 from families import LETTERS, exit_of, make_model, make_tokenizer, near_copy, save
 
 import specgen
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
 PROMPTS = ["abc abc", "hello hello", "the cat sat on the mat", "x y z x y"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specgen.base.environment import machine_in_words
+from specgen.base.machine import machine_in_words
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel

@@ -29,7 +29,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.methods.factory import derive_seed
+from specgen.decoding.drafting import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.pair.request import RESERVED
@@ -76,7 +76,7 @@ class Runner:
         pair: Pair,
         config: BenchmarkConfig,
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
-        held: Callable[[], AbstractContextManager[None]] = nullcontext,
+        held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.pair, self.config, self._write, self._held = pair, config, write, held
         self.results = Results(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specgen.base.environment import launch
+from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import load_yaml, write_whole
-from specgen.base.paths import pair_folder, readable
+from specgen.base.files import load_yaml, pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ class Profile(_StrictModel):
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """Returns the present conditions, which a profile of this pair has to match."""
-    from specgen.base.environment import machine, versions
+    from specgen.base.machine import machine, versions
     from specgen.engine.fingerprint import weights_fingerprint
 
     def described(model: LoadedModel) -> Model:
