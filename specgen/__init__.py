@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import __version__
 from specgen.base.types import Round, SamplingParams
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from specgen.pair.loading import load

@@ -159,7 +159,7 @@ def test_plain_decoding_comes_first_and_nothing_twice() -> None:
 
 
 def test_all_stands_for_the_whole_table_but_yardsticks() -> None:
-    from specgen.methods.table import METHODS
+    from specgen.methods import METHODS
 
     assert [spec.name for spec in parse_specs(["all"])] == [name for name in METHODS if name != "joint"]
     assert parse_specs(["all", "joint"])[-1].name == "joint"

@@ -22,7 +22,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.compare.prompts import load_prompts
 from specgen.engine.parts.exit_files import read_description
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.tune import profile as profiles
 
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")

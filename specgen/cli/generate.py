@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import interrupts
 from specgen.base.settings import parse_pairs
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
-from specgen.methods import table as methods
 from specgen.methods.method import Method
-from specgen.methods.missing_parts import no_draft_model, no_exit_layer, no_head
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,12 +124,10 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
         hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
         raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
     chosen = methods.find(name)
-    if chosen.needs_draft_model and not models.has_draft:
-        raise no_draft_model(chosen)
-    if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
-        raise no_exit_layer(chosen, models.target)
-    if chosen.head and "head" not in given and models.lacks_head(chosen.head):
-        raise no_head(chosen, models.target)
+    lacks_model = chosen.needs_draft_model and not models.has_draft
+    lacks_exit = chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer
+    if lacks_model or lacks_exit or (chosen.head and "head" not in given and models.lacks_head(chosen.head)):
+        raise chosen.without_part(models.target)
     return chosen
 
 

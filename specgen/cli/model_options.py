@@ -15,7 +15,7 @@ from specgen.base.files import kept_exit, kept_head
 from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli import options
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console

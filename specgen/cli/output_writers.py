@@ -17,8 +17,8 @@ from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
-    from specgen.decoding.parallel import Parallel
     from specgen.decoding.run import Run
+    from specgen.methods.pearl_schedule import Parallel
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
 

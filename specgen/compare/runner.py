@@ -29,7 +29,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.methods.factory import derive_seed
+from specgen.decoding.drafting import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.pair.request import RESERVED

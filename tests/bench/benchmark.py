@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specgen
 from specgen import demo
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
-from specgen.methods.table import find, resolve
+from specgen.methods import find, resolve
 from specgen.tune.outcome import counted
 
 PLAIN = "transformers"

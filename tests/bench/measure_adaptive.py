@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specgen
+from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policies import POLICIES
-from specgen.methods import table as methods
+from specgen.methods import POLICIES
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
