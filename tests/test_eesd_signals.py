@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import exit_layers_of, with_exit, make_model, model_of, random_predictor, save
+from families import exit_layers_of, make_model, model_of, random_predictor, save, with_exit
 from runner_checks import CountedLayers, every, uncached
 from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
@@ -22,9 +22,11 @@ from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree import TopKTreeDrafter
-from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
+from specgen.engine.parts.acceptance import ExitAcceptancePredictor
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.weights import ExitWeights
+from specgen.methods.runs import make_run
 from specgen.pair.pair import Pair
 
 DEPTH = 4
@@ -176,15 +178,14 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     module = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     model = model_of(module, "native")
     sampling = SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=4)
-    both = EarlyExit(model, exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
+    weights = ExitWeights(exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
+    both = make_runners(weights, model, None, lambda: None)
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        components = Setup(
-            both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.acceptance_predictor
-        )
+        components = Setup(both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.predictor)
         chosen = methods.resolve(method, settings, has_predictor=True)
-        return first_tokens(runs.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
+        return first_tokens(make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
         probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()

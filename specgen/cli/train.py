@@ -207,8 +207,9 @@ def load_objective(
     Transformers trains and saves it, whichever backend runs the target. Raises SpecgenError if it cannot be trained.
     """
     from specgen.engine.devices import pick_device
+    from specgen.engine.dtype_choice import choose_dtype
     from specgen.engine.model_loading import load_model
-    from specgen.engine.spread.device_map import place
+    from specgen.engine.spread.placement import place
     from specgen.pair.loading import model_sources, prepare_models
 
     part = request.part
@@ -219,13 +220,13 @@ def load_objective(
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if part is DRAFT)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    if drafts and (quantised := drafts[0].config.quantisation) is not None:
+    if drafts and (quantised := drafts[0].quantisation) is not None:
         raise SpecgenError(
-            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
+            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}",
             "Train the checkpoint that it was made from; drafts are quantised after training",
         )
     translation = _translation(prepared, drafts[0]) if drafts else None
-    chosen = prepared.choose_dtype(models.dtype, device)
+    chosen = choose_dtype(models.dtype, prepared, device)
     placement = place(models.device, [prepared], [chosen], None)
     on, layer_devices = (device, None) if placement is None else (placement.device, placement.layer_devices)
     target = load_model(prepared, on, chosen.dtype, announce, layer_devices=layer_devices)
@@ -233,7 +234,7 @@ def load_objective(
     make: Callable[..., Objective] = getattr(import_module(f"specgen.train.{module}"), name)
     if part is DRAFT:
         draft, dtype = _load_draft(models, drafts[0], device, announce)
-        draft = replace(draft, translation=translation)
+        draft.translation = translation
         return make(target, draft, dtype), draft
     if part is EXIT:
         own_head = request.exit_head == "own"

@@ -17,13 +17,13 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
@@ -45,7 +45,7 @@ class Pair:
     process that runs the draft model for PEARL; None if this process does.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None, worker: DraftWorker | None = None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft = target, draft
         self._is_closed = False
         self._reserved = 0  # tokens
@@ -54,7 +54,7 @@ class Pair:
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self.parts = PartStore(target, self._target_runner, self._penalties)
-        self._draft_runner: DraftModelRunner | None = None
+        self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
@@ -64,7 +64,7 @@ class Pair:
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
 
     @property
-    def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
+    def runners(self) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
         """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
         self.load_draft()
         return self._target_runner, self._draft_runner
@@ -83,7 +83,7 @@ class Pair:
         """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
         return [device for model in self._models(method) for device in model.devices]
 
-    def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
+    def _models(self, method: Method | None) -> list[LoadedModel]:
         uses_draft = method is None or method.uses_draft_model
         return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
 

@@ -23,7 +23,6 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.transformers.attention_masks import AttentionMasks
 from specgen.engine.transformers.quiet import quiet_transformers
-from specgen.engine.transformers.reference import transformers_module
 from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
 from specgen.train.divergence import divergence
 from specgen.train.generation import Purpose
@@ -100,7 +99,7 @@ class DraftObjective(Objective):
         self.draft, self._saved_dtype, self.device = draft, saved_dtype, draft.device
         self.settings = {"draft": weights_fingerprint(draft.folder)}
         self._dtype = torch.float32 if target.model.dtype == torch.float32 else torch.bfloat16
-        self._model = transformers_module(draft).to(torch.float32).requires_grad_(True)
+        self._model = draft.transformers_module.to(torch.float32).requires_grad_(True)
         self._masks = AttentionMasks(self._model)
         self.parameters = dict(self._model.named_parameters())
         self.vocabulary = self._model.get_output_embeddings().weight.shape[0]
