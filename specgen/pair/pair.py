@@ -34,10 +34,10 @@ from specgen.methods.method import Method
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
 from specgen.pair.exits import Exits
-from specgen.pair.figures import Summary, speed_without_prefill
+from specgen.pair.figures import Summary
 from specgen.pair.heads import Heads
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
-from specgen.pair.skip_search import NEW_TOKENS
+from specgen.pair.skip_search import NEW_TOKENS, speed_without_prefill
 from specgen.workers.draft_streams import streams_for
 from specgen.workers.process_worker import ProcessWorker
 from specgen.workers.stream_worker import StreamWorker

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from specgen.base.types import Round
 from specgen.engine.layer_skipping import SkippedLayers
 
 # To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
@@ -92,3 +93,10 @@ def _flipped(skips: SkippedLayers, layers: int, rng: random.Random) -> SkippedLa
         if kind != 0:
             mlp ^= {number}
     return SkippedLayers(frozenset(attention), frozenset(mlp))
+
+
+def speed_without_prefill(rounds: Iterable[Round]) -> float:
+    """Returns the tokens per second of all these rounds but prefills; 0 without any other round."""
+    counted = [round_ for round_ in rounds if round_.mode != "prefill"]
+    seconds = sum(sum(round_.seconds.values()) for round_ in counted)
+    return sum(len(round_.token_ids) for round_ in counted) / seconds if seconds else 0.0
