@@ -118,7 +118,7 @@ def _add_trained_parts(
     """
     try:
         if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
+            pair.exits.default = load_exit(Path(exit_layer), pair.target)
         else:
             pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
         pair.heads.is_bundled = is_bundled
@@ -225,7 +225,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    other.exits, other.heads, other.measurements.threads = pair.exits, pair.heads, pair.measurements.threads
     return other
 
 
