@@ -13,8 +13,7 @@ from fuzz_inputs import ESCAPE
 from fuzz_materials import Materials
 
 from specgen.compare.baselines import BASELINES
-from specgen.decoding.policies import POLICIES
-from specgen.methods.table import METHODS, known_settings
+from specgen.methods import METHODS, POLICIES, known_settings
 
 LONG = "a" * 5000
 BYTES = os.fsdecode(b"a\xff")  # an argument that is not UTF-8

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import specgen
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
 SETTINGS: dict[str, dict[str, object]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}  # else the time of a pass decides

@@ -21,9 +21,9 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import deferred_model
+from specgen.engine.model_loading import ModelSource
 from specgen.pair import loading
-from specgen.workers.messages import LoadModel
-from specgen.workers.worker_loop import serve
+from specgen.workers.server import serve
 
 NOTHING: dict[str, Any] = {}
 
@@ -40,7 +40,7 @@ def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     here, there = Pipe()
     with here, there:
-        here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
+        here.send((7, "load", (ModelSource(folder, "a draft"), "cpu", "float32", 1, None)))
         threading.Thread(target=serve, args=(there, -1, Mock()), daemon=True).start()
         serial, error = here.recv()
     assert (serial, type(error)) == (7, SpecgenError)

@@ -15,16 +15,15 @@ from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
 
 import specgen
+from specgen import methods
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy, Signals
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
-from specgen.methods import factory
-from specgen.methods import table as methods
 from specgen.pair.pair import Pair
 
 DEPTH = 4
@@ -105,7 +104,7 @@ def check_signals(
 def test_signals_of_a_chain(signals: set[str], temperature: float) -> None:
     runner, predictor, policy = PathRunner(3), RecordingPredictor(), RecordingPolicy(frozenset(signals))
     sampling = SamplingParams(temperature=temperature)
-    drafter = ModelDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB, 5, acceptance_predictor=predictor))
+    drafter = ModelDrafter(Setup(runner, sampling, frozenset(), VOCAB, 5, acceptance_predictor=predictor))
     draft = drafter.propose(Context(PROMPT), policy, 9)
     paths = [draft.tokens[: length + 1] for length in range(DEPTH)]
     assert paths[-1] == draft.tokens
@@ -139,7 +138,7 @@ def test_signals_of_a_tree_are_those_of_each_levels_likeliest_node() -> None:
     for seed in range(12):
         runner, predictor = PathRunner(seed, scale=1.0), RecordingPredictor()
         policy = RecordingPolicy(frozenset({PREDICTED, "entropy", "prob"}))
-        drafter = TopKTreeDrafter(DraftSetup(runner, vocab_size=VOCAB, acceptance_predictor=predictor), width=2)
+        drafter = TopKTreeDrafter(Setup(runner, vocab_size=VOCAB, acceptance_predictor=predictor), width=2)
         draft = drafter.propose(Context(PROMPT), policy, 9)
         nodes, best = likeliest_tree(runner, 2)
         assert paths_of(draft) == nodes
@@ -179,11 +178,11 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        components = factory.Components(
-            both.target, both.draft, sampling, frozenset(), VOCAB, seed, acceptance_predictor=both.acceptance_predictor
+        components = Setup(
+            both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.acceptance_predictor
         )
         chosen = methods.resolve(method, settings, has_predictor=True)
-        return first_tokens(factory.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
+        return first_tokens(runs.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
         probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
@@ -223,7 +222,7 @@ def test_two_interleaved_runs_are_as_two_runs_one_after_the_other(
     """The same output and the same scores, although each run's rounds take the KV caches from the other's."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
     pair = Pair(specgen.load(folder, device="cpu", dtype="float32").target, None)
-    pair.exit_layer = exit_of(pair.target, 2)
+    pair.exits.default = exit_of(pair.target, 2)
     scores, sampling = scores_of(pair, monkeypatch), SamplingParams(24, temperature, seed=3, ignore_eos=True)
     prompts = [1, 5, 6, 7, 8, 9], [1, 5, 6, 11, 12]
     apart: list[tuple[list[int], list[float]]] = []

@@ -24,7 +24,7 @@ from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.text.tokenizer import Detokenizer
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.engine.transformers.reference import transformers_module
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
 PENALTIES: list[dict[str, Any]] = [

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,20 @@ from families import CONTEXT, LETTERS, NATIVE, make_model, make_tokenizer, save
 from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
-from specgen import demo
-from specgen.base.environment import Launch
+from specgen import demo, methods
+from specgen.base.machine import Launch
 from specgen.base.settings import Setting
 from specgen.base.timing import timed
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
-from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
 from specgen.engine.transformers.reference import transformers_module
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
 from specgen.view import pair_report
@@ -226,16 +225,16 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a method lacks is found by planning a run with it."""
-    picky = Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
+    picky = replace(methods.find("lookup"), name="picky", policy="fixed", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = factory.make_run
+    planned = runs.make_run
 
     def refusing(method: Method, *rest: Any, **given: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
         return planned(method, *rest, **given)
 
-    monkeypatch.setattr(factory, "make_run", refusing)
+    monkeypatch.setattr(runs, "make_run", refusing)
     line = json_report(inspect, "-t", strangers[0], "--measure")
     assert line["methods"]["picky"] == {
         "ready": False,
@@ -315,7 +314,7 @@ def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest
         assert pair_inspection.engine_choices(pair).threads is None
         pair.warm_up()
         choices = pair_inspection.engine_choices(pair)
-    assert choices.threads == pair.thread_choice
+    assert choices.threads == pair.measurements.threads
     assert choices.threads is not None
     assert choices.threads.reason == "OMP_NUM_THREADS is set"
     assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer

@@ -20,9 +20,9 @@ import specgen
 from specgen.base.types import Round, SamplingParams
 from specgen.engine.transformers.reference import transformers_module
 from specgen.engine.transformers.transformers_model import TransformersModel
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair, Result
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)
 LOSSY = {"mtad", "bild", "joint"}
@@ -46,7 +46,7 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
         expected.append(int(table.row([*PROMPT, *expected]).argmax()))
     setting = LENGTH_SETTINGS.get(method)
     runner, sampling = TableRunner(draft), SamplingParams(max_new_tokens=limit)
-    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+    with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
         run = scripted_run(method, {setting: length} if setting else {}, table, runner, sampling, eos=eos, worker=worker)
         rounds = list(run.rounds())
     assert ids_of(rounds) == expected
@@ -64,7 +64,7 @@ def several_ends(models_folder: Path) -> Pair:
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
     pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair.exit_layer, pair._process_worker = exit_of(pair.target, 1), None
+    pair.exits.default, pair._worker = exit_of(pair.target, 1), None
     return pair
 
 

@@ -11,7 +11,7 @@ from cli_helpers import POSIX
 from families import LETTERS, exit_of, make_model, make_tokenizer, near_copy, save
 
 import specgen
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
 PROMPTS = ["abc abc", "hello hello", "the cat sat on the mat", "x y z x y"]
@@ -25,8 +25,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Pair]:
 
     def made() -> Pair:
         pair = specgen.load(*names, device="cpu", dtype="float32")
-        pair.exit_layer = exit_of(pair.target, 1)
-        pair._process_worker = None  # PEARL's draft in a thread: test_workers has the process
+        pair.exits.default = exit_of(pair.target, 1)
+        pair._worker = None  # PEARL's draft in a thread: test_workers has the process
         return pair
 
     return made

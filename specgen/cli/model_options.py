@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import kept_exit, kept_head
+from specgen.base.files import kept_exit, kept_head
+from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli import options
-from specgen.cli.interrupts import interrupt_watch
-from specgen.methods.table import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,17 +142,12 @@ def open_pair(
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.pair.loading import load
 
-        interrupt_watch.check()
+        interrupts.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
         if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
             pair = tuned_draft(pair, process)
-        runs_here = sequential or (parallel and pair.drafts_here(METHODS["pearl"]))
-        if pair.draft is not None and pair.draft.refusal is None and runs_here:
-            loading.announce(f"loading {pair.draft.name}")
-            pair.load_draft()
-        loading.announce("warming up")
-        pair.warm_up()
-        interrupt_watch.check()
+        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
+        interrupts.check()
     for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
         if warning is not None and not quiet:
             err.print(Text(f"warning: {warning}"), soft_wrap=True)

@@ -118,7 +118,7 @@ def _seconds(request: TrainRequest) -> float | None:
 
 def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> Path:
     """Returns the folder for the result if the user names none."""
-    from specgen.base.paths import head_folder, pair_folder
+    from specgen.base.files import head_folder, pair_folder
     from specgen.engine.fingerprint import weights_fingerprint
     from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS
 

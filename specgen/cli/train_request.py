@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.methods import table as methods
 
 DEFAULT_MINUTES = 10.0
 _EXIT_OPTIONS = ("--layer", "--exit-layers", "--exit-head")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import RunError
 from specgen.base.files import make_writable_folder
-from specgen.base.json_lines import print_json
-from specgen.base.sanitize import print_result
+from specgen.base.interrupts import interrupts
+from specgen.base.text import print_json, print_result
 from specgen.cli.error_reporting import INTERRUPTED
 from specgen.cli.model_options import ModelOptions, disable_hub_progress
 from specgen.cli.train_request import TrainRequest
@@ -40,7 +37,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
         loading.announce("reading texts")
         task = training_task(models, request, loaded, prompts)
     make_writable_folder(task.folder)
-    with _stop_on_interrupt() as stop_requested, Progress(err, quiet=quiet) as progress:
+    with interrupts.held(raises=False) as stop_requested, Progress(err, quiet=quiet) as progress:
         bars = TrainingLine(progress, stop_requested)
         target = loaded.target
         bars.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
@@ -61,20 +58,3 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
     return None
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C was pressed. The first Ctrl-C does nothing else; the second one interrupts."""
-    received: list[int] = []
-
-    def handle(signum: int, _: object) -> None:
-        received.append(signum)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from specgen.base.environment import launch
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import launch
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.environment import launch
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.machine import launch
 from specgen.base.settings import Setting, Value
 
 if TYPE_CHECKING:

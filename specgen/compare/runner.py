@@ -29,9 +29,10 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.methods.factory import derive_seed
+from specgen.decoding.drafting import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
+from specgen.pair.pair import capture_passes, devices
 from specgen.pair.request import RESERVED
 from specgen.traces.reader import TracedRound, TracedRun
 
@@ -76,7 +77,7 @@ class Runner:
         pair: Pair,
         config: BenchmarkConfig,
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
-        held: Callable[[], AbstractContextManager[None]] = nullcontext,
+        held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.pair, self.config, self._write, self._held = pair, config, write, held
         self.results = Results(config)
@@ -85,7 +86,7 @@ class Runner:
         self.seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
-        self._meter = energy_meter_for(pair.devices()) if config.energy else None
+        self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
@@ -138,7 +139,7 @@ class Runner:
         for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
-            self.pair.capture_passes(shortest, longest)
+            capture_passes(self.pair, shortest, longest)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):

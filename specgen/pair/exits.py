@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.early_exit import EarlyExit
 from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, Exit, FoundExit, load_exit
-from specgen.methods import table as methods
 from specgen.methods.method import Method
-from specgen.methods.missing_parts import no_exit_layer
 
 
 class Exits:
@@ -75,7 +74,7 @@ class Exits:
         if found is None:
             self._target.model.check_layers("early exit")
             bundled = self._target.name.startswith("demo/")
-            raise self.refusal or no_exit_layer(method, None if bundled else self._target.name)
+            raise self.refusal or method.without_part(None if bundled else self._target.name)
         if id(found) not in self._runners:
             both = (self._penalties(), self._penalties())
             early = EarlyExit(self._target.model, found.layer, found.description.after, found.predictor, penalties=both)

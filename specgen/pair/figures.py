@@ -34,9 +34,9 @@ class Summary:
 
     `drafts` counts the rounds with a draft, `ties` tokens that the target chose between equal logits (half precision).
     `log_likelihood` (nats) is that of the generated tokens under the target at temperature 1. `joules` are those beyond idle
-    power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` of all seconds were for capturing
-    CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by phase. `parallel`: drafts
-    were made during target passes (PEARL).
+    power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` of all seconds were for
+    capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by phase.
+    `parallel`: drafts were made during target passes (PEARL).
     """
 
     method: str

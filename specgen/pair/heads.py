@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -15,9 +16,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.head_files import FoundHead, Head, load_head
 from specgen.engine.parts.head_runners import HeadRunners
 from specgen.engine.parts.weights import KINDS, EagleWeights, HeadKind, HeadWeights, without_tensors
-from specgen.methods import table as methods
 from specgen.methods.method import Method
-from specgen.methods.missing_parts import no_head
 
 
 class Heads:
@@ -98,7 +97,7 @@ class Heads:
         head = self.get(method, name)
         if head is None:
             bundled = self._target.name.startswith("demo/")
-            error = self.found(method.head).refusal or no_head(method, None if bundled else self._target.name)
+            error = self.found(method.head).refusal or method.without_part(None if bundled else self._target.name)
             if self._named is not None:
                 kind = self._named.weights.kind
                 given = f"the head {self._named.path} is for {kind}, not for {method.name}"

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from filelock import FileLock, Timeout
 
-from specgen.base.environment import machine, thread_settings, versions
-from specgen.base.files import write_whole
-from specgen.base.paths import cache_folder
+from specgen.base.files import cache_folder, write_whole
+from specgen.base.machine import machine, thread_settings, versions
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 
 if TYPE_CHECKING:
     from specgen.decoding.costs.round_costs import RoundCosts
-    from specgen.decoding.learned_drafting import Learned
     from specgen.engine.deferred_model import DraftModel
     from specgen.engine.timing import ThreadChoice
+    from specgen.methods.learned_drafting import Learned
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -39,8 +38,8 @@ class Measurements:
     """What was measured for these models. `draft` is None if there is none.
 
     `kind` names a type of measurement; `key`, a tuple of JSON values, says what it depends on apart from the models and the
-    machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads` is the number of CPU
-    threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result of `specgen tune`)
+    machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads` is the number of
+    CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result of `specgen tune`)
     sets `tuned_costs`, seconds of rounds by `Method.cost_kind`, and `tuned_learned`, what the length policy `adaptive` learned
     during tuning, by the drafter's name.
     """

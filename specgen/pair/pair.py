@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.adaptive import Adaptive
-from specgen.decoding.components import Components
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.decoding.parallel import DraftWorker
+from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.decoding.suffix_index import SuffixHistory
 from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
@@ -28,9 +26,10 @@ from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.timing import pick_threads
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
+from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
+from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
 from specgen.pair.exits import Exits
@@ -38,10 +37,7 @@ from specgen.pair.figures import Summary
 from specgen.pair.heads import Heads
 from specgen.pair.measurements import Key, Measurements
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
-from specgen.workers.draft_streams import streams_for
-from specgen.workers.process_worker import ProcessWorker
-from specgen.workers.stream_worker import StreamWorker
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 
 class Pair:
@@ -51,12 +47,12 @@ class Pair:
     process that runs the draft model for PEARL; None if this process does.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None, worker: ProcessWorker | None = None) -> None:
+    def __init__(self, target: LoadedModel, draft: DraftModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
         self._is_closed = False
         self._reserved = 0  # tokens
-        self._worker: ProcessWorker | ThreadWorker | StreamWorker | None = worker
+        self._worker = worker
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: DraftModelRunner | None = None
         self.exits = Exits(target, self._penalties)
@@ -174,7 +170,7 @@ class Pair:
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = self._components(method, sampling, request.capacity)
         components = replace(components, seed=seed, eos_ids=eos_ids, record=request.record)
-        worker = passes = None
+        passes = None
         is_measured = method.is_parallel and settings.values["window"] == "auto"
         if method.needs_exit_layer or method.head:
             components = self._with_trained_part(components, method, settings)
@@ -184,7 +180,7 @@ class Pair:
                 settings = settings.with_value("skip", skips)
             components = replace(components, draft=self._skipping_runner(str(settings.values["skip"])))
         elif method.is_parallel and self.draft is not None:
-            worker = draft_worker(self)
+            components = replace(components, worker=draft_worker(self))
             key = self._passes_key(request.typical_length, sampling, record=request.record)
             if is_measured or self._knowledge.reads_pass_costs(request):
                 passes = prepared(method, self.measurements.find(preparation.PASSES, key))
@@ -202,10 +198,10 @@ class Pair:
         prompt_ids = request.prompt_ids
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock, costs = Clock(device_timer(self.target.device)), passes if is_measured else None
-        given = components, Context(prompt_ids), request.limit, stops, clock, worker
-        return factory.make_run(method, settings, *given, costs=costs, check=check)
+        given = components, Context(prompt_ids), request.limit, stops, clock
+        return runs.make_run(method, settings, *given, costs=costs, check=check)
 
-    def _with_trained_part(self, components: Components, method: Method, settings: Settings) -> Components:
+    def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
         if method.head:
             runners = self.heads.runners(method, str(settings.values["head"]))
@@ -215,7 +211,7 @@ class Pair:
         early.reserve(components.capacity)
         return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
 
-    def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Components:
+    def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
 
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
@@ -226,7 +222,7 @@ class Pair:
             if runner is not None:
                 runner.reserve(capacity)
         tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
-        return Components(target, draft, sampling, frozenset(), target.vocab_size, 0, capacity, tokenizers=tokenizers)
+        return Setup(draft, sampling, vocab_size=target.vocab_size, target=target, capacity=capacity, tokenizers=tokenizers)
 
     def _drafts_here(self, method: Method) -> bool:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
@@ -261,14 +257,18 @@ class Pair:
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
         return runner.log_likelihood(prompt_ids, token_ids)
 
-    def warm_up(self, announce: Callable[[str], None] = lambda _: None, methods: Iterable[Method] = ()) -> None:
+    def warm_up(
+        self, announce: Callable[[str], None] = lambda _: None, *, sequential: bool = False, parallel: bool = False
+    ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
-        Loads the draft model's weights if one of `methods` will use them in this process. `announce` is called with a short
+        Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
+        pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
         description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
         what suits this pair. So a library that uses specgen should not call it.
         """
-        if self.draft is not None and self.draft.refusal is None and any(map(self._drafts_here, methods)):
+        needs_draft = sequential or (parallel and self._worker is None)
+        if self.draft is not None and self.draft.refusal is None and needs_draft:
             announce(f"loading {self.draft.name}")
             runners(self)
         announce("warming up")
@@ -334,7 +334,7 @@ def runners(pair: Pair) -> tuple[ModelRunner, DraftModelRunner | None]:
     return pair._target_runner, pair._draft_runner
 
 
-def loaded_models(pair: Pair) -> list[Model]:
+def _loaded_models(pair: Pair) -> list[Model]:
     """Returns the target and, if its weights are loaded in this process, the draft model."""
     draft = pair.draft if pair._draft_runner is not None else None
     return [pair.target.model, *(() if draft is None else (draft.model,))]
@@ -345,8 +345,13 @@ def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
 
     For measurements, before the first measured run of each method and after one that is not.
     """
-    for model in loaded_models(pair):
+    for model in _loaded_models(pair):
         model.capture_passes(shortest, longest)
+
+
+def capture_seconds(pair: Pair) -> float:
+    """Returns the seconds that it took so far in this process to capture passes on a GPU."""
+    return sum(model.capture_seconds for model in _loaded_models(pair))
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
@@ -365,9 +370,7 @@ def draft_worker(pair: Pair) -> DraftWorker:
     if pair._worker is None:
         draft = runners(pair)[1]
         assert draft is not None
-        pair._worker = ThreadWorker(draft)
-        if (target := pair.target.device).type == "cuda":
-            pair._worker = StreamWorker(draft, streams_for(draft.device, target))
+        pair._worker = DraftWorker.in_this_process(draft, pair.target.device)
     return pair._worker
 
 

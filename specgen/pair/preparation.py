@@ -2,8 +2,8 @@
 
 PEARL's window needs the seconds of the models' forward passes. The layers to skip are the set with the highest measured decoding
 speed (Zhang et al. 2023, section 3.3). A set says of each layer whether its attention, its MLP or both are skipped. The authors
-run 1,000 trials of a Bayesian optimiser. This search ends within seconds. It first measures good guesses: layers evenly spread, or
-in the middle of the model. Then it changes one or two layers of the best set at a time and keeps what is faster.
+run 1,000 trials of a Bayesian optimiser. This search ends within seconds: it measures good guesses (layers evenly spread, or in
+the middle of the model), then changes one or two layers of the best set at a time and keeps what is faster.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specgen import methods
+from specgen.base import schema
 from specgen.base.errors import SpecgenError
-from specgen.base.files import load_yaml
-from specgen.base.paths import examples_file
+from specgen.base.files import examples_file
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import SkippedLayers
 from specgen.engine.model_loading import LoadedModel
-from specgen.methods import table as methods
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair.measurements import Key, Measurements
 
 if TYPE_CHECKING:
-    from specgen.decoding.components import Components
-    from specgen.decoding.parallel import DraftWorker
+    from specgen.decoding.drafting import Setup
     from specgen.engine.deferred_model import DraftModel
+    from specgen.workers.worker import DraftWorker
 
 PASSES, SKIPS = "passes", "skips"
 """The kinds of measurements: `ParallelCosts` by `passes_key`, and skipped layers in the notation of the `skip` setting."""
@@ -50,9 +50,7 @@ def passes_key(worker: DraftWorker, sampling: SamplingParams, length: int, *, re
     return longest, *logits, worker.kind, worker.threads, record
 
 
-def measure_passes(
-    target: LoadedModel, draft: DraftModel, worker: DraftWorker, components: Components, length: int
-) -> ParallelCosts:
+def measure_passes(target: LoadedModel, draft: DraftModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
     """Measures the seconds of passes of both models while both run at once, after a context of about `length` tokens.
 
     `worker` runs the draft model; waits until it is ready. `components` are those of a run whose times are needed. Times are
@@ -68,6 +66,7 @@ def measure_passes(
         for model in (target, draft) if worker.kind != "process" else (target,):
             model.model.capture_passes(length, length + widest)
 
+    assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)
     return time_parallel_passes(components.target, drafter, context, timer, widest, worker.kind == "stream", capture)
 
@@ -94,7 +93,7 @@ def example_prompts(target: LoadedModel) -> list[list[int]]:
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
-    for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
+    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]:
         if entry.get("tuning"):  # others are for comparisons
             texts.setdefault(entry["category"], entry["prompt"])
     found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specgen.base.environment import versions
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import versions
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.train.corpus import Corpus
 

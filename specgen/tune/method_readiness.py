@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.decoding.adaptive import Adaptive
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.parts.exit_files import find_exit, read_named_description
 from specgen.engine.parts.head_files import find_head, load_head
 from specgen.engine.parts.weights import KINDS
-from specgen.methods import table as methods
-from specgen.methods.method import Method
-from specgen.methods.missing_parts import head_training_command, training_command
+from specgen.methods.adaptive import Adaptive
+from specgen.methods.method import EXIT, Method, training_command
 from specgen.pair.pair import Pair
 
 if TYPE_CHECKING:
@@ -69,13 +68,13 @@ def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, R
     else:
         try:
             if find_exit(target.name, target.folder, is_bundled=is_bundled) is None:
-                missing["exit"] = Readiness(False, "no exit layer", f"train one with {training_command(location)}")
+                missing["exit"] = Readiness(False, "no exit layer", f"train one with {training_command(EXIT, location)}")
         except SpecgenError as error:
             missing["exit"] = Readiness(False, error.message, error.hint)
     named = None if parts.head is None else _checked_kind(parts.head, target)
     for kind in KINDS:
         if kind != named and find_head(kind, target.name, target.folder, is_bundled=is_bundled) is None:
-            missing[kind] = Readiness(False, "no head", f"train one with {head_training_command(kind, location)}")
+            missing[kind] = Readiness(False, "no head", f"train one with {training_command(kind, location)}")
     return missing
 
 

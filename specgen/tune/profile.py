@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import load_yaml, write_whole
-from specgen.base.paths import pair_folder, readable
+from specgen.base.files import load_yaml, pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
     from specgen.engine.deferred_model import DraftModel
-    from specgen.pair.drafting_knowledge import DraftingKnowledge
+    from specgen.pair.measurements import Measurements
     from specgen.pair.pair import Pair
 
 FILE = "profile.yaml"
@@ -186,10 +185,10 @@ class Profile(_StrictModel):
                 raise ValueError(f"measured.learned.{drafter}: {error}") from error
         return self
 
-    def inform(self, knowledge: DraftingKnowledge) -> None:
+    def inform(self, measurements: Measurements) -> None:
         """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
-        knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
-        knowledge.tuned_learned = {
+        measurements.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        measurements.tuned_learned = {
             drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
         }
 
@@ -226,7 +225,7 @@ class Profile(_StrictModel):
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """Returns the present conditions, which a profile of this pair has to match."""
-    from specgen.base.environment import machine, versions
+    from specgen.base.machine import machine, versions
     from specgen.engine.fingerprint import weights_fingerprint
 
     def described(model: DraftModel) -> Model:

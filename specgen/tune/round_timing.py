@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, cast
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Round, SamplingParams
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.drafter_kinds import EXIT, MODEL
-from specgen.decoding.length_policy import Signals
-from specgen.decoding.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
-from specgen.decoding.parallel import Parallel
+from specgen.decoding.policy import Signals
+from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
+from specgen.methods.pearl_schedule import Parallel
+from specgen.pair.pair import capture_passes
 from specgen.tune.request import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from specgen.decoding.drafters import Drafter
+    from specgen.decoding.drafting import Drafter
     from specgen.pair.pair import Pair
     from specgen.tune.recorded_drafts import ReferenceOutput
 
@@ -38,7 +38,7 @@ NEW_TOKENS = 96  # tokens that one run generates at most
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 SHORT_PROMPT = 48  # tokens of the shorter context
 _TURNS = 2  # each kind of rounds is timed in this many turns
-_LABELS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
+_LABELS = {"echo": "the target alone", "parallel": "pearl", "model": "with the draft", "exit": "with the exit layer"}
 
 
 Samples = dict[Any, list[float]]  # measured seconds, by what was measured (such as a number of tokens)
@@ -129,7 +129,7 @@ class RoundProbe:
                 if round_ is None:
                     break
                 if position == WARM_UP - 1:
-                    self._pair.capture_passes(len(timings.prompt), len(run.context) + NEW_TOKENS)
+                    capture_passes(self._pair, len(timings.prompt), len(run.context) + NEW_TOKENS)
                 if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
                     timings.add(round_, max(self._sweep.levels, round_.draft.levels), with_signals, len(run.context))
                     counted += 1
@@ -320,8 +320,8 @@ def _probes(
     given = (prompts, sampling)
     probes: dict[str, RoundProbe | ParallelProbe] = {
         "echo": RoundProbe(pair, "ar", *given, lengths=(0, *lengths), drafter=RepeatDrafter()),
-        MODEL.cost_kind: RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
-        EXIT.cost_kind: RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
+        "model": RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
+        "exit": RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
         "parallel": ParallelProbe(pair, *given),
     }
     return {kind: probes[kind] for kind in kinds}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.base.prefill_progress import prefill_reports
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.view.theme import SHORTEST_WRAP, width, wrapped
 
 if TYPE_CHECKING:

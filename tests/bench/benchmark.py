@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specgen
 from specgen import demo
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
-from specgen.methods.table import find, resolve
+from specgen.methods import find, resolve
+from specgen.pair.pair import runners
 from specgen.tune.outcome import counted
 
 PLAIN = "transformers"
@@ -75,11 +76,11 @@ class ForwardClock:
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        runners = [runner for runner in pair.runners if runner is not None]
-        if pair.exit_layer is not None:
+        both_runners = [runner for runner in runners(pair) if runner is not None]
+        if pair.exits.default is not None:
             both = pair.exits.runners(find("eesd"))
-            runners += [both.target, both.draft]
-        for runner in runners:
+            both_runners += [both.target, both.draft]
+        for runner in both_runners:
             runner._forward = self._timed(runner._forward)
 
     def _timed(self, forward: ForwardFunction) -> ForwardFunction:

@@ -14,8 +14,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.base.errors import SpecgenError, is_out_of_memory
-from specgen.base.files import whole_file, write_whole
-from specgen.base.paths import EXIT_WEIGHTS, kept_exit
+from specgen.base.files import EXIT_WEIGHTS, kept_exit, whole_file, write_whole
 from specgen.engine.exit_parts import Predictor, check_exit_depth, check_exit_layers
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import ExitLayers

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import HEAD_DESCRIPTION
+from specgen.base.files import HEAD_DESCRIPTION
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_tensors import shown

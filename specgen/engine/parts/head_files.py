@@ -14,8 +14,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.files import whole_file, write_whole
-from specgen.base.paths import HEAD_DESCRIPTION, kept_head
+from specgen.base.files import HEAD_DESCRIPTION, kept_head, whole_file, write_whole
 from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_config

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from specgen.base.errors import SpecgenError
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.engine.weights import BUFFER, FLOATS, files_of_keys, reading_weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from specgen.base.errors import RunError, SpecgenError, first_problem, is_out_of_memory
 from specgen.base.files import load_yaml
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 
 DescriptionT = TypeVar("DescriptionT")
 PartT = TypeVar("PartT")

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from specgen.base import heartbeat
-from specgen.base.environment import Launch, launch
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.heartbeat import INTERVAL, LOOK, SilenceWatch, beat_while_parent_lives
+from specgen.base.machine import Launch, launch
 from specgen.engine.model_loading import ModelConfig, ModelSource, check_weight_files
 from specgen.engine.spread.distributed_model import DistributedModel
 from specgen.engine.spread.follower import Follower
