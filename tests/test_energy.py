@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +12,9 @@ import pytest
 import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
-from runner_checks import every
 
 from specgen.base import energy
-from specgen.base.energy import Energy, EnergyMeter, GpuCounter, RaplZone, energy_meter_for
-from specgen.base.types import SamplingParams
-from specgen.compare.method_specs import parse_spec
-from specgen.compare.prompts import Prompt
-from specgen.compare.results import BenchmarkConfig
-from specgen.compare.runner import Runner
-from specgen.pair.figures import Summary
+from specgen.base.energy import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine
@@ -39,17 +30,16 @@ def zone(root: Path, number: str, name: str, microjoules: int = 0, size: int = R
 
 
 class TestRapl:
-    def test_a_recorded_counter_with_two_wraps(self, tmp_path: Path) -> None:
-        recorded = [RANGE - 5_000_000, RANGE - 1_000_000, 2_000_000, 150_000_000_000, 1_000_000]
-        folder = zone(tmp_path, "0", "package-0", recorded[0])
-        counter = RaplZone(folder)
-        assert counter.name == "RAPL package-0"
+    def test_a_counter_that_restarts_during_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(energy, "_TICK", 0)
+        folder = zone(tmp_path, "0", "package-0", RANGE - 5_000_000)
+        meter = EnergyMeter(energy_meter_for([CPU], root=tmp_path).counters, idle_seconds=0)
+        meter.start()
         found = []
-        for value in recorded:
+        for value in (RANGE - 1_000_000, 2_000_000):
             (folder / "energy_uj").write_text(f"{value}\n")
-            found.append(counter.joules())
-        whole = RANGE * MICRO
-        assert found == pytest.approx([0, 4, 5 + 2, 5 + 150_000, 5 + whole + 1])
+            found.append(meter.stop().gross_joules)
+        assert found == pytest.approx([4, 7])
 
     def test_packages_and_their_memory_are_counted_once(self, tmp_path: Path) -> None:
         for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
@@ -66,7 +56,7 @@ class TestRapl:
             (zone(tmp_path, "0", "package-0") / "energy_uj").write_text("\n")
         elif what == "forbidden":  # the default on most machines; root, who may run the tests, can read everything
             zone(tmp_path, "0", "package-0")
-            monkeypatch.setattr(RaplZone, "__init__", lambda *_: (_ for _ in ()).throw(PermissionError))
+            monkeypatch.setattr(energy, "_zone", lambda *_: (_ for _ in ()).throw(PermissionError))
         meter = energy_meter_for([CPU], root=tmp_path)
         meter.start()
         found = meter.stop()
@@ -84,12 +74,13 @@ class Clockwork:
         self.name = "a counter"
         monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(energy.time, "sleep", self.advance)
+        self.restart = 0.0
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.energy += self.watts * seconds
 
-    def joules(self) -> float:
+    def read(self) -> float:
         self.advance(0.001)
         ticks = (self.now - 1000.0) // self.tick
         return round(self.energy - self.watts * (self.now - 1000.0 - ticks * self.tick), 6)
@@ -133,20 +124,6 @@ class TestMeter:
         clock.advance(3)
         found = meter.stop()
         assert (found.joules, found.reason) == (None, "a counter does not count")
-
-    def test_a_counter_that_wraps_is_watched_during_a_long_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two wraps between the first reading and the last, which would see one alone."""
-        monkeypatch.setattr(energy, "_WATCH", 0.005)
-        folder = zone(tmp_path, "0", "package-0", 100, size=1_000_000)
-        counter = RaplZone(folder)
-        meter = EnergyMeter([counter], idle_seconds=0)
-        meter.start()
-        for value in (600_000, 200_000, 700_000, 300_000):
-            (tmp_path / "new").write_text(str(value))
-            (tmp_path / "new").replace(folder / "energy_uj")
-            while counter._last != value:
-                time.sleep(0.001)
-        assert meter.stop().joules == pytest.approx(2.2999)
 
     def test_runs_add_up(self) -> None:
         left, right = Energy("x", 10.0, 50.0, 1.0, gross_joules=60.0), Energy("x", 20.0, 60.0, 3.0, gross_joules=200.0)
@@ -199,15 +176,12 @@ class TestGpu:
         meter = energy_meter_for([torch.device(device) for device in devices])
         assert [counter.name for counter in meter.counters] == [f"NVML NVIDIA GPU-{name}" for name in names]
 
-    def test_millijoules(self, nvml: FakeNvml) -> None:
-        assert GpuCounter(nvml, 0).joules() == 123
-
     def test_cuda_is_synchronised_before_a_reading(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[Any] = []
+        meter = energy_meter_for([torch.device("cuda:0")])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda index: order.append(index))
-        monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: order.append("read") or 0)
-        assert GpuCounter(nvml, 1).joules() == 0
-        assert order == [1, "read"]
+        assert meter.counters[0].read() == 123, "in joules"
+        assert order == [0]
 
     def test_no_energy_counter(self, nvml: FakeNvml) -> None:
         nvml.supported = False
@@ -227,26 +201,21 @@ class TestGpu:
     def test_other_devices_have_none(self) -> None:
         assert energy_meter_for([torch.device("mps")]).reason == "mps has no energy counter"
 
-    def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(
-        self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """During the first measurement of idle power, between start and stop, or in a later run: each has a reason."""
         monkeypatch.setattr(energy, "_TICK", 0)
         for readings in range(6):
-            nvml.supported = True
-            meter = energy_meter_for([torch.device("cuda:0")])
-            meter._idle_seconds = 0
             left = iter(range(readings))
 
-            def joules(self: Any, left: Any = left, read: Any = GpuCounter.joules) -> float:
-                nvml.supported = next(left, None) is not None
-                return float(read(self))
+            def read(left: Any = left) -> float:
+                if next(left, None) is None:
+                    raise UnavailableError("NVML: Not Supported")
+                return 1.0
 
-            with monkeypatch.context() as patch:
-                patch.setattr(GpuCounter, "joules", joules)
-                for _ in range(2):
-                    meter.start()
-                    found = meter.stop()
+            meter = EnergyMeter([Counter("a GPU", read)], idle_seconds=0)
+            for _ in range(2):
+                meter.start()
+                found = meter.stop()
             assert (found.source, found.joules, found.reason) == ("unavailable", None, "NVML: Not Supported")
 
     def test_a_torch_that_names_no_uuid(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,26 +225,11 @@ class TestGpu:
 
 def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Path) -> None:
     folder = zone(tmp_path, "0", "package-0", 5)
-    meter = EnergyMeter([RaplZone(folder)], idle_seconds=0)
+    meter = EnergyMeter(energy_meter_for([CPU], root=tmp_path).counters, idle_seconds=0)
     meter.start()
     (folder / "energy_uj").write_text("")
     found = meter.stop()
     assert (found.joules, found.reason) == (None, f"{folder / 'energy_uj'} cannot be read")
-    assert meter._stopped.is_set()
-
-
-@pytest.mark.parametrize("error", every(3, [KeyboardInterrupt, RuntimeError, None]))
-def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, error: type[BaseException] | None) -> None:
-    config = BenchmarkConfig([parse_spec("ar")], [Prompt(0, "text")], 1, SamplingParams())
-    runner = Runner(SimpleNamespace(devices=lambda: [CPU]), config)  # type: ignore[arg-type]
-    runner._meter = EnergyMeter([RaplZone(zone(tmp_path, "0", "package-0", 5))], idle_seconds=0)
-    summary = Summary("ar")
-    with nullcontext() if error is None else pytest.raises(error), runner._metered(summary):
-        assert not runner._meter._stopped.is_set()
-        if error is not None:
-            raise error
-    assert runner._meter._stopped.is_set()
-    assert (summary.energy is None) == (error is not None), "a failed run has no figure"
 
 
 class Counted:
@@ -294,9 +248,6 @@ class Counted:
     def stop(self) -> Energy:
         self.calls += ")"
         return Energy("a counter", self.left.pop(0), 50.0, 2.0) if self.left else Energy("unavailable", reason="no counter")
-
-    def close(self) -> None:
-        pass
 
 
 class TestCommands:

@@ -18,7 +18,6 @@ from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of,
 
 import specgen
 from specgen.base.types import Round, SamplingParams
-from specgen.engine.transformers.reference import transformers_module
 from specgen.engine.transformers.transformers_model import TransformersModel
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair, Result
@@ -70,7 +69,7 @@ def several_ends(models_folder: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def ended(several_ends: Pair) -> list[int]:
-    return plain(transformers_module(several_ends.target), [1, 5, 6, 7], 40)
+    return plain(several_ends.target.transformers_module, [1, 5, 6, 7], 40)
 
 
 @pytest.mark.parametrize("method", [name for name in METHOD_NAMES if not METHODS[name].head])

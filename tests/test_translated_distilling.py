@@ -261,7 +261,7 @@ def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], texts_file: Path, tmp_path: Path) -> None:
     def run(name: str, observer: Recorder) -> tuple[Path, dict[str, object]]:
         target, draft = opened(folders[0]), opened(folders[1], "transformers")
-        draft = replace(draft, translation=between(target, draft))
+        draft.translation = between(target, draft)
         task = TrainingTask(tmp_path / name, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(texts_file, target))
         return task.out, distill(target, draft, task, observer)
 

@@ -38,8 +38,9 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     import torch
 
     from specgen.engine.devices import DTYPES, pick_device, pick_draft_device
+    from specgen.engine.dtype_choice import choose_dtype
     from specgen.engine.model_loading import load_model, translation_between
-    from specgen.engine.spread.device_map import place
+    from specgen.engine.spread.placement import place
     from specgen.engine.text.token_bytes import NoTokenBytes
     from specgen.pair.loading import model_sources, prepare_models
 
@@ -51,9 +52,9 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if needs_draft)]
     device = pick_device(models.device)
     prepared, *drafts = prepare_models(sources, announce)
-    if drafts and (quantised := drafts[0].config.quantisation) is not None:
+    if drafts and (quantised := drafts[0].quantisation) is not None:
         raise SpecgenError(
-            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.format.title}",
+            f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}",
             "Train the checkpoint that it was made from; drafts are quantised after training",
         )
     try:
@@ -62,7 +63,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
         raise SpecgenError(
             error.message, "Take a draft of the target's family, or one whose tokens are pieces of text"
         ) from error
-    chosen = prepared.choose_dtype(models.dtype, device)
+    chosen = choose_dtype(models.dtype, prepared, device)
     dtype, placement = chosen.dtype, place(models.device, [prepared], [chosen], None)
     if placement is None:
         target = load_model(prepared, device, dtype, announce)
@@ -72,7 +73,7 @@ def load_models(models: ModelOptions, request: TrainRequest, announce: Callable[
         return LoadedModels(target, None, torch.float32)
     draft = load_model(drafts[0], pick_draft_device(models.draft_device, models.device, device), torch.float32, announce)
     stored = drafts[0].shape.dtype
-    draft = replace(draft, translation=translations[0])
+    draft.translation = translations[0]
     return LoadedModels(target, draft, DTYPES.get(str(stored), torch.float32))
 
 

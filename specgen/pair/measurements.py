@@ -24,7 +24,6 @@ from specgen.engine.model_loading import LoadedModel
 
 if TYPE_CHECKING:
     from specgen.decoding.costs.round_costs import RoundCosts
-    from specgen.engine.deferred_model import DraftModel
     from specgen.engine.timing import ThreadChoice
     from specgen.methods.learned_drafting import Learned
 
@@ -44,7 +43,7 @@ class Measurements:
     during tuning, by the drafter's name.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
         self.threads: ThreadChoice | None = None
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self.tuned_learned: Mapping[str, Learned] = {}

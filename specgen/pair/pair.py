@@ -18,13 +18,13 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
@@ -47,14 +47,14 @@ class Pair:
     process that runs the draft model for PEARL; None if this process does.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None, worker: DraftWorker | None = None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
-        self._draft_runner: DraftModelRunner | None = None
+        self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self.exits = Exits(target, self._penalties)
         self.heads = Heads(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
@@ -317,7 +317,7 @@ class Pair:
         self.close()
 
 
-def _models(pair: Pair, method: Method | None) -> list[DraftModel | LoadedModel]:
+def _models(pair: Pair, method: Method | None) -> list[LoadedModel]:
     uses_draft = method is None or method.uses_draft_model
     return [pair.target, *([pair.draft] if pair.draft is not None and uses_draft else [])]
 
@@ -327,7 +327,7 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     return [device for model in _models(pair, method) for device in model.devices]
 
 
-def runners(pair: Pair) -> tuple[ModelRunner, DraftModelRunner | None]:
+def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
     """Returns the model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
     if pair._draft_runner is None and pair.draft is not None:  # with the target's penalties: it has to predict their effect
         pair._draft_runner = pair.draft.draft_runner(pair._penalties(pair.draft.device))

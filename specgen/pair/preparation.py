@@ -28,7 +28,6 @@ from specgen.pair.measurements import Key, Measurements
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Setup
-    from specgen.engine.deferred_model import DraftModel
     from specgen.workers.worker import DraftWorker
 
 PASSES, SKIPS = "passes", "skips"
@@ -50,7 +49,7 @@ def passes_key(worker: DraftWorker, sampling: SamplingParams, length: int, *, re
     return longest, *logits, worker.kind, worker.threads, record
 
 
-def measure_passes(target: LoadedModel, draft: DraftModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
+def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
     """Measures the seconds of passes of both models while both run at once, after a context of about `length` tokens.
 
     `worker` runs the draft model; waits until it is ready. `components` are those of a run whose times are needed. Times are

@@ -22,7 +22,6 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.transformers.attention_masks import AttentionMasks
 from specgen.engine.transformers.quiet import quiet_transformers
-from specgen.engine.transformers.reference import transformers_module
 from specgen.train.corpus import Corpus, Part
 from specgen.train.divergence import divergence
 from specgen.train.generated_text import GeneratedText
@@ -97,7 +96,7 @@ class DraftTraining(Training):
         self, draft: LoadedModel, batches: DistillationBatches | TranslatedBatches, target_dtype: torch.dtype = torch.float32
     ) -> None:
         self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
-        self._model = transformers_module(draft).to(torch.float32).requires_grad_(True)
+        self._model = draft.transformers_module.to(torch.float32).requires_grad_(True)
         self._masks = AttentionMasks(self._model)
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
@@ -162,7 +161,7 @@ def distill(
     if translation is None:
         batches = DistillationBatches(task.corpus, texts, recipe)
     else:
-        vocabulary = transformers_module(draft).get_output_embeddings().weight.shape[0]
+        vocabulary = draft.transformers_module.get_output_embeddings().weight.shape[0]
         batches = TranslatedBatches(task.corpus, texts, recipe, translation, vocabulary, draft.context_limit)
     del texts  # their tensors have been copied
     training = DraftTraining(draft, batches, target_dtype)
@@ -185,7 +184,7 @@ def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: Tra
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, task.out / path.name)
     with quiet_transformers():
-        transformers_module(draft).requires_grad_(False).to(dtype).save_pretrained(task.out)
+        draft.transformers_module.requires_grad_(False).to(dtype).save_pretrained(task.out)
     description = {
         "draft": draft.name,
         "target": target.name,

@@ -27,7 +27,7 @@ from specgen.tune.outcome import TuningOutcome, Verdict
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
-    from specgen.engine.deferred_model import DraftModel
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.measurements import Measurements
     from specgen.pair.pair import Pair
 
@@ -228,7 +228,7 @@ def profile_key_of(pair: Pair) -> ProfileKey:
     from specgen.base.machine import machine, versions
     from specgen.engine.fingerprint import weights_fingerprint
 
-    def described(model: DraftModel) -> Model:
+    def described(model: LoadedModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
         return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
 
