@@ -183,23 +183,21 @@ class TestGpu:
         assert meter.counters[0].read() == 123, "in joules"
         assert order == [0]
 
-    def test_no_energy_counter(self, nvml: FakeNvml) -> None:
-        nvml.supported = False
-        assert energy_meter_for([torch.device("cuda:0")]).reason == "NVML: Not Supported"
-        assert energy_meter_for([torch.device("cuda:2")]).reason == "NVML: Not Found"
+    def test_why_there_is_no_energy_counter(self, nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def reason(*devices: str) -> str | None:
+            return energy_meter_for([torch.device(device) for device in devices], root=tmp_path).reason
 
-    def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert "specgen[energy]" in str(energy_meter_for([torch.device("cuda:0")]).reason)
-
-    def test_a_pair_over_two_kinds_needs_both_counters(self, nvml: FakeNvml, tmp_path: Path) -> None:
-        devices = [torch.device("cuda:0"), CPU]
-        assert energy_meter_for(devices, root=tmp_path).reason == "no RAPL counters"
+        assert reason("mps") == "mps has no energy counter"
+        assert reason("cuda:2") == "NVML: Not Found"
+        assert reason("cuda:0", "cpu") == "no RAPL counters"
         zone(tmp_path, "0", "package-0")
-        assert energy_meter_for(devices, root=tmp_path).reason is None
-
-    def test_other_devices_have_none(self) -> None:
-        assert energy_meter_for([torch.device("mps")]).reason == "mps has no energy counter"
+        assert reason("cuda:0", "cpu") is None
+        nvml.supported = False
+        assert reason("cuda:0") == "NVML: Not Supported"
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+        assert reason("cuda:0") == "torch does not name the GPU's UUID"
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert "specgen[energy]" in str(reason("cuda:0"))
 
     def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """During the first measurement of idle power, between start and stop, or in a later run: each has a reason."""
@@ -217,10 +215,6 @@ class TestGpu:
                 meter.start()
                 found = meter.stop()
             assert (found.source, found.joules, found.reason) == ("unavailable", None, "NVML: Not Supported")
-
-    def test_a_torch_that_names_no_uuid(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
-        assert energy_meter_for([torch.device("cuda:0")]).reason == "torch does not name the GPU's UUID"
 
 
 def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Path) -> None:
@@ -250,58 +244,41 @@ class Counted:
         return Energy("a counter", self.left.pop(0), 50.0, 2.0) if self.left else Energy("unavailable", reason="no counter")
 
 
-class TestCommands:
-    COMPARED = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1", "--energy")
+COMPARED = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1", "--energy")
+SAID = "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)."
 
-    def test_a_comparison_shows_joules_above_idle_power(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
-        for options in ((), ("--json",)):
-            meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
-            monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
-            code, out, err = compare(*self.COMPARED, *options)
-            assert code == 0
-            assert meter.calls == "()" * 9, "each run is measured, and nothing between runs"
-            assert {device.type for device in meter.devices} == {"cpu"}
-            if options:
-                lines = parsed(out)
-                assert [line["joules_per_token"] for line in lines] == pytest.approx([0.5, 0.15, 1.0])
-                assert err == "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter).\n"
-            else:
-                assert "joules" in out
-                shown = [line.split() for line in out.splitlines()]
-                for name, joules in (("ar", "0.5"), ("sd", "0.15"), ("transformers", "1")):
-                    assert joules in next(cells for cells in shown if cells[:1] == [name])
-                assert "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)." in " ".join(
-                    out.split()
-                )
 
-    def test_without_a_counter_a_comparison_says_why(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specgen.compare.runner.energy_meter_for", Counted().made_for)
-        code, out, err = compare(*self.COMPARED)
-        assert (code, err) == (0, "")
-        assert "Energy is unavailable: no counter." in " ".join(out.split())
-        assert "joules" not in out
-        assert [line["joules_per_token"] for line in parsed(compare(*self.COMPARED, "--json")[1])] == [None] * 3
-        without = compare(*self.COMPARED[:-1])[1]
-        assert "nergy" not in without
+def test_a_comparison_shows_joules_above_idle_power_or_why_not(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
+    for options in ((), ("--json",)):
+        meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
+        monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
+        code, out, err = compare(*COMPARED, *options)
+        assert (code, meter.calls) == (0, "()" * 9), "each run is measured, and nothing between runs"
+        assert SAID in " ".join((out + err).split())
+        if options:
+            assert [line["joules_per_token"] for line in parsed(out)] == pytest.approx([0.5, 0.15, 1.0])
+    monkeypatch.setattr("specgen.compare.runner.energy_meter_for", Counted().made_for)
+    out = compare(*COMPARED)[1]
+    assert "Energy is unavailable: no counter." in " ".join(out.split())
+    assert "joules" not in out
+    assert [line["joules_per_token"] for line in parsed(compare(*COMPARED, "--json")[1])] == [None] * 3
+    assert "nergy" not in compare(*COMPARED[:-1])[1]
 
-    @pytest.mark.parametrize(
-        ("joules", "shown"), [((6.0,), "0.5 J/token above 50 W idle"), ((), "energy unavailable: no counter")]
-    )
-    def test_generate_shows_joules_or_says_why_not(
-        self,
-        pair: tuple[str, ...],
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
-        joules: tuple[float, ...],
-        shown: str,
-    ) -> None:
-        monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(*joules).made_for)
-        options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
-        code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
-        assert code == 0
-        assert shown in err
-        summary = parsed(out)[-1]
-        assert summary["joules_per_token"] == (0.5 if joules else None)
-        assert summary["energy"]["source"] == ("a counter" if joules else "unavailable")
-        assert summary["energy"]["reason"] == (None if joules else "no counter")
+
+@pytest.mark.parametrize(("joules", "shown"), [((6.0,), "0.5 J/token above 50 W idle"), ((), "energy unavailable: no counter")])
+def test_generate_shows_joules_or_says_why_not(
+    pair: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    joules: tuple[float, ...],
+    shown: str,
+) -> None:
+    monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(*joules).made_for)
+    options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
+    code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
+    assert code == 0
+    assert shown in err
+    summary = parsed(out)[-1]
+    assert summary["joules_per_token"] == (0.5 if joules else None)
+    assert summary["energy"]["reason"] == (None if joules else "no counter")

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from tuning_helpers import outcome
 
 from specgen import demo
+from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.compare.prompts import load_prompts
-from specgen.engine.parts.exit_files import read_description
+from specgen.engine.parts.trained_part import ExitDescription
 from specgen.methods import METHODS
 from specgen.tune import profile as profiles
 
@@ -106,7 +107,10 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, data: st.DataObject) 
         "prompts.yaml": ({"prompts": entries}, load_prompts),
         "prompts.jsonl": (entries[1], load_prompts),
         "profile.yaml": (profile, lambda path: profiles.load(path.parent)),
-        "exit.yaml": (yaml.safe_load((demo.exit_folder() / "exit.yaml").read_text()), read_description),
+        "exit.yaml": (
+            yaml.safe_load((demo.exit_folder() / "exit.yaml").read_text()),
+            lambda path: schema.read(path, ExitDescription, "exit layer"),
+        ),
     }
     for name, (valid, read) in readers.items():
         value = data.draw(damaged(valid), label=name)

@@ -107,7 +107,7 @@ def _prepared(
         request = pair.request(prompt, choice.method, sampling, record=record, **choice.settings)
         pair.prepare(request)
         run = pair.run(request)
-    if (unused := pair.heads.unused(chosen)) is not None and not quiet:
+    if (unused := pair.parts.unused(chosen)) is not None and not quiet:
         err.print(Text(unused), soft_wrap=True)
     return request, run
 

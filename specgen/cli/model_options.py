@@ -148,7 +148,8 @@ def open_pair(
             pair = tuned_draft(pair, process)
         pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
         interrupts.check()
-    for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
+    doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+    for warning in (*doubts, getattr(pair.draft, "warning", None)):
         if warning is not None and not quiet:
             err.print(Text(f"warning: {warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many

@@ -98,7 +98,7 @@ class Runner:
             raise refusal
         for spec in self.config.specs:
             if "exit" in spec.settings:
-                self.pair.exits.get(spec.settings["exit"])
+                self.pair.parts.load("exit", spec.settings["exit"])
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:

@@ -32,10 +32,9 @@ from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
-from specgen.pair.exits import Exits
 from specgen.pair.figures import Summary
-from specgen.pair.heads import Heads
 from specgen.pair.measurements import Key, Measurements
+from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
 from specgen.workers.worker import DraftWorker
 
@@ -55,8 +54,7 @@ class Pair:
         self._worker = worker
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
         self._draft_runner: ModelRunner | TranslatedRunner | None = None
-        self.exits = Exits(target, self._penalties)
-        self.heads = Heads(target, self._target_runner, self._penalties)
+        self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
         self._knowledge = DraftingKnowledge(self.measurements, has_draft_model=draft is not None)
@@ -120,7 +118,7 @@ class Pair:
         self._check_open()
         chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
-        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
+        has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
         resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
@@ -149,7 +147,7 @@ class Pair:
         if values.get("skip") == "auto":
             preparation.find_skips(self.measurements, self.target, partial(skipping_speed, self))
         if self._knowledge.lacks_costs(request):
-            part = self.exits.digest(values.get("exit")) or self.heads.digest(method, values.get("head"))
+            part = self.parts.digest(method, name_in(values))
             part = self.measurements.find(preparation.SKIPS, ()) if method.skips_layers else part
             limit = min(model.context_limit for model in _models(self, method))
 
@@ -203,13 +201,9 @@ class Pair:
 
     def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
-        if method.head:
-            runners = self.heads.runners(method, str(settings.values["head"]))
-            runners.reserve(components.capacity)
-            return replace(components, target=runners.target, draft=runners.draft)
-        early = self.exits.runners(method, str(settings.values["exit"]))
-        early.reserve(components.capacity)
-        return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
+        runners = self.parts.runners(method, name_in(settings.values))
+        runners.reserve(components.capacity)
+        return replace(components, target=runners.target, draft=runners.draft, acceptance_predictor=runners.predictor)
 
     def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
@@ -292,8 +286,7 @@ class Pair:
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()
-        self.exits.clear_caches()
-        self.heads.clear_caches()
+        self.parts.clear_caches()
         if self._worker is not None:
             self._worker.forget()
 

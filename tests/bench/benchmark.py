@@ -77,8 +77,8 @@ class ForwardClock:
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
         both_runners = [runner for runner in runners(pair) if runner is not None]
-        if pair.exits.default is not None:
-            both = pair.exits.runners(find("eesd"))
+        if pair.parts.find("exit") is not None:
+            both = pair.parts.runners(find("eesd"))
             both_runners += [both.target, both.draft]
         for runner in both_runners:
             runner._forward = self._timed(runner._forward)

@@ -1,4 +1,4 @@
-"""The training loop that exit layers and distilled drafts share: batches, optimizer steps, budget and saved state.
+"""The loop of all training: batches, optimizer steps, budget and saved state, then measurements of what is saved.
 
 The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
 and resumed therefore gives the same weights as one without interruption.
@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
+from specgen.engine.weights import WeightFiles
 from specgen.train.corpus import Corpus, Part
-from specgen.train.generated_text import GeneratedText
+from specgen.train.generation import Purpose, TextGeneration
 from specgen.train.packing import IGNORED, PackedBatch, SampleText, pack
-from specgen.train.training_task import Recipe, TrainingObserver, TrainingProgress, TrainingStopped, check_same_run
+from specgen.train.task import Recipe, TrainingObserver, TrainingProgress, TrainingStopped, TrainingTask, check_same_run
+from specgen.train.texts import GeneratedText
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
@@ -34,7 +39,7 @@ _REPORTED_STEPS = 100  # steps in the means of TrainingProgress
 
 
 Labels = tuple[torch.Tensor, ...]
-"""Tensors [n, ...] with one row per predicted token, which `Training.losses` needs beside the outputs."""
+"""Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs."""
 
 
 class TrainingBatches:
@@ -70,37 +75,90 @@ class TrainingBatches:
         return ids[:max_tokens], teacher[:max_tokens]
 
 
-class Training(ABC):
-    """A model in training, with a state that can be saved and restored.
+class Objective(ABC):
+    """What is trained for `target`: what it computes in training, its loss, its measurements and its files.
 
-    `trained` has the weights to train by name. `vocabulary` is the number of tokens in the vocabulary. The loss is computed for
-    `piece_size` predicted tokens at a time, to limit the memory for logits.
+    `purpose` says which text the target generates for it. `parameters` are the weights to train, by name, float32; those that
+    need no gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for logits
+    over `vocabulary` tokens on `device`. `settings` have to be the same when an interrupted training is resumed. Until `start`,
+    only `settings` are known, and the arguments checked. Nothing that is random may depend on anything but a seed.
     """
 
-    def __init__(
-        self,
-        trained: dict[str, torch.nn.Parameter],
-        batches: TrainingBatches,
-        device: torch.device,
-        vocabulary: int,
-        piece_size: int,
-    ) -> None:
-        self.trained, self.batches, self.recipe = trained, batches, batches.recipe
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self._device, self._vocabulary, self._piece_size = device, vocabulary, piece_size
-        self._optimizer = torch.optim.AdamW(trained.values(), lr=self.recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
+    purpose: ClassVar[Purpose]
+    parameters: dict[str, torch.nn.Parameter]
+    vocabulary: int
+    device: torch.device
+    rows: int
+
+    def __init__(self, target: LoadedModel) -> None:
+        """Raises SpecgenError if this cannot be trained for the target; before any text is generated."""
+        self.target = target
+        self.settings: dict[str, Any] = {}
+
+    def check(self, task: TrainingTask) -> None:  # noqa: B027  most have nothing to check
+        """Raises SpecgenError if it cannot be trained on the task's text, or saved in its folder."""
 
     @abstractmethod
-    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
-        """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows."""
+    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches | None:
+        """Makes the initial weights, and the batches for the recipe; None: there is no loop. Frees what is not needed of models.
 
-    @abstractmethod
+        `texts` are the target's.
+        """
+
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
+        """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
+
+        `seed` is for random numbers, the same for all parts of a step's batch; None: nothing is random.
+        """
+        raise NotImplementedError
+
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         """Returns three numbers: the sum of the rows' losses in nats, and the two numbers of `greedy_matches`.
 
         The arguments are a slice of the result of the method `outputs`, and the same slice of each tensor in its labels.
         """
+        raise NotImplementedError
+
+    @abstractmethod
+    def finish(
+        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+    ) -> tuple[Path, Any]:
+        """Rounds the weights, measures them on held-out texts, and saves them with these and the given figures.
+
+        Returns the path of what was saved, and its description (of a draft model: its figures).
+        """
+
+
+def train(objective: Objective, task: TrainingTask, observer: TrainingObserver) -> tuple[Path, Any]:
+    """Trains from text to files: generates text with the target, trains, measures and saves. Returns as `Objective.finish`.
+
+    Raises TrainingStopped if `observer` requests a stop (the same call resumes the training), and SpecgenError.
+    """
+    objective.check(task)
+    settings = task.settings(objective.target) | objective.settings
+    generation = TextGeneration(objective.target, task, settings, observer, objective.purpose)
+    texts = generation.run()
+    batches = objective.start(texts, task, task.recipe.after_generation(generation.seconds))
+    figures: dict[str, Any] = {}
+    if batches is not None:
+        training = Training(objective, batches)
+        progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
+        figures = progress.figures(generation.seconds)
+    made = objective.finish(texts, figures, task, observer)
+    shutil.rmtree(task.folder, ignore_errors=True)
+    return made
+
+
+class Training:
+    """An objective in training, with a state that can be saved and restored."""
+
+    def __init__(self, objective: Objective, batches: TrainingBatches) -> None:
+        self.objective, self.batches, self.recipe = objective, batches, batches.recipe
+        self.trained = {name: weight for name, weight in objective.parameters.items() if weight.requires_grad}
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        rate, betas = self.recipe.learning_rate, (0.9, 0.95)
+        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=rate, betas=betas, weight_decay=0.0)
+        self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
 
     @property
     def share(self) -> float:
@@ -153,10 +211,10 @@ class Training(ABC):
             group["lr"] = rate
         batch = self.batches.batch(self.step)
         labelled = int((batch.labels != IGNORED).sum())
-        size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self._vocabulary))
-        sums = torch.zeros(3, device=self._device)
+        size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
+        sums = torch.zeros(3, device=self.objective.device)
         for start in range(0, batch.ids.shape[0], size):
-            sums += self.backward(batch.part(slice(start, start + size), self._device), labelled)
+            sums += self.backward(batch.part(slice(start, start + size), self.objective.device), labelled)
         torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -169,16 +227,16 @@ class Training(ABC):
         """Adds the gradients of a part of a step's batch to the trained weights. Returns the sum of `losses` [3] over the part.
 
         `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
-        is computed for `piece_size` rows at a time, and the gradients of all of these pieces then pass through the model
+        is computed for `rows` of them at a time, and the gradients of all of these pieces then pass through the model
         together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
-        outputs, labels = self.outputs(batch)
+        outputs, labels = self.objective.outputs(batch, f"objective {self.recipe.seed} {self.step}")
         sums = torch.zeros(3, device=outputs.device)
         gradients = []
-        for start in range(0, len(outputs), self._piece_size):
-            piece = slice(start, start + self._piece_size)
+        for start in range(0, len(outputs), self.objective.rows):
+            piece = slice(start, start + self.objective.rows)
             leaf = outputs[piece].detach().requires_grad_(outputs.requires_grad)
-            losses = self.losses(leaf, *(tensor[piece] for tensor in labels))
+            losses = self.objective.losses(leaf, *(tensor[piece] for tensor in labels))
             (losses[0] / labelled).backward()  # type: ignore[no-untyped-call]
             if leaf.grad is not None:
                 gradients.append(leaf.grad)
@@ -202,11 +260,10 @@ class Training(ABC):
     def restore(self, path: Path, settings: dict[str, Any]) -> None:
         """Loads what `save` wrote. Raises SpecgenError if the file is damaged or was written with other `settings`."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-            before, numbers = json.loads(metadata["settings"]), json.loads(metadata["numbers"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            files = WeightFiles(path, str(path))
+            tensors = {name: files.take(name) for name in files.names}
+            before, numbers = json.loads(files.metadata["settings"]), json.loads(files.metadata["numbers"])
+        except (SpecgenError, OSError, ValueError, KeyError, TypeError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it to start again") from error
         check_same_run(path, before, settings)
         with torch.no_grad():

@@ -15,20 +15,18 @@ import torch
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attention import Sight
-from specgen.engine.native.families import read_config
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import layer_tensors
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.native.trainable_exit import module_of
-from specgen.engine.parts.glide_runner import draft_architecture, target_architecture
+from specgen.engine.parts.exit_layers import known_architecture
 from specgen.engine.parts.weights import GlideWeights
-from specgen.train.frozen_target import FrozenTarget, TargetStates
-from specgen.train.generated_text import GeneratedText
-from specgen.train.head_objective import Objective, Predictions
+from specgen.train.heads import HeadObjective, Predictions, TargetStates
 from specgen.train.layer_start import DEVIATION, initial_layer, last_layer, layer_config
 from specgen.train.packing import IGNORED, PackedBatch
+from specgen.train.texts import GeneratedText
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 _SHORTEST, _LONGEST = 2, 10  # tokens in a block
 
 
-class GlideObjective(Objective):
+class GlideObjective(HeadObjective):
     """Trains a draft model with one layer, and the target's embedding and LM head.
 
     The size of the blocks is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's
@@ -46,25 +44,20 @@ class GlideObjective(Objective):
     kind = "glide"
     depths = _LONGEST
 
-    def __init__(self, target: FrozenTarget, texts: Sequence[GeneratedText], seed: int) -> None:
-        super().__init__(target, texts, seed)
-        self._theirs = target_architecture(target.model)
-        self._config = layer_config(self._theirs, read_config(target.loaded.folder, target.loaded.name))
-        self._own = draft_architecture(GlideWeights(self._config, {}))
-        device = target.device
-        self.module = module_of(_initial_weights(self._own, self._theirs, target, torch.Generator().manual_seed(seed))).to(device)
-        self.kv_layers = (target.num_layers - 1,)
-        self._parameters = dict(self.module.named_parameters())
-        self._inputs = InputMaker(self._own, target.dtype, [device])
-        rotary = self._theirs.layers[-1].rotary
-        rounded = None if self._theirs.rotary_in_float32 else target.dtype
-        self._rotations = None if rotary is None else RotaryTable(self._theirs.rotary[rotary], device, rounded)
-        self._boundary = None if rotary is None else self._theirs.rotary[rotary].long_boundary
+    def __init__(self, target: LoadedModel) -> None:
+        super().__init__(target)
+        self._theirs = known_architecture(target.model, "training glide")
+        self.kv_layers = (self.num_layers - 1,)
 
-    @classmethod
-    def check(cls, target: LoadedModel) -> None:
-        super().check(target)
-        target_architecture(target.model)
+    def begin(self, texts: Sequence[GeneratedText], seed: int) -> dict[str, torch.Tensor]:
+        self._config = layer_config(self._theirs, read_config(self.target.folder, self.target.name))
+        self._own = read_architecture(self._config)
+        self._inputs = InputMaker(self._own, self.dtype, [self.device])
+        rotary = self._theirs.layers[-1].rotary
+        rounded = None if self._theirs.rotary_in_float32 else self.dtype
+        self._rotations = None if rotary is None else RotaryTable(self._theirs.rotary[rotary], self.device, rounded)
+        self._boundary = None if rotary is None else self._theirs.rotary[rotary].long_boundary
+        return _initial_weights(self._own, self._theirs, self, torch.Generator().manual_seed(seed))
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         size = _LONGEST if rng is None else rng.randint(_SHORTEST, _LONGEST)
@@ -73,24 +66,24 @@ class GlideObjective(Objective):
         block = batch.positions // size
         visible = own_pass.visible & (block[:, None, :] < block[:, :, None])
         visible |= block[:, :, None] == 0  # rows that see no key are left out below; a softmax over nothing would be NaN
-        mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.target.dtype)[:, None]
+        mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.dtype)[:, None]
         cross = CrossInputs(keys, values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(
             self._own,
             self._theirs,
-            self._parameters.__getitem__,
+            self.parameters.__getitem__,
             torch.float32,
             trained_product,
-            self.target.device,
-            native_keys=self.target.model.backend == "native",
+            self.device,
+            native_keys=self.model.backend == "native",
         )
-        embeddings = self.target.embeddings(batch.ids).flatten(0, 1)
+        embeddings = self.embeddings(batch.ids).flatten(0, 1)
         outputs = layers(embeddings, self._inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
         return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> GlideWeights:
-        return GlideWeights(self._config, {name: weight.detach() for name, weight in self._parameters.items()}, _LONGEST)
+        return GlideWeights(self._config, {name: weight.detach() for name, weight in self.parameters.items()}, _LONGEST)
 
     def _rotation(self, batch: PackedBatch) -> torch.Tensor | None:
         """Returns the rotations of the target's last layer at the tokens' positions."""
@@ -102,7 +95,7 @@ class GlideObjective(Objective):
 
 
 def _initial_weights(
-    own: Architecture, theirs: Architecture, target: FrozenTarget, generator: torch.Generator
+    own: Architecture, theirs: Architecture, target: GlideObjective, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Returns the initial weights by their names in `GlideWeights`. The output of the cross-attention is zero.
 

@@ -14,10 +14,10 @@ from random import Random
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from specgen.engine.exit_parts import Predictor
-from specgen.engine.parts.exit_files import round_as_saved
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.trained_part import round_as_saved
 from specgen.train.corpus import Part
-from specgen.train.generated_text import GeneratedText
+from specgen.train.texts import GeneratedText
 
 STEPS, BATCH = 300, 4096
 PASSES = 4  # over each text, each with rounds of other lengths
@@ -109,7 +109,7 @@ def train_predictor(
     if train is None:
         return None
     predictor = _fit(train, seed)
-    round_as_saved(predictor)
+    round_as_saved(dict(predictor.named_parameters()))
     if held_out is None:
         return predictor, {}
     scores = held_out.logits(predictor, torch.arange(len(held_out.accepted), device=held_out.accepted.device)).sigmoid()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,19 +18,20 @@ from torch.nn import functional
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.eagle_layers import FC, FEATURE_NORM, EagleDesign, EagleLayers, UnrolledLayer, read_design
+from specgen.engine.native.eagle_layers import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_tensors
 from specgen.engine.native.products import trained_product
-from specgen.engine.native.trainable_exit import module_of
 from specgen.engine.parts.weights import EagleWeights
 from specgen.train.divergence import divergence
-from specgen.train.frozen_target import FrozenTarget, TargetStates
-from specgen.train.generated_text import GeneratedText
-from specgen.train.head_objective import Objective, Predictions, RowLabels, reachable
+from specgen.train.heads import HeadObjective, Predictions, RowLabels, TargetStates, reachable
 from specgen.train.layer_start import initial_layer, last_layer, layer_config
 from specgen.train.packing import PackedBatch
+from specgen.train.texts import GeneratedText
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
 
 Version = Literal[1, 3]
 
@@ -42,7 +43,7 @@ _LARGEST_VOCABULARY = 32_000  # tokens that EAGLE-3's LM head predicts at most, 
 _OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
 
 
-class EagleObjective(Objective):
+class EagleObjective(HeadObjective):
     """Trains an EAGLE head with one layer, and the target's embedding. EAGLE-1 also uses the target's LM head.
 
     `version` None takes EAGLE-3 for targets that have enough layers. The layer begins as a copy of the target's last one, if that
@@ -52,31 +53,40 @@ class EagleObjective(Objective):
     kind = "eagle"
     depths = _DEPTHS
 
-    def __init__(self, target: FrozenTarget, texts: Sequence[GeneratedText], seed: int, version: Version | None = None) -> None:
-        super().__init__(target, texts, seed)
-        count, device = target.num_layers, target.device
+    def __init__(self, target: LoadedModel, version: Version | None = None) -> None:
+        super().__init__(target)
+        count = self.num_layers
         self.version: Version = version or (3 if count >= _LAYERS_FOR_3 else 1)
         self.taps = (2, count // 2, count - 3) if self.version == 3 else ()
-        self._ids = _vocabulary(target.vocabulary, texts) if self.version == 3 else None
-        config = read_config(target.loaded.folder, target.loaded.name)
+
+    def begin(self, texts: Sequence[GeneratedText], seed: int) -> dict[str, Tensor]:
+        self._ids = _vocabulary(self.vocabulary, texts) if self.version == 3 else None
+        self._on_device = None if self._ids is None else self._ids.to(self.device)
+        config = read_config(self.target.folder, self.target.name)
         theirs = _architecture_of(config)
-        self._config = _sizes_alone(target) if theirs is None else layer_config(theirs, config)
-        start = {} if theirs is None else last_layer(read_architecture(self._config), theirs, target)
-        tensors = _initial_weights(self.version, read_architecture(self._config), start, torch.Generator().manual_seed(seed))
+        self._config = _sizes_alone(self) if theirs is None else layer_config(theirs, config)
+        self._architecture = own = read_architecture(self._config)
+        self._inputs = InputMaker(own, self.dtype, [self.device])
+        start = {} if theirs is None else last_layer(own, theirs, self)
+        tensors = _initial_weights(self.version, own, start, torch.Generator().manual_seed(seed))
         if self.version == 3:
-            head = target.last_layers(0)[EXIT_HEAD].cpu()
+            head = self.last_layers(0)[EXIT_HEAD].cpu()
             tensors[HEAD] = head.clone() if self._ids is None else head[self._ids]
-        self._design: EagleDesign = read_design(self.version, self._config, tensors)
-        self.module = module_of(tensors).to(device)
-        self._parameters = dict(self.module.named_parameters())
-        self._inputs = InputMaker(self._design.architecture, target.dtype, [device])
-        self._on_device = None if self._ids is None else self._ids.to(device)
+        return tensors
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head on all pairs of the batch: once, or with its own predictions as features for each further token."""
-        tokens, take = batch.ids.shape[1], self._parameters.__getitem__
-        device = self.target.device
-        layers = EagleLayers(self._design, take, torch.float32, trained_product, device, first_layer=UnrolledLayer)
+        tokens, take = batch.ids.shape[1], self.parameters.__getitem__
+        layers = EagleLayers(
+            self.version,
+            self._architecture,
+            take,
+            torch.float32,
+            trained_product,
+            self.device,
+            has_bias=self.version == 1,
+            first_layer=UnrolledLayer,
+        )
         if self.version == 3:
             features = layers.fc(states.features.flatten(0, 1)).float()
         else:
@@ -85,7 +95,7 @@ class EagleObjective(Objective):
                 generator = torch.Generator().manual_seed(rng.getrandbits(62))
                 noise = 2 * torch.rand(features.shape, generator=generator) - 1
                 features = features + _NOISE * noise.to(features.device)
-        embeddings, visible = self.target.embeddings(batch.ids), batch.attention_mask()
+        embeddings, visible = self.embeddings(batch.ids), batch.attention_mask()
         rows = []
         for depth in range(self.depths if rng is None or self.version == 3 else 1):
             at = batch.positions + depth
@@ -97,16 +107,15 @@ class EagleObjective(Objective):
 
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
         if self.version == 1:
-            return self.target.logits(outputs)
-        normed = functional.rms_norm(
-            outputs, outputs.shape[-1:], self._parameters[FINAL_NORM], self._design.architecture.norm_eps
-        )
-        logits = functional.linear(normed, self._parameters[HEAD]).float()
+            return self.target_logits(outputs)
+        weight, eps = self.parameters[FINAL_NORM], self._architecture.norm_eps
+        normed = functional.rms_norm(outputs, outputs.shape[-1:], weight, eps)
+        logits = functional.linear(normed, self.parameters[HEAD]).float()
         if self._on_device is None:
             return logits
-        return logits.new_full((len(logits), self.target.vocabulary), -torch.inf).index_copy(1, self._on_device, logits)
+        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._on_device, logits)
 
-    def losses(self, outputs: Tensor, logits: Tensor, labels: RowLabels) -> Tensor:
+    def row_losses(self, outputs: Tensor, logits: Tensor, labels: RowLabels) -> Tensor:
         """Returns the loss of each row: of EAGLE-3 the divergence from the target's distribution over the head's vocabulary.
 
         Of EAGLE-1 the smooth L1 distance from the target's feature, and a tenth of the divergence.
@@ -115,8 +124,8 @@ class EagleObjective(Objective):
             distance = functional.smooth_l1_loss(outputs.float(), labels.hidden, reduction="none").mean(-1)
             return distance + _TOKEN_LOSS * divergence(logits, labels.top_k_ids, labels.top_k_log_probs)
         if self._on_device is None:
-            return super().losses(outputs, logits, labels)
-        is_inside = torch.zeros(self.target.vocabulary, dtype=torch.bool, device=logits.device)
+            return super().row_losses(outputs, logits, labels)
+        is_inside = torch.zeros(self.vocabulary, dtype=torch.bool, device=logits.device)
         is_inside[self._on_device] = True
         inside = is_inside[labels.top_k_ids]
         outside = (labels.top_k_log_probs.exp() * ~inside).sum(-1, keepdim=True)
@@ -126,7 +135,7 @@ class EagleObjective(Objective):
         return self.decay**labels.depths * losses * inside[:, 0]
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
-        tensors = {name: weight.detach() for name, weight in self._parameters.items()}
+        tensors = {name: weight.detach() for name, weight in self.parameters.items()}
         return EagleWeights(self.version, self._config, tensors, tuple(self.taps), self._ids)
 
 
@@ -137,7 +146,7 @@ def _architecture_of(config: dict[str, Any]) -> Architecture | None:
         return None
 
 
-def _sizes_alone(target: FrozenTarget) -> dict[str, Any]:
+def _sizes_alone(target: EagleObjective) -> dict[str, Any]:
     """Returns the config of a Llama with one layer of the sizes of a target that the native decoder does not know."""
     shape = target.model.shape
     return {

@@ -20,10 +20,9 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory
-from specgen.train.batched_generation import OnProgress
-from specgen.train.corpus import CYCLE, Corpus, Part, parts_of
-from specgen.train.generated_text import GeneratedText, generate_texts, load_batches, read_texts, save_batch
-from specgen.train.training_task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
+from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Corpus, Part, parts_of
+from specgen.train.task import Recipe, TrainingObserver, TrainingStopped, TrainingTask, check_same_run
+from specgen.train.texts import GeneratedText, OnProgress, continuations, load_batches, predicted, save_batch
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -42,7 +41,6 @@ _PROMPT_TRIES = 20  # documents that are tried for a prompt of the batch's lengt
 _EPOCHS = 10  # with a budget in steps: how often training uses each generated token, if there were no read text
 _HIDDEN_STATE_TOKENS = 100_000  # tokens whose hidden states are stored for the predictor,
 _HIDDEN_STATE_BYTES = 1 << 28  # and the most memory for them
-NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 _ONLY_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.PREDICTOR for part in CYCLE)
 _NO_PREDICTOR = tuple(Part.HELD_OUT if part == Part.HELD_OUT else Part.TRAIN for part in CYCLE)
 
@@ -159,25 +157,31 @@ class TextGeneration:
             assert self._task.corpus is not None
             rng, count = Random(f"read {seed}"), _READ_FACTOR * self._batch_size
             read = [self._task.corpus.sample(rng, self._max_tokens, parts=NOT_HELD_OUT) for _ in range(count)]
-            return read_texts(self._target, read, self._progress(number, texts, start, start + time_left))
+            return self._read(read, self._progress(number, texts, start, start + time_left))
         keep_hidden_states = self._has_predictor and self._share_of_states(texts) < 1
         greedy, prompts, parts = self._prompts(texts, seed, self._kinds[index] == _GREEDY, keep_hidden_states)
         if time_left < math.inf:
             text_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens
             count = max(_MIN_BATCH, int((1 - _GENERATION_SHARE) * time_left / text_seconds))
             prompts, parts = prompts[:count], parts[:count]
-        deadline = start + _GENERATION_SHARE * time_left
-        return generate_texts(
-            self._target,
-            prompts,
-            self._max_tokens,
-            greedy=greedy,
-            seed=seed,
-            parts=parts,
-            keep_hidden_states=keep_hidden_states,
-            keep_top_k=self._keep_top_k,
-            on_progress=self._progress(number, texts, start, deadline),
-        )
+        on_progress = self._progress(number, texts, start, start + _GENERATION_SHARE * time_left)
+        made = continuations(self._target, prompts, self._max_tokens, greedy=greedy, seed=seed, on_progress=on_progress)
+        tokens, found = sum(map(len, made)), []
+        for prompt, text, part in zip(prompts, made, parts, strict=True):
+            keep = {"keep_top_k": self._keep_top_k, "keep_hidden_states": keep_hidden_states and part != Part.TRAIN}
+            found.append(predicted(self._target, text, len(prompt), greedy=greedy, part=part, **keep))
+            on_progress(1.0, tokens)
+        return found
+
+    def _read(self, texts: Sequence[Sequence[int]], on_progress: OnProgress) -> list[GeneratedText]:
+        """Returns texts with the target's predictions, which is much faster than generating them, until the time is over."""
+        made, tokens = list[GeneratedText](), 0
+        for text in texts:
+            made.append(predicted(self._target, text, len(text)))
+            tokens += len(text)
+            if not on_progress(len(made) / len(texts), tokens):
+                break
+        return made
 
     def _progress(self, number: int, texts: Sequence[GeneratedText], start: float, deadline: float) -> OnProgress:
         """Returns the `on_progress` function for batch `number`.
@@ -230,7 +234,7 @@ class TextGeneration:
         """Measures how many seconds per token the target's predictions take, with one forward pass."""
         size = min(self._max_tokens, _TIMED_TOKENS)
         start = self._clock()
-        read_texts(self._target, [(prompt * size)[:size]])
+        predicted(self._target, (prompt * size)[:size], size)
         return (self._clock() - start) / size
 
     def _write_log(self) -> None:

@@ -1,37 +1,12 @@
-"""The parts of EESD that do not depend on the backend: where the exit is, and the predictor of acceptance of Cali-TS (Eq. 5)."""
+"""The predictor of acceptance of EESD's Cali-TS (Eq. 5)."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from specgen.base.errors import SpecgenError
-
-MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
-
-
-def check_exit_layers(count: int) -> None:
-    """Raises SpecgenError unless an exit may have `count` decoder layers."""
-    if not 0 <= count <= MAX_LAYERS:
-        raise SpecgenError(f"the exit has {count} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
-
-
-def check_exit_depth(layers: int, depth: int, name: str = "the exit") -> None:
-    """Raises SpecgenError unless an exit after the first `depth` of `layers` layers has a layer before and after it.
-
-    `name` is what the message calls the exit.
-    """
-    if not 1 <= depth < layers:
-        raise SpecgenError(f"{name} is after layer {depth} of {layers}", f"It can be after layer 1 to {layers - 1}")
-
-
-def default_exit_depth(layers: int) -> int:
-    """Returns N, the number of layers before EESD's exit: 1 + layers // 20.
-
-    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40. From 10 layers on, it is always 5 to 10 % of
-    them, as the paper suggests (section 5.4).
-    """
-    return 1 + layers // 20
+from specgen.base.types import Context
+from specgen.engine.model_runner import ModelRunner
 
 
 class Predictor(nn.Module):
@@ -73,3 +48,28 @@ class Predictor(nn.Module):
         """
         offset = offsets[min(position, self.POSITIONS) - 1]
         return torch.sigmoid(draft_hidden.to(self.bias.dtype) @ self.draft_weights + offset)
+
+
+class ExitAcceptancePredictor:
+    """Predicts the probability that a drafted token is accepted: theta_M of EESD, Eq. 5.
+
+    The inputs are the target's hidden state before the draft and the exit layer's hidden state at the drafted token.
+    """
+
+    def __init__(self, target: ModelRunner, predictor: Predictor) -> None:
+        self.predictor, self._target = predictor, target
+        self._offsets = torch.zeros(predictor.POSITIONS, device=target.device)
+
+    def begin(self, context: Context) -> None:
+        """Starts a draft after `context`: computes the part of the prediction that depends only on the target's hidden state."""
+        hidden = self._target.last_hidden_state(context)
+        if hidden is None:  # only outside of decoding: while decoding, the target has just predicted the context's last token
+            hidden = torch.zeros_like(self.predictor.draft_weights)
+        self._offsets = self.predictor.offsets(hidden)
+
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        """Returns the predicted acceptance probability, a scalar tensor, of the token at `position` of the draft (from 1).
+
+        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
+        """
+        return self.predictor.score(self._offsets, draft_hidden, position)

@@ -18,32 +18,27 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import WIDE, sight_of_chain
-from specgen.engine.native.families import read_architecture
 from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.parts.head_runners import HeadRunners
+from specgen.engine.parts.exit_layers import known_architecture
+from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import GlideWeights
-
-_OWN_KEYS = ("block_size", "large_hidden_size", "large_head_dim", "large_num_attention_heads", "use_remap")  # unknown to Llama
-_FAMILIES = ("llama", "qwen2", "qwen3")  # a Llama, or one with biases or norms of queries and keys
-_RETRAIN = "Take a head that was trained for this target"
 
 
 def make_runners(
     weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> HeadRunners:
+) -> PartRunners:
     """Returns the target's runner and the draft model's. Raises SpecgenError if the weights do not fit the target `model`.
 
     `target` runs the whole `model`; it is the one that verifies. `penalties` makes the penalties on the draft's logits.
     """
-    return HeadRunners(target, GlideRunner(weights, model, target, penalties()))
+    return PartRunners(target, GlideRunner(weights, model, target, penalties()))
 
 
 class GlideRunner(ModelRunner):
@@ -74,13 +69,11 @@ class GlideForward:
 
     @inference
     def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner) -> None:
-        self.architecture, self._target_architecture = draft_architecture(weights), target_architecture(model)
+        self.architecture, self._target_architecture = weights.architecture, known_architecture(model, "glide")
         self._target_model, self._target = model, target
         self._check(weights)
         device, dtype, architecture, tensors = model.device, model.dtype, self.architecture, weights.tensors
         factory = ProductFactory(device, dtype)
-
-        _check_shapes(architecture, self._target_architecture, weights, (model.num_embeddings, model.vocab_size))
 
         def take(name: str) -> torch.Tensor:
             return tensors[name].to(device)
@@ -153,59 +146,14 @@ class GlideForward:
 
     def _check(self, weights: GlideWeights) -> None:
         """Raises SpecgenError if the draft model cannot be run with this target."""
-        model, own, other = self._target_model, self.architecture, self._target_architecture
         if not isinstance(self._target.cache, ReadableCache):
             raise SpecgenError(
                 "glide reads the target's keys and values, which are split over torchrun's processes",
                 "Take another method, or run without torchrun",
             )
-        missing = [name for name in (EMBEDDING, HEAD) if name not in weights.tensors]
-        if missing:
-            model.check_layers("glide")
-            if own.hidden_size != other.hidden_size:
-                sizes = f"its hidden size is {own.hidden_size}, not the target's {other.hidden_size}"
-                raise SpecgenError(f"the head has no {missing[0]}, and {sizes}", _RETRAIN)
-        if len(own.layers) > len(other.layers):
-            raise SpecgenError(f"the head has {len(own.layers)} layers, the target only {len(other.layers)}", _RETRAIN)
-        boundaries = {rotary.long_boundary for rotary in own.rotary.values()} - {None, model.shape.rope_boundary}
-        if boundaries:
-            raise SpecgenError(
-                "the head's rotary embedding changes at another context length than the target's (LongRoPE)", _RETRAIN
-            )
-
-
-def _check_shapes(own: Architecture, target: Architecture, weights: GlideWeights, tokens: tuple[int, int]) -> None:
-    """Raises SpecgenError if a tensor is missing or has a wrong shape. `tokens` are the target's embeddings and logits."""
-    width, inner, count = own.hidden_size, target.num_heads * target.head_size, len(own.layers)
-    expected: dict[str, tuple[int, ...]] = {}
-    for index in range(count):
-        cross = f"layers.{index}.cross_attn."
-        expected |= layer_shapes(own, index) | {f"{cross}q_proj.weight": (inner, width), f"{cross}o_proj.weight": (width, inner)}
-    tables = {EMBEDDING: (tokens[0], width), HEAD: (tokens[1], width)}
-    expected |= {FINAL_NORM: (width,)} | {name: shape for name, shape in tables.items() if name in weights.tensors}
-    for name, shape in expected.items():
-        found = weights.tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            what = "none" if found is None else f"one of shape {list(found.shape)}"
-            raise SpecgenError(f"glide needs a tensor {name} of shape {list(shape)}, and the head has {what}", _RETRAIN)
-
-
-def draft_architecture(weights: GlideWeights) -> Architecture:
-    """Returns what the config of a GliDe draft model describes. Raises SpecgenError if it is none that can be run."""
-    if weights.config.get("use_remap"):
-        raise SpecgenError("the head maps the target's keys and values (use_remap), which glide does not", _RETRAIN)
-    family = weights.config.get("model_type")
-    if family not in _FAMILIES:
-        raise SpecgenError(f"a glide head has the layers of a Llama, not of {family}", _RETRAIN)
-    try:
-        return read_architecture({key: value for key, value in weights.config.items() if key not in _OWN_KEYS})
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"cannot run this head: {error}", _RETRAIN) from error
-
-
-def target_architecture(model: Model) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError if it is of a family whose cached keys are not known."""
-    try:
-        return model.architecture
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"glide reads the target's keys and values, but {error}", "Take another method: -m svip") from error
+        if not {EMBEDDING, HEAD} <= weights.tensors.keys():
+            self._target_model.check_layers("glide")
+        known = {None, self._target_model.shape.rope_boundary}
+        if {rotary.long_boundary for rotary in self.architecture.rotary.values()} - known:
+            problem = "the head's rotary embedding changes at another context length than the target's (LongRoPE)"
+            raise SpecgenError(problem, "Take a head that was trained for this target")

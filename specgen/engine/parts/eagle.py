@@ -6,23 +6,93 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.eagle_decoder import EagleDecoder
-from specgen.engine.parts.eagle_forward import EagleForward
-from specgen.engine.parts.feature_runner import FeatureRunner
-from specgen.engine.parts.head_runners import HeadRunners
+from specgen.engine.native.architecture import of_architecture
+from specgen.engine.native.eagle_layers import EagleLayers, head_weight
+from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING
+from specgen.engine.native.products import ProductFactory
+from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
 from specgen.engine.parts.weights import EagleWeights
 
-_OTHER_HEAD = "Take a head that was made for this model"
+
+class EagleHead:
+    """A head as it drafts for the target `model`, whatever its backend: layers with a KV cache, and its LM head or the target's.
+
+    `num_embeddings` is the number of tokens that it has embeddings for.
+    """
+
+    def __init__(self, weights: EagleWeights, model: Model) -> None:
+        tensors, architecture, dtype, device = weights.tensors, weights.architecture, model.dtype, model.device
+        self._model, self._architecture = model, architecture
+        self.width, self.rope_boundary = architecture.hidden_size, of_architecture(architecture).rope_boundary
+
+        def take(name: str) -> Tensor:
+            return tensors[name].to(device)
+
+        with torch.inference_mode(False), torch.no_grad():
+            factory = ProductFactory(device, dtype)
+            gain = norm_gain(architecture, dtype, device)
+            self._layers = EagleLayers(
+                weights.version,
+                architecture,
+                take,
+                dtype,
+                factory,
+                device,
+                has_bias="fc.bias" in tensors,
+                norm_before_residual=weights.norm_before_residual,
+                norm_gain=gain,
+            )
+            self._lm_head = factory(head_weight(take, gain).to(dtype)) if weights.version == 3 else None
+            self._embedding = take(EMBEDDING) if EMBEDDING in tensors else None
+        self.num_embeddings = model.num_embeddings if self._embedding is None else self._embedding.shape[0]
+        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
+        self._devices = [device] * len(architecture.layers)
+        self._inputs = InputMaker(architecture, dtype, self._devices, min_rows=factory.min_rows)
+
+    def new_cache(self) -> KVBuffer:
+        """Returns an empty KV cache, with one entry for each pair."""
+        return KVBuffer(self._devices, self._architecture.num_kv_heads, self._architecture.head_size, self._model.dtype)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Returns what version 3 keeps of the target's features [n, 3 * width]: their product with `fc`, [n, width]."""
+        return self._layers.fc(features)
+
+    def __call__(self, forward_pass: ForwardPass, features: Tensor, logits_to_keep: int) -> ModelOutput:
+        """Runs the pairs of the tokens of a pass and the features [n, width] that belong to them.
+
+        The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
+        """
+        count, inputs = features.shape[0], self._inputs(forward_pass)
+        ids = upload(torch.tensor(forward_pass.ids), self._model.device)
+        table = self._embedding
+        embeddings = self._model.embeddings(ids) if table is None else table.index_select(0, ids).to(self._model.dtype)
+        if inputs.rows != count:
+            embeddings, features = (pad(x, (0, 0, 0, inputs.rows - count)) for x in (embeddings, features))
+        hidden = self._layers(embeddings, features, inputs)[count - logits_to_keep : count]
+        return ModelOutput(self._logits(hidden), hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocabulary of the target] for predicted features [n, width]."""
+        if self._lm_head is None:
+            return self._model.head_logits(hidden)
+        logits = self._lm_head(self._layers.normed(hidden))
+        if self._vocabulary is None:
+            return logits
+        wide = logits.new_full((logits.shape[0], self._model.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self._vocabulary, logits)
 
 
 class EagleRunner:
@@ -38,26 +108,18 @@ class EagleRunner:
     one token has no pair; in its place, the token is paired with zeros.
     """
 
-    def __init__(
-        self,
-        decoder: EagleDecoder,
-        model: Model,
-        target: FeatureRunner,
-        vocabulary: Tensor | None,
-        penalties: PenaltyProcessor | None,
-    ) -> None:
-        self._forward: ForwardFunction = EagleForward(decoder, model, vocabulary, self._features)
+    def __init__(self, head: EagleHead, model: Model, target: FeatureRunner, penalties: PenaltyProcessor | None) -> None:
+        self._head = head
         self.context_limit, self.vocab_size, self.device = target.context_limit, model.vocab_size, model.device
-        table = decoder.embedding
-        self.num_embeddings = model.num_embeddings if table is None else min(model.num_embeddings, table.shape[0])
+        self.num_embeddings = min(model.num_embeddings, head.num_embeddings)
         self._target, self._penalties = target, penalties
-        self.cache = decoder.new_cache()
-        self._cached = CachedPrefix(self.cache, decoder.rope_boundary)
+        self.cache = head.new_cache()
+        self._cached = CachedPrefix(self.cache, head.rope_boundary)
         self._context: Context | None = None  # the last call's
         self._first: int | None = None  # its first token, None if it has no other
         self._pairs = Context(())  # the tokens of its pairs: all but the first
         # The predicted features [draft tokens + 1, width] of the cached draft, after those of the context's last pair.
-        self._rows = torch.empty(0, decoder.width, dtype=model.dtype, device=model.device)
+        self._rows = torch.empty(0, head.width, dtype=model.dtype, device=model.device)
         self._root = -1  # the number of pairs in the context whose last one `_rows[0]` belongs to
         self._logits: list[tuple[int, Tensor]] = []  # of the call's passes, each with the index of its first row
 
@@ -125,7 +187,7 @@ class EagleRunner:
             return
         self._root = -1
         for forward_pass in cached.missing_passes(pairs, NO_NODES, len(pairs)):
-            output = self._forward(forward_pass, 1)
+            output = self._head(forward_pass, self._features(forward_pass), 1)
             if forward_pass.last == len(pairs):
                 self._keep_rows(0, output)
                 self._root = forward_pass.last
@@ -139,12 +201,10 @@ class EagleRunner:
             last = first + 1
             while last < len(tokens) and parents[last] < first:
                 last += 1
-            if self._logits:  # the next pass may overwrite them
-                self._logits[-1] = self._logits[-1][0], self._logits[-1][1].clone()
             run = nodes if last == len(tokens) else TreeNodes(tokens[:last], parents[:last])
             self.cache.length = count + first
             forward_pass = ForwardPass(pairs, run, count + first, count + last, self.cache, long_rope)
-            self._keep_rows(first + 1, self._forward(forward_pass, last - first))
+            self._keep_rows(first + 1, self._head(forward_pass, self._features(forward_pass), last - first))
             cached.draft = run
             first = last
 
@@ -169,32 +229,14 @@ class EagleRunner:
 
 
 def make_runners(
-    weights: EagleWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> HeadRunners:
+    weights: EagleWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+) -> PartRunners:
     """Returns a target that keeps the head's features, and the head. `penalties` makes the processor for each of the two.
 
-    `target` is a runner of the model, which the result replaces. Raises SpecgenError if the head does not fit the model.
+    Raises SpecgenError if the model's layers cannot be run one by one.
     """
-    shape = model.shape
-    layers = (shape.num_layers,) if weights.version == 1 else weights.feature_layers
-    if not layers or not all(0 <= layer <= shape.num_layers for layer in layers):
-        named = ", ".join(map(str, layers)) or "no layers"
-        raise SpecgenError(f"the EAGLE head reads {named}, but the model has layers 0 to {shape.num_layers}", _OTHER_HEAD)
-    decoder = EagleDecoder(weights, len(layers) * shape.hidden_size, model.dtype, model.device)
-    _check_fits(weights, decoder, model)
-    keeping = FeatureRunner(model, layers, penalties(), decoder.fuse if weights.version == 3 else None)
-    vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
-    return HeadRunners(keeping, EagleRunner(decoder, model, keeping, vocabulary, penalties()))
-
-
-def _check_fits(weights: EagleWeights, decoder: EagleDecoder, model: Model) -> None:
-    """Raises SpecgenError unless the head's sizes fit the model's."""
-    width, count = model.shape.hidden_size, model.vocab_size
-    if decoder.width != width and (weights.version == 1 or decoder.embedding is None):
-        raise SpecgenError(f"the EAGLE head is for a model of width {decoder.width:,}, not {width:,}", _OTHER_HEAD)
-    known = weights.vocabulary
-    if known is None:
-        if decoder.head_vocab_size not in (0, count):
-            raise SpecgenError(f"the EAGLE head has {decoder.head_vocab_size:,} tokens, but the model {count:,}", _OTHER_HEAD)
-    elif not (known.numel() and int(known.min()) >= 0 and int(known.max()) < count):
-        raise SpecgenError(f"the EAGLE head's vocabulary names tokens beyond the model's {count:,}", _OTHER_HEAD)
+    layers = (model.shape.num_layers,) if weights.version == 1 else weights.feature_layers
+    head = EagleHead(weights, model)
+    fuse = head.fuse if weights.version == 3 else None
+    target = FeatureRunner(model, model.feature_forward(layers), model.new_cache(), penalties(), fuse)
+    return PartRunners(target, EagleRunner(head, model, target, penalties()))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart, ModelOutput, chain_parents, depths
 from specgen.engine.inference_mode import inference
@@ -15,18 +14,14 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.parts.head_runners import HeadRunners
+from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import MedusaWeights
 
 
 class MedusaHeads:
-    """K Medusa heads for the target `model`, which supplies the LM head if they have none of their own.
-
-    Raises SpecgenError if the weights do not fit the model.
-    """
+    """K Medusa heads for the target `model`, which supplies the LM head if they have none of their own."""
 
     def __init__(self, weights: MedusaWeights, model: Model) -> None:
-        check_weights(weights, model)
         self.count, self._model = len(weights.blocks), model
         device, dtype = model.device, model.dtype
         # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks with the same index.
@@ -58,36 +53,8 @@ class MedusaHeads:
         return logits.new_full((self.count, self._model.vocab_size), -torch.inf).index_copy_(1, self._vocabulary, logits)
 
 
-def check_weights(weights: MedusaWeights, model: Model) -> None:
-    """Raises SpecgenError if the heads' shapes or their vocabulary do not fit the model, or if they are not all alike."""
-    width = model.shape.hidden_size
-    heads, vocabulary = weights.lm_heads, weights.vocabulary
-    if not weights.blocks or len({len(blocks) for blocks in weights.blocks}) > 1:
-        raise _misfit(f"have {[len(blocks) for blocks in weights.blocks]} blocks, not the same number for each head")
-    for matrix, bias in (block for blocks in weights.blocks for block in blocks):
-        if matrix.shape != (width, width) or bias.shape != (width,):
-            found = f"{list(matrix.shape)} and a bias {list(bias.shape)}"
-            raise _misfit(f"have a block {found}, and the target's hidden states have {width:,} numbers")
-    if heads is None:
-        if vocabulary is not None:
-            raise _misfit("have a vocabulary of their own, but no LM heads for it")
-        return
-    if len(heads) != len(weights.blocks):
-        raise _misfit(f"have {len(heads)} LM heads for {len(weights.blocks)} heads")
-    rows = model.vocab_size if vocabulary is None else len(vocabulary)
-    for head in heads:
-        if head.shape[-1] != width or len(head) < rows or (len(head) > rows and vocabulary is not None):
-            raise _misfit(f"have an LM head {list(head.shape)}, and for this target it has to be [{rows}, {width}]")
-    if vocabulary is not None and (vocabulary.min() < 0 or vocabulary.max() >= model.vocab_size):
-        raise _misfit(f"have token ids up to {int(vocabulary.max()):,}, and the target has {model.vocab_size:,} tokens")
-
-
-def _misfit(what: str) -> SpecgenError:
-    return SpecgenError(f"the Medusa heads {what}", "Name the heads that were trained for this target with --head FOLDER")
-
-
 class MedusaRunner:
-    """Runs Medusa heads as a draft model. Implements `head_runners.HeadRunner`.
+    """Runs Medusa heads as a draft model. Implements `DraftRunner`.
 
     The logits after a drafted token at depth m (after the context: 0) are those of head m, whatever the token is: all heads read
     the hidden state from which `target` predicted the context's last token. So they run once for each context. `longest_draft` is
@@ -160,15 +127,15 @@ class MedusaRunner:
 
 def make_runners(
     weights: MedusaWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> HeadRunners:
+) -> PartRunners:
     """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of the target's penalties.
 
     `target` is the target's own runner. It is returned unless it gives no hidden states, as transformers' own forward passes.
-    Raises SpecgenError if the heads do not fit the model, or if such a model's layers cannot be run one by one.
+    Raises SpecgenError if such a model's layers cannot be run one by one.
     """
     heads = MedusaHeads(weights, model)
     if model.backend == "transformers":
         model.check_layers("medusa")
         layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
         target = ModelRunner(model, penalties(), model.layers_forward(layers))
-    return HeadRunners(target, MedusaRunner(heads, target, penalties(), weights.rank_accuracies))
+    return PartRunners(target, MedusaRunner(heads, target, penalties(), weights.rank_accuracies))

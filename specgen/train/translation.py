@@ -30,13 +30,12 @@ import torch
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.text.translation import Translation, covered_tokens
-from specgen.train.corpus import Corpus, Part
+from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
 from specgen.train.divergence import overlap_divergence
-from specgen.train.generated_text import GeneratedText
+from specgen.train.loop import TrainingBatches, greedy_matches
 from specgen.train.packing import IGNORED
-from specgen.train.text_generation import NOT_HELD_OUT
-from specgen.train.training_loop import TrainingBatches, greedy_matches
-from specgen.train.training_task import Recipe, TrainingTask
+from specgen.train.task import Recipe, TrainingTask
+from specgen.train.texts import GeneratedText
 
 MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
 _MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
