@@ -219,7 +219,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.parts, other.thread_choice = pair.parts, pair.thread_choice
+    other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
     return other
 
 

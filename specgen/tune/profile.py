@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
     from specgen.engine.model_loading import LoadedModel
-    from specgen.pair.drafting_knowledge import DraftingKnowledge
+    from specgen.pair.measurements import Measurements
     from specgen.pair.pair import Pair
 
 FILE = "profile.yaml"
@@ -185,10 +185,10 @@ class Profile(_StrictModel):
                 raise ValueError(f"measured.learned.{drafter}: {error}") from error
         return self
 
-    def inform(self, knowledge: DraftingKnowledge) -> None:
+    def inform(self, measurements: Measurements) -> None:
         """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
-        knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
-        knowledge.tuned_learned = {
+        measurements.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        measurements.tuned_learned = {
             drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
         }
 
