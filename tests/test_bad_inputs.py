@@ -130,6 +130,12 @@ LIGHT = [
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    row("tune -t some/model -m pearl", "pearl needs a draft model, and there is none"),
+    row("tune -t some/model -m ar,svip,sd", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
+    row("tune -t some/model --export mlx", "mlx has none of the methods"),
+    row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     # the prompt
     row(["generate", ""], "the prompt is empty"),
     row(["generate", " \n"], "the prompt is empty"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, FAMILIES, exit_of, make_model, plain, prompt, save
+from families import BACKENDS, CONTEXT, FAMILIES, make_model, plain, prompt, save, with_exit
 from runner_checks import LAYERED, RUN_BY, four_layers, quick
 
 import specgen
@@ -52,11 +52,11 @@ def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         return specgen.load(folder(family), device="cpu", dtype="float32", backend=backend)
 
     @cache
-    def with_exit(family: str, depth: int, backend: str = "native") -> Pair:
+    def of_depth(family: str, depth: int, backend: str = "native") -> Pair:
         target = made(family, backend).target
-        return Pair(target, None, exit_layer=exit_of(target, depth))
+        return with_exit(Pair(target, None), depth)
 
-    return with_exit
+    return of_depth
 
 
 def exits() -> Iterator[tuple[str, str, int]]:
@@ -178,7 +178,7 @@ def test_penalties_apply_to_draft_and_target(tmp_path: Path) -> None:
     model.generation_config.repetition_penalty = 1.4
     model.generation_config.no_repeat_ngram_size = 2
     target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
-    pair = Pair(target, None, exit_layer=exit_of(target, 1))
+    pair = with_exit(Pair(target, None), 1)
     ids = prompt(4)
     expected = plain(target.transformers_module, ids, 16)
     for name, settings in METHODS.items():

@@ -86,7 +86,7 @@ def test_what_needs_a_target_on_one_device_is_refused(tmp_path: Path) -> None:
     with fake_devices():
         model = spread(module, [fake(0)] * 2 + [fake(1)] * 2)
         with pytest.raises(SpecgenError, match=r"several devices\. Take --device cuda"):
-            model.trainable_exit(tmp_path, 1)
+            model.last_layers(tmp_path, 1)
         with pytest.raises(SpecgenError, match="Skip whole layers"):
             model.layers_forward([LayerPart(0), LayerPart(1, mlp=False)])
 

@@ -22,6 +22,8 @@ from specgen.base.types import SamplingParams
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
+from specgen.engine.native.products import trained_product
+from specgen.engine.parts.exit_layers import ExitLayers
 from specgen.engine.spread.placement import model_memory
 from specgen.pair.pair import Pair
 
@@ -166,16 +168,16 @@ def test_a_trainable_exit_has_the_quantised_weights_as_numbers(folders: dict[str
     model, ids = loaded.model, torch.tensor([PROMPT])
     at = torch.arange(len(PROMPT))[None]
     batch = BatchPass(ids, at, torch.ones(1, len(PROMPT), len(PROMPT), dtype=torch.bool).tril(), at)
-    exit_layer = model.trainable_exit(folders["target"], 1)
+    copies = {name: torch.nn.Parameter(weight) for name, weight in model.last_layers(folders["target"], 1).items()}
+    layers = ExitLayers(model, 1, copies.__getitem__, trained_product)
     with torch.no_grad():
         hidden = model.batch_layers(batch, model.shape.num_layers - 1).hidden_states
         assert hidden is not None
-        logits, _ = exit_layer.norm_and_head(exit_layer.run_layers(hidden, batch))
+        logits, _ = layers.norm_and_head(layers.run_layers(hidden, batch))
         torch.testing.assert_close(logits, model.batch_logits(batch), atol=1e-4, rtol=1e-4)
-    assert all(type(weight) is torch.nn.Parameter for weight in exit_layer.module.parameters())
-    exit_layer.module.requires_grad_(True)
-    exit_layer.norm_and_head(exit_layer.run_layers(hidden.clone(), batch))[0].sum().backward()
-    assert all(weight.grad is not None for weight in exit_layer.module.parameters())
+    layers = ExitLayers(model, 1, copies.__getitem__, trained_product)
+    layers.norm_and_head(layers.run_layers(hidden.clone(), batch))[0].sum().backward()
+    assert all(weight.grad is not None for weight in copies.values())
     model.free_weights()
     assert not list(model.module.parameters())  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, exit_of, make_model, near_copy, plain, save
+from families import BACKENDS, CONTEXT, make_model, near_copy, plain, save, with_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
@@ -63,8 +63,8 @@ def several_ends(models_folder: Path) -> Pair:
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
     pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair.exit_layer, pair._process_worker = exit_of(pair.target, 1), None
-    return pair
+    pair._process_worker = None
+    return with_exit(pair, 1)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
 from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, PreparedModel, load_model, prepare, translation_between
-from specgen.engine.parts.exit_files import FoundExit, load_exit
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.pair.pair import Pair
@@ -116,13 +115,11 @@ def _add_trained_parts(
     Closes the pair if it cannot be loaded.
     """
     try:
+        pair.parts.is_bundled = is_bundled
         if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-        else:
-            pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
-        pair.heads.is_bundled = is_bundled
+            pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
-            pair.heads.name(head_folder(head, offline, announce))
+            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
     except BaseException:
         pair.close()
         raise
@@ -222,7 +219,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    other.parts, other.thread_choice = pair.parts, pair.thread_choice
     return other
 
 

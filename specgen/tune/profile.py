@@ -232,11 +232,12 @@ def profile_key_of(pair: Pair) -> ProfileKey:
         fingerprint = weights_fingerprint(model.folder)
         return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
 
+    digests = pair.parts.digests()
     return ProfileKey(
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
-        exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
-        heads=pair.heads.digests(),
+        exit_layer=digests.pop("exit", None),
+        heads=digests,
         translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
         versions=versions(),
         machine=machine(),
