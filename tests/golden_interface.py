@@ -132,7 +132,7 @@ def lines(*arguments: str) -> list[dict[str, Any]]:
 
 
 def json_keys(folder: Path) -> dict[str, list[str]]:
-    """The keys of each kind of JSON line."""
+    """The keys of each kind of JSON line, sorted: their order is no promise."""
     trace = str(folder / "trace.jsonl")
     short = ("-n", "4", "--json")
     generated = lines("generate", "-m", "svip", *short, "--record", "distributions", "--trace", trace, "text")
@@ -143,7 +143,7 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
     records["tune"] = lines("tune", "-m", "ar", *short, "--limit", "1", "--budget", "5")[0]
     records["inspect pair"] = lines("inspect", "--measure", "--json")[0]
     records["inspect trace"] = lines("inspect", trace, "--json")[0]
-    return {name: keys(record, name.split()[0]) for name, record in records.items()}
+    return {name: sorted(keys(record, name.split()[0])) for name, record in records.items()}
 
 
 def methods() -> dict[str, Any]:
@@ -165,7 +165,7 @@ def python_names() -> dict[str, Any]:
 
     def parameters(function: Any) -> list[str]:
         found = [each for each in inspect.signature(function).parameters.values() if each.name not in UNPROMISED]
-        return [re.sub(r":.*?(?= = |$)", "", str(each)) for each in found]
+        return [re.sub(r":.*?(?= = |$)", "", str(each)) for each in found if each.kind is not each.VAR_KEYWORD]
 
     pair = specgen.Pair
     return {
