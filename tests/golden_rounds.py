@@ -82,12 +82,8 @@ mtad:k=3:beams=3 bild:k=4:fallback=0.1 joint:k=2:beams=3 selfsd:skip=1:k=3 selfs
 FEW = f"ar sd:k=4 sd:k=3:width=2 svip:threshold=0.5 lookup:k=4:ngram=1 adaptive:{COSTS} specinfer:k=3:drafts=2".split()
 OPTIONS = ["--top-p 0.8", "--top-k 5", "--exact", "--stop return", "--ignore-eos", "--context 40", "--record distributions"]
 OPTIONS += ["--backend transformers", "--seed 7"]
-SESSION = """
-svip eagle eesd lookup:k=6 sd:k=3:width=2 glide pearl:window=3 medusa selfsd:skip=3:k=6 ar
-""".split()  # noqa: SIM905  it reads like the lists above
-FOREIGN = """
-sd:k=4 svip:threshold=0.5 sd:k=3:width=2 pearl:window=3 specinfer:k=3:drafts=2 sd:translation=text:k=4
-""".split()  # noqa: SIM905
+RUNS = ["svip", "eagle", "eesd", "lookup:k=6", "sd:k=3:width=2", "glide", "pearl:window=3", "medusa", "selfsd:skip=3:k=6", "ar"]
+OTHER = ["sd:k=4", "svip:threshold=0.5", "sd:k=3:width=2", "pearl:window=3", "specinfer:k=3:drafts=2", "sd:translation=text:k=4"]
 
 _SHAPE = {
     "hidden_size": 32,
@@ -202,7 +198,7 @@ def cases() -> Iterator[tuple[str, str, list[str]]]:
     listed = [("demo", DEMO, PROMPTS, [""], 40), ("demo", ["sd", "svip:threshold=0.3"], PROMPTS[::2], OPTIONS, 24)]
     listed += [(family, FAMILY if family not in ON_TRANSFORMERS[2:] else FEW, PIECES, [""], 24) for family in FAMILIES]
     for pair in VARIANTS:
-        listed += [(pair, FOREIGN if "foreign" in pair else FEW, [LONG_TEXT] if "long" in pair else PIECES, [""], 24)]
+        listed += [(pair, OTHER if "foreign" in pair else FEW, [LONG_TEXT] if "long" in pair else PIECES, [""], 24)]
     for pair, methods, prompts, options, count in listed:
         for option, (index, spec), temperature in product(options, enumerate(methods), "01"):
             if spec.startswith("joint") and temperature != "0" and pair != "demo":
@@ -243,7 +239,7 @@ def session(temperature: float) -> list[Any]:
     """
     sampling, prompt, done = specgen.SamplingParams(max_new_tokens=16, temperature=temperature, seed=0), PROMPTS[0], []
     with own_folders(), specgen.load(device="cpu", dtype="float32") as pair:
-        for index, spec in enumerate([*SESSION, *["suffix:k=4:history=true"] * (temperature == 0)]):
+        for index, spec in enumerate([*RUNS, *["suffix:k=4:history=true"] * (temperature == 0)]):
             method, *settings = spec.split(":")
             values = dict(setting.split("=") for setting in settings)
             unfinished = pair.rounds(prompt, method=method, sampling=sampling, **values)
