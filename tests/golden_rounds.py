@@ -267,8 +267,9 @@ def difference(old: Any, new: Any, where: str = "") -> str | None:
         return new["error"]
     if isinstance(old, dict) and isinstance(new, dict) and list(old) == list(new):
         parts = [(f"{where} {key}".strip(), old[key], new[key]) for key in reversed(old)]  # rounds before the summary
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        parts = [(f"{where}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=True))]
+    elif isinstance(old, list) and isinstance(new, list):
+        parts = [(f"{where}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=False))]
+        parts += [(f"{where} has other entries", len(old), len(new))]
     else:
         return None if old == new else f"{where}: {old} → {new}"
     return next((found for part in parts if (found := difference(part[1], part[2], part[0]))), None)
