@@ -291,7 +291,7 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     assert not MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 0).tokens
     remembered: Any = MemoisedRunner(draft)
     assert (
-        MedusaTreeDrafter(replace(setup, runner=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
+        MedusaTreeDrafter(replace(setup, draft=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
         == proposed.tokens
     )
 

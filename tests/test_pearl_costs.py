@@ -152,7 +152,7 @@ def scaled_size(costs: ParallelCosts) -> int:
 def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float | None, cost: float, near: Pair) -> None:
     measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
     costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
-    request = near._request(PROMPTS[0], "pearl", GREEDY, {"policy": "adaptive"})
+    request = near.request(PROMPTS[0], "pearl", GREEDY, policy="adaptive")
     inputs = near.knowledge.inputs(request, costs)
     assert inputs.slowdown == pytest.approx(cost)
     assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
