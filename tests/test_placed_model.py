@@ -25,8 +25,8 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.early_exit import make_runners
-from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.parts.exit_layers import ExitLayers, read_exit
+from specgen.engine.parts.weights import ExitWeights
 
 CPU = torch.device("cpu")
 
