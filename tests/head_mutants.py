@@ -68,13 +68,13 @@ HEAD_MUTANTS = [
         ),
     ),
     *mutants(
-        "decoding/medusa_tree.py",
+        "methods/medusa_tree.py",
         MEDUSA_TREE,
-        ("Medusa: tokens follow one that ends the output", "if token not in self._setup.eos_ids:", "if True:"),
+        ("Medusa: tokens follow one that ends the output", "if token not in self._eos_ids:", "if True:"),
         (
             "Medusa: candidates of a level have the likeliest parent",
-            "self._nodes[path[:-1]])",
-            "self._nodes[(0,) * len(path[:-1])])",
+            "tree.add(nodes[path[:-1]], token)",
+            "tree.add(nodes[(0,) * len(path[:-1])], token)",
         ),
         ("Medusa: impossible tokens are candidates", "in likely if value > -math.inf]", "in likely if True]"),
     ),

@@ -43,8 +43,8 @@ def mutants(file: str, tests: Selection, *changes: tuple[str, str, str]) -> list
     return [Mutant(name, file, text, replacement, tests) for name, text, replacement in changes]
 
 
-_VERIFIERS, _DRAFTERS = "decoding/verifiers.py", "decoding/drafters.py"
-_PARALLEL, _RUN = "decoding/parallel.py", "decoding/run.py"
+_VERIFIERS, _DRAFTERS = "decoding/verification.py", "decoding/drafting.py"
+_PARALLEL, _RUN = "methods/pearl_schedule.py", "decoding/run.py"
 
 REJECTION_SAMPLING = [
     *mutants(
@@ -60,18 +60,18 @@ REJECTION_SAMPLING = [
         ("tokens after a rejected one accepted", "(fresh * q < p).cumprod(dim=0).sum()", "(fresh * q < p).sum()"),
         (
             "residual mixed with 20 % of p",
-            "torch.where(residual.sum() > 0, residual, after.probs)",
-            "torch.where(residual.sum() > 0, 0.8 * residual / residual.sum() + 0.2 * after.probs, after.probs)",
+            "torch.where(residual.sum() > 0, residual, after)",
+            "torch.where(residual.sum() > 0, 0.8 * residual / residual.sum() + 0.2 * after, after)",
         ),
         (
             "correction from the whole of p",
-            "residual = (after.probs - drawn_from * (accepted < length)).clamp_min_(0)",
-            "residual = after.probs",
+            "residual = (after - drawn_from * (accepted < length)).clamp_min_(0)",
+            "residual = after",
         ),
         (
             "residual the wrong way round, max(q - p, 0)",
-            "residual = (after.probs - drawn_from * (accepted < length)).clamp_min_(0)",
-            "residual = torch.where(accepted < length, drawn_from - after.probs, after.probs).clamp_min_(0)",
+            "residual = (after - drawn_from * (accepted < length)).clamp_min_(0)",
+            "residual = torch.where(accepted < length, drawn_from - after, after).clamp_min_(0)",
         ),
         ("residual for the bonus too", "(accepted < length)", "(accepted <= length)"),
         ("one accepted token too few", "path = list(range(accepted))", "path = list(range(max(accepted - 1, 0)))"),
@@ -83,8 +83,8 @@ REJECTION_SAMPLING = [
         ),
         (
             "correction with the next token's q",
-            "after.take(draft_probs, accepted.clamp_max(length - 1)[None])",
-            "after.take(draft_probs, (accepted + 1).clamp_max(length - 1)[None])",
+            "draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])",
+            "draft_probs.index_select(0, (accepted + 1).clamp_max(length - 1)[None])",
         ),
     ),
     *mutants(
@@ -92,17 +92,17 @@ REJECTION_SAMPLING = [
         UNIFORMS,
         (
             "the verifier's generator starts anew for each draft",
-            "fresh = torch.rand(length, generator=self._generator, device=device)",
-            "fresh = torch.rand(length, generator=self._generator.manual_seed(0), device=device)",
+            "fresh = torch.rand(length, generator=self._generator, device=logits.device)",
+            "fresh = torch.rand(length, generator=self._generator.manual_seed(0), device=logits.device)",
         ),
     ),
     *mutants(
-        "methods/factory.py",
+        _DRAFTERS,
         UNIFORMS,
         (
             "draft and verifier share a seed",
-            'seed=derive_seed(components.seed, "draft")',
-            'seed=derive_seed(components.seed, "target")',
+            'derive_seed(setup.seed, "draft")',
+            'derive_seed(setup.seed, "target")',
         ),
     ),
     *mutants(
@@ -110,16 +110,16 @@ REJECTION_SAMPLING = [
         CHAIN,
         (
             "draft logits beyond the target's vocabulary are not cut",
-            "output.logits[0, : self._vocab_size]",
-            "output.logits[0]",
+            "logits = output.logits[:, : self._vocab_size]",
+            "logits = output.logits",
         ),
     ),
     *mutants(
-        "decoding/draft_chain.py",
+        _DRAFTERS,
         CHAIN,
         (
             "a narrower draft's q is not padded",
-            "probs=logits_ops.pad_probs(torch.stack(self._probs), self._vocab_size) if",
+            "probs=logits_ops.pad_probs(torch.stack(self._probs), vocab_size) if",
             "probs=torch.stack(self._probs) if",
         ),
         (
@@ -152,7 +152,7 @@ REJECTION_SAMPLING = [
             "if draft.parents[child] == node and draft.tokens[child] == token:",
             "if draft.parents[child] == node and draft.tokens[child] == choice(node + 1):",
         ),
-        ("own draws: all at once, from the next row", "([-1] * (drawn + 1) + tokens)", "([-1] * drawn + tokens + tokens[:1])"),
+        ("own draws: all at once, from the next row", "return tokens[row]", "return tokens[row - 1]"),
         (
             "own draws: a candidate of the context follows the chain",
             "if draft.parents[child] == node and",
@@ -169,7 +169,7 @@ REJECTION_SAMPLING = [
         ),
         (
             "own draws: tokens are drawn where none is needed",
-            "if _draws_one_by_one(logits):",
+            "if logits.is_cpu:",
             "if False:",
         ),
     ),
@@ -198,7 +198,7 @@ DRAFTING = [
         ),
     ),
     *mutants(
-        "decoding/sequential.py",
+        _RUN,
         CHAIN,
         ("a draft one token too long", "run.remaining - 1)", "run.remaining)"),
     ),
@@ -221,7 +221,7 @@ DRAFTING = [
         ),
     ),
     *mutants(
-        "decoding/prompt_lookup.py",
+        "methods/lookup.py",
         LENGTHS,
         ("prompt lookup drafts after EOS", "eos = tokens[-1] in self._eos_ids", "eos = False"),
         (
@@ -264,7 +264,7 @@ PARALLEL = [
 
 LOSSY_METHODS = [
     *mutants(
-        "decoding/mtad.py",
+        "methods/mtad_search.py",
         LOSSY,
         (
             "MTAD's threshold on the single token",
@@ -276,7 +276,7 @@ LOSSY_METHODS = [
         ("MTAD stops at the first prefix that fails", "return (passes *", "return (passes.cumprod(dim=0) *"),
     ),
     *mutants(
-        "decoding/bild.py",
+        "methods/bild_drafting.py",
         LOSSY,
         ("BiLD's rollback off by one", "cumprod(dim=0).sum()", "cumprod(dim=0).sum().add(1).clamp_max(length)"),
     ),

@@ -8,12 +8,12 @@ ADAPTIVE, ADAPTIVE_RUNS = Selection("test_adaptive.py"), Selection("test_adaptiv
 ESTIMATES = Selection("test_drafting_estimates.py")
 SHARED = Selection("test_adaptive_pairs.py")
 
-_DRAFTERS, _RUN = "decoding/drafters.py", "decoding/run.py"
-_POLICIES, _ADAPTIVE, _GUARD = "decoding/policies.py", "decoding/adaptive.py", "decoding/drafting_guard.py"
+_DRAFTERS, _RUN = "decoding/drafting.py", "decoding/run.py"
+_ADAPTIVE, _GUARD = "methods/adaptive.py", "methods/drafting_guard.py"
 
 POLICY_RULES = [
     *mutants(
-        _POLICIES,
+        "methods/eesd.py",
         LENGTHS,
         (
             "Beta-TS counts unjudged tokens",
@@ -26,8 +26,20 @@ POLICY_RULES = [
             "(sample * score + rounds * model * self.theta_hat)",
             "(rounds * model * score + sample * self.theta_hat)",
         ),
+    ),
+    *mutants(
+        "methods/svip.py",
+        LENGTHS,
         ("SVIP's c outside of the root", 'math.sqrt(self.c * token["entropy"])', 'self.c * math.sqrt(token["entropy"])'),
+    ),
+    *mutants(
+        "methods/sd.py",
+        LENGTHS,
         ("the heuristic's lengths change the wrong way", "if accepted == drafted else", "if accepted != drafted else"),
+    ),
+    *mutants(
+        "methods/selfsd.py",
+        LENGTHS,
         ("Self-SD's threshold moves the wrong way", "if self._rate < self.TARGET_RATE:", "if self._rate > self.TARGET_RATE:"),
     ),
     *mutants(
@@ -56,7 +68,8 @@ ADAPTIVE_POLICY = [
             "tokens = accepted + was_rejected",
         ),
         ("adaptive: a level costs as one token", "self._level = token.nodes", "self._level = 1"),
-        ("adaptive: drafts that never pay are started", "        return gain > cost\n", "        return True\n"),
+        ("adaptive: drafts that never pay are started", "if gain <= cost and not guard.tries():", "if False:"),
+        ("adaptive: what never seemed to pay is never tried", "if gain <= cost and not guard.tries():", "if gain <= cost:"),
         (
             "adaptive: no pauses",
             "        guard = self.learned.guard\n        if guard.pauses():",
@@ -95,7 +108,7 @@ ADAPTIVE_POLICY = [
         ),
     ),
     *mutants(
-        "decoding/acceptance_calibration.py",
+        "methods/acceptance_calibration.py",
         ESTIMATES,
         ("calibration: the same offset for all intervals", "bisect(self.prior.edges, score), self.FADING", "0, self.FADING"),
         (
@@ -121,7 +134,7 @@ ADAPTIVE_POLICY = [
         ("calibration: a copy shares its offsets", "offsets=list(self.offsets), informations=", "informations="),
     ),
     *mutants(
-        "decoding/first_acceptance.py",
+        "methods/first_acceptance.py",
         ESTIMATES,
         ("first token: likelihoods swapped", "(level if accepted else 1 - level)", "(1 - level if accepted else level)"),
         (
@@ -133,7 +146,7 @@ ADAPTIVE_POLICY = [
         ("first token: trials stay rare", "                self.change = _CHANGE\n", "                pass\n"),
     ),
     *mutants(
-        "decoding/learned_drafting.py",
+        "methods/learned_drafting.py",
         ESTIMATES,
         ("start: later tokens do not count", "+ later) - (1", ") - (1"),
         ("start: later tokens may count as a loss", "max(0.0, self.later[0] / self.later[1])", "self.later[0] / self.later[1]"),
@@ -152,7 +165,7 @@ ADAPTIVE_POLICY = [
         ("adaptive: seeded runs share what they learn", "if sampling.greedy or sampling.seed is None:", "if True:"),
     ),
     *mutants(
-        "workers/worker_loop.py",
+        "workers/server.py",
         SHARED,
         (
             "adaptive: the worker forgets what it learned",

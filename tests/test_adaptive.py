@@ -140,6 +140,20 @@ def test_it_drafts_nothing_where_no_token_is_worth_its_cost() -> None:
     assert made.learned.worth == 1
 
 
+def test_what_never_seemed_to_pay_is_tried_now_and_then_and_soon_again_once_it_was_accepted() -> None:
+    made = policy(DraftingCosts.linear(1.5, 0.0), exploration=100.0)
+
+    def rounds_until_a_draft(accepted: int) -> int:
+        for number in range(1, 200):
+            drafted = draft(made, UNSURE, UNSURE)
+            made.observe(drafted, min(accepted, drafted))
+            if drafted:
+                return number
+        raise AssertionError("nothing is drafted")
+
+    assert [rounds_until_a_draft(accepted) for accepted in (0, 0, 1, 0, 0)] == [32, 64, 128, 32, 64]
+
+
 def test_drafts_that_are_rejected_get_rare_and_return_when_they_are_accepted() -> None:
     made, drafted = policy(DraftingCosts.linear(0.4, 0.0), exploration=1000), []
     for _ in range(400):

@@ -61,7 +61,7 @@ def test_each_position_has_the_likeliest_other_tokens(sampling: SamplingParams, 
     numbers = set()
     for seed in range(6):
         runner = Wide(seed)
-        setup = Setup(runner, sampling, frozenset({3}), 40, seed, keep_logits)  # type: ignore[arg-type]
+        setup = Setup(runner, sampling, frozenset({3}), 40, seed, record=keep_logits)  # type: ignore[arg-type]
         chain = ModelDrafter(setup).propose(Context(PROMPT), Fixed(5), 30)
         policy, length = Seeing(5), len(chain.tokens)
         draft = CapeDrafter(setup).propose(Context(PROMPT), policy, 30)

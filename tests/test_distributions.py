@@ -19,6 +19,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from specgen import methods
 from specgen.base.types import Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
+from specgen.decoding.verification import RejectionSampling
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.workers.worker import DraftWorker
 
@@ -92,7 +93,7 @@ def path_of(name: str, settings: dict[str, object]) -> tuple[object, ...]:
     """What decides how the method drafts and verifies with these settings."""
     method = methods.find(name.partition(":")[0])
     values = methods.resolve(method, settings, has_predictor=True)
-    return method.drafter.make, method.drafts_trees(values), values.policy, method.verifier, method.schedule
+    return method.needs, method.drafter, method.drafts_trees(values), values.policy, method.verifier, method.schedule
 
 
 def test_every_lossless_method_is_tested() -> None:
@@ -139,7 +140,7 @@ def test_the_test_would_notice_a_draft_that_is_believed(monkeypatch: pytest.Monk
     def believe(_: object, draft: Draft, rows: ModelOutput) -> Verdict:
         return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
 
-    monkeypatch.setattr(verifiers.RejectionSampling, "verify", believe)
+    monkeypatch.setattr(RejectionSampling, "verify", believe)
     counts = Counter(decode("sd", {"k": 3}, WARPS["plain"], seed) for seed in range(500))
     assert p_value(counts, expected(WARPS["plain"])) < 1e-12
 

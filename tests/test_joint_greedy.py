@@ -20,6 +20,7 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.cli.app import app
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.methods import joint_search
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.traces.reader import read_trace

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def filled(width: int, ngram: int) -> LookaheadWindow:
 @pytest.mark.parametrize(("width", "ngram", "guesses"), [(1, 2, 1), (4, 2, 2), (1, 4, 1), (3, 3, 2), (5, 4, 3), (7, 5, 7)])
 def test_the_drafts_tree_is_the_papers_mask(width: int, ngram: int, guesses: int) -> None:
     """Which tokens each node sees, and its position, by the rules of Fu et al., Figure 5 and its code."""
-    drafter = LookaheadDrafter(Setup(None, context_limit=1000), width=width, ngram=ngram, guesses=guesses)
+    drafter = LookaheadDrafter(Setup(None, target=SimpleNamespace(context_limit=1000)), width=width, ngram=ngram, guesses=guesses)
     context = Context([5, 6, 7])
     drafter.propose(context, LengthPolicy(), 100)
     drafter._window = filled(width, ngram)
@@ -224,7 +225,7 @@ class CountingRunner(TableRunner):
 
 def ouroboros(branches: int = 2) -> tuple[OuroborosDrafter, CountingRunner]:
     runner = CountingRunner()
-    setup = Setup(runner, vocab_size=64, context_limit=1000)  # type: ignore[arg-type]
+    setup = Setup(runner, vocab_size=64, target=SimpleNamespace(context_limit=1000))  # type: ignore[arg-type]
     return OuroborosDrafter(setup, width=3, ngram=3, branches=branches), runner
 
 

@@ -15,6 +15,7 @@ from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, tot
 from families import EOS, VOCAB, make_bloom, make_model, model_of, plain, prompt
 from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
 from scripted_models import scripted_run
+from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
 from static_checks import HostReads
 
 from specgen.base.errors import SpecgenError
@@ -25,7 +26,6 @@ from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
 from specgen.engine.parts.weights import MedusaWeights
 from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
 from specgen.methods.svip import SVIP
@@ -291,7 +291,7 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     assert not MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 0).tokens
     remembered: Any = MemoisedRunner(draft)
     assert (
-        MedusaTreeDrafter(replace(setup, runner=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
+        MedusaTreeDrafter(replace(setup, draft=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
         == proposed.tokens
     )
 

@@ -18,7 +18,7 @@ from specgen.decoding.policy import Fixed
 from specgen.decoding.verification import RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import runs
-from specgen.methods.multi_draft_tree import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
+from specgen.methods.multi_draft_tree import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
 
@@ -43,7 +43,7 @@ def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(
 
 
 @pytest.mark.parametrize("rule", JUDGES.values())
-def test_more_drafts_are_accepted_more_often(rule: multi_draft.AcceptanceRule) -> None:
+def test_more_drafts_are_accepted_more_often(rule: AcceptanceRule) -> None:
     """More drafts raise the acceptance probability; with one draft it is the overlap of p and q."""
     p, q = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.2, 0.3, 0.5]])
     found = []
@@ -98,7 +98,7 @@ def test_chains_end_at_their_own_end_of_sequence() -> None:
 
 
 @pytest.mark.parametrize("rule", JUDGES.values())
-def test_nan_logits_are_an_error(rule: multi_draft.AcceptanceRule) -> None:
+def test_nan_logits_are_an_error(rule: AcceptanceRule) -> None:
     verifier = TreeSampling(rule, SamplingParams(temperature=1.0), torch.device("cpu"), 0)
     draft = Draft((1, 2), (-1, -1), probs=torch.full((2, 4), 0.25), draws=(0, 1))
     with pytest.raises(RunError, match="target model's logits hold NaN"):

@@ -22,7 +22,6 @@ CASES: list[tuple[str, int, dict[str, int]]] = [
     ("qwen3", 1, {}),
     ("gemma2", 0, {"head_dim": 8}),
     ("stablelm", 2, {}),
-    ("cohere", 0, {}),
 ]
 MORE_CASES: list[tuple[str, int, dict[str, int]]] = [
     ("llama", 3, {"num_attention_heads": 14, "hidden_size": 112}),

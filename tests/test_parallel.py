@@ -15,7 +15,7 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs.pearl_window import ParallelCosts, Window
 from specgen.methods.pearl_schedule import Parallel
-from specgen.workers.worker import DraftWorker
+from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 
 class RandomRunner(TableRunner):
@@ -122,17 +122,15 @@ def test_a_costly_draft_pass_makes_the_lead_shorter() -> None:
 
 def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """And in no other: the rounds hold exactly the tokens that the drafter proposed."""
-    from specgen.workers import thread_worker
-
     made: list[int] = []
-    finish = thread_worker.ThreadDrafter.finish
+    finish = WorkerDrafter.finish
 
-    def noted(self: thread_worker.ThreadDrafter) -> object:
+    def noted(self: WorkerDrafter) -> object:
         draft = finish(self)
         made.extend(draft.tokens)
         return draft
 
-    monkeypatch.setattr(thread_worker.ThreadDrafter, "finish", noted)
+    monkeypatch.setattr(WorkerDrafter, "finish", noted)
     for seed in range(20):
         for window in (None, Window(4, 4, 2, is_flexible=True)):
             made.clear()

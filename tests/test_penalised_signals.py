@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from families import make_model, near_copy, save
+from scripted_models import TableRunner, ids_of, scripted_run
 from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
@@ -21,6 +23,7 @@ from specgen.engine.forward_pass import ModelOutput
 from specgen.pair.pair import Pair
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulated_runs import MemoisedRunner
+from specgen.workers.worker import DraftWorker
 
 OWN, PENALISED = 2.0, 3.0  # the largest logit of either distribution; the other nine are 0
 
@@ -118,3 +121,46 @@ def test_recorded_drafts_have_the_models_own_entropies(penalised: Pair, temperat
         assert [drafted.signals["entropy"] for drafted in rollout] == pytest.approx(expected, abs=1e-4)
         checked += len(rollout) > 1
     assert checked
+
+
+class ForbiddingRunner(TableRunner):
+    """A draft model whose penalties forbid every token after token 2, as they can if its vocabulary lacks the target's others."""
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        own = super().logits(context, draft, parents, start=start).logits
+        last = torch.tensor([context.ids[-1], *draft][start:])
+        return ModelOutput(own.masked_fill((last == 2)[:, None], -math.inf), own, own)
+
+
+DRAFTERS: list[tuple[str, dict[str, object]]] = [
+    ("sd", {"k": 4}),
+    ("sd", {"policy": "confidence"}),
+    ("sd", {"k": 4, "cape": True}),
+    ("sd", {"k": 4, "width": 3}),
+    ("sd", {"policy": "svip", "width": 2, "nodes": 5}),
+    ("sd", {"policy": "adaptive", "width": 2, "draft_cost": 0, "verify_cost": 0}),
+    ("adaptive", {"draft_cost": 0, "verify_cost": 0}),
+    ("mtad", {"beams": 3}),
+    ("bild", {"fallback": 0}),
+    ("spectr", {"drafts": 2}),
+    ("specinfer", {"drafts": 3, "policy": "confidence"}),
+    ("ouroboros", {}),
+    ("pearl", {"window": 3}),
+    ("eesd-tree", {"width": 2, "theta0": 1.0}),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("method", "settings"), DRAFTERS, ids=str)
+def test_a_draft_ends_where_penalties_forbid_all_its_tokens(method: str, settings: dict[str, object], temperature: float) -> None:
+    reasons: set[str | None] = set()
+    for seed in range(6):
+        draft, sampling = ForbiddingRunner(seed), SamplingParams(max_new_tokens=20, temperature=temperature)
+        with closing(DraftWorker.in_this_process(draft)) as worker:  # type: ignore[arg-type]
+            run = scripted_run(method, settings, TableRunner(seed), draft, sampling, worker=worker)
+            rounds = list(run.rounds())
+        assert len(ids_of(rounds)) == 20
+        reasons |= {round_.draft.stop_reason for round_ in rounds}
+    assert any("no candidates" in str(reason) for reason in reasons)

@@ -13,6 +13,8 @@ import traces
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
 from specgen.base.types import SamplingParams
+from specgen.decoding import drafting
+from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
 from specgen.engine.devices import WaitingTimer
 from specgen.methods.eesd import CaliTS
@@ -30,7 +32,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.reads, self._patch = 0.0, 0, monkeypatch.setattr
-        monkeypatch.setattr(drafters, "perf_counter", self.read)
+        monkeypatch.setattr(drafting, "perf_counter", self.read)
+        monkeypatch.setattr(policy_module, "perf_counter", self.read)
         monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=self.read))
 
     def read(self) -> float:

@@ -18,6 +18,7 @@ from specgen.compare.method_specs import parse_spec
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.run import Run
+from specgen.methods import suffix
 from specgen.methods.length_sweep import RepeatDrafter
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair import drafting_knowledge, measurements
@@ -260,7 +261,7 @@ def test_costs_do_not_depend_on_the_number_of_occurrences(monkeypatch: pytest.Mo
         compared.append(len(positions))
         return longest(index, ids, positions, length)
 
-    monkeypatch.setattr(suffix_index.SuffixIndex, "_longest", counting)
+    monkeypatch.setattr(suffix.SuffixIndex, "_longest", counting)
     index = SuffixIndex()
     index.extend([7] * 5000)
     assert drafted(index.find(index.ids), 3) == (LONGEST_MATCH, [7] * 3, [pytest.approx(0.996, abs=0.002)] * 3)

@@ -221,5 +221,5 @@ def test_a_system_without_a_c_library_to_ask_loads_models_too(tmp_path: Path, mo
         raise TypeError("argument of type 'NoneType' is not iterable")  # Windows
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
-    monkeypatch.setattr("specgen.engine.native.weight_files._COPIED_BYTES", 0)
+    monkeypatch.setattr("specgen.engine.weights._COPIED_BYTES", 0)
     check(tmp_path, module)

@@ -14,7 +14,8 @@ CAPE_TESTS = Selection("test_cape.py")
 LOOKAHEAD = Selection("test_lookahead.py", "not context_limit or the_window_ends")
 NGRAM_POOLS = Selection("test_enumeration.py::test_ngram_pools")
 
-_VERIFIERS, _MULTI, _CAPE = "decoding/verifiers.py", "decoding/multi_draft.py", "decoding/cape.py"
+_VERIFIERS, _MULTI, _CAPE = "decoding/verification.py", "methods/multi_draft_tree.py", "methods/cape.py"
+_TREE = "decoding/tree.py"
 
 TREES = [
     *mutants(
@@ -78,16 +79,16 @@ TREES = [
         ("chains continue after their EOS", "if tree.tokens[node] not in self._eos_ids]", "]"),
     ),
     *mutants(
-        "decoding/tree_drafter.py",
+        _TREE,
         TREE_LEVELS,
         (
             "top-k tree: a level's nodes chosen without their path's probability",
-            "joint = values.clamp_max_(0.0) + upload(torch.tensor(grown.log_likelihoods), logits.device)[:, None]",
-            "joint = values.clamp_max_(0.0)",
+            "(values.clamp_max_(0.0) + before[:, None])",
+            "values.clamp_max_(0.0)",
         ),
     ),
     *mutants(
-        "decoding/tree_drafter.py",
+        _TREE,
         DYNAMIC_TREE,
         (
             "dynamic tree: the first candidates instead of the likeliest",
@@ -107,12 +108,12 @@ TREES = [
         ),
     ),
     *mutants(
-        "decoding/draft_tree.py",
+        _TREE,
         DYNAMIC_TREE,
         (
             "dynamic tree: parents are those of the larger tree",
-            "parents = [at[self.parents[node]] for node in nodes]",
-            "parents = [self.parents[node] for node in nodes]",
+            "[at[parent] for parent in parents],",
+            "parents,",
         ),
     ),
 ]
@@ -156,12 +157,12 @@ CAPE = [
 
 NGRAMS = [
     *mutants(
-        "decoding/sequential.py",
+        "decoding/run.py",
         LOOKAHEAD,
         ("lookahead: the window is judged", "candidates = draft.candidates", "candidates = draft"),
     ),
     *mutants(
-        "decoding/lookahead.py",
+        "methods/lookahead_drafter.py",
         LOOKAHEAD,
         (
             "lookahead: a column does not see the columns before it",
@@ -190,13 +191,13 @@ NGRAMS = [
         ),
     ),
     *mutants(
-        "decoding/ngram_pool.py",
+        "methods/lookahead_drafter.py",
         LOOKAHEAD,
         ("pool: the newest phrase is removed", "del phrases[next(iter(phrases))]", "phrases.popitem()"),
         ("pool: n-grams are read again", "        self._read = len(ids)\n", "        pass\n"),
     ),
     *mutants(
-        "decoding/ouroboros.py",
+        "methods/ouroboros_drafter.py",
         NGRAM_POOLS,
         (
             "Ouroboros: q of the row before",
@@ -211,7 +212,7 @@ NGRAMS = [
         ("Ouroboros: q is not padded or warped", "logits_ops.warp(logits[row], self._sampling)))", "logits[row].softmax(-1)))"),
     ),
     *mutants(
-        "decoding/ouroboros.py",
+        "methods/ouroboros_drafter.py",
         LOOKAHEAD,
         (
             "Ouroboros: phrases follow the chain's last token but one",

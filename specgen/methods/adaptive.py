@@ -104,9 +104,10 @@ class Adaptive(LengthPolicy):
         if self._in_parallel:  # the first token costs nothing: the target's pass that runs now judges it
             return True
         gain, cost = self.learned.start_gain, self._costs.next_cost(0, self._first_level)
-        if gain <= cost:
+        if gain <= cost and not guard.tries():
             self.reason = f"no draft: gain {comparison(gain, '< cost', cost)}"
-        return gain > cost
+            return False
+        return True
 
     def _starts_lookup(self, match_length: int, other_gain: float) -> bool:
         """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in units of a target pass."""
