@@ -1,4 +1,4 @@
-"""Training of all kinds: corpus and parts, text of the target's own, the loop and its state, figures, the predictor, the command."""
+"""Training of all kinds: corpus, text of the target's own, the loop and its state, figures, the predictor, the command."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
     bad = {"bad.jsonl": b"{", "b.jsonl": b'{"prompt": "x"}', "bad.txt": b"\xff\xfe\xff", "nul.txt": b"a\0", "empty.txt": b" "}
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(SpecgenError, match="line 1: not a JSON object with a text|not UTF-8|NUL|contains no text"):
+        with pytest.raises(SpecgenError, match=r"line 1: not a JSON object with a text|not UTF-8|NUL|contains no text"):
             read_corpus(tmp_path / name, encode)
     with pytest.raises(SpecgenError, match="cannot read"):
         read_corpus(tmp_path, encode)
