@@ -67,7 +67,7 @@ def random_head(
         tensors["layers.0.hidden_norm.weight"], tensors["norm.weight"] = norm(width), norm(width)
         tensors["lm_head.weight"] = 3 * random(vocabulary if isinstance(vocabulary, int) else len(vocabulary), width)
     config = {
-        "model_type": "qwen3" if qk_norm else "llama",
+        "model_type": "qwen3" if qk_norm else "qwen2" if biases else "llama",
         "hidden_size": width,
         "intermediate_size": MLP,
         "num_attention_heads": HEADS,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from mutants import Selection, mutants
 
 RUNNER = Selection("test_model_runner.py", "llama or native")
-EARLY_EXIT = Selection("test_early_exit.py", "native")
+EARLY_EXIT = Selection("test_part_runners.py", "(definition and exit and native) or few_tokens")
 EXIT_RUNS = Selection("test_eesd_signals.py", "run_each_token_once and native")
 PENALTIES = Selection("test_penalties.py::test_penalties_are_equal_to_those_of_transformers")
-BATCH = Selection("test_writing.py")
+BATCH = Selection("test_training.py", "batched_texts")
 
 ENGINE_MUTANTS = [
     *mutants(
@@ -54,21 +54,21 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/parts/early_exit.py",
+        "engine/parts/feature_runner.py",
         EARLY_EXIT,
         (
             "early exit: rejected tokens stay in the shared layers",
-            "self.cached.truncate_for(upper.context, upper.draft, len(upper.draft.tokens) + 1)",
+            "cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)",
             "pass",
         ),
     ),
     *mutants(
-        "engine/parts/early_exit.py",
+        "engine/parts/feature_runner.py",
         EXIT_RUNS,
         (
             "early exit: the first layers run again for the verifier",
-            "if upper.last > self.cached.committed:",
-            """self.cached.truncate(0)
+            "if later.last > cached.committed:",
+            """cached.truncate(0)
         if True:""",
         ),
     ),
@@ -87,9 +87,9 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "train/batched_generation.py",
+        "train/texts.py",
         BATCH,
-        ("a batch's new tokens are at positions off by one", "self._positions[:, -1:] + 1)", "self._positions[:, -1:] + 2)"),
-        ("a batch's texts see the padding", "self._visible = columns >= padding", "self._visible = columns >= 0 * padding"),
+        ("a batch's new tokens are at positions off by one", "(columns - padding).clamp_min(0)", "(columns - padding + 1).clamp_min(0)"),
+        ("a batch's texts see the padding", "visible, positions = columns >= padding,", "visible, positions = columns >= 0 * padding,"),
     ),
 ]

@@ -65,7 +65,7 @@ class GlideReference:
         for index, (query, output) in enumerate(self.cross):
             tensors[f"layers.{index}.cross_attn.q_proj.weight"] = query
             tensors[f"layers.{index}.cross_attn.o_proj.weight"] = output
-        config = {"model_type": "llama", **self.config.to_diff_dict(), "block_size": 5, "large_head_dim": self.size}
+        config = {"model_type": "llama", **self.config.to_diff_dict()}
         return GlideWeights({key: value for key, value in config.items() if key != "initializer_range"}, tensors)
 
     @torch.no_grad()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from mutants import Selection, mutants
 
-EAGLE = Selection("test_eagle_runner.py", "definition or another_first_token")
-EAGLE_TRAINING = Selection("test_eagle_training.py", "rows")
-MEDUSA, MEDUSA_TREE = Selection("test_medusa.py", "rows"), Selection("test_medusa.py", "drafts_have or nothing_follows")
-GLIDE = Selection("test_glide_runner.py", "any_order or context_of_one")
+_RUNNERS = "test_part_runners.py"
+EAGLE = Selection(_RUNNERS, "(definition and eagle) or another_first_token or each_level")
+EAGLE_TRAINING = Selection("test_training_rows.py", "drafted_there and eagle")
+MEDUSA = Selection(_RUNNERS, "(definition and medusa) or heads_run_once")
+MEDUSA_TREE = Selection("test_medusa.py", "drafts_have or nothing_follows")
+GLIDE = Selection(_RUNNERS, "(definition and glide) or chunks")
 
 HEAD_MUTANTS = [
     *mutants(
-        "engine/parts/eagle_runner.py",
+        "engine/parts/eagle.py",
         EAGLE,
         ("EAGLE: feature i is paired with token i", "first, Context(ids[1:] or ids)", "first, Context(ids[:-1] or ids)"),
         (
@@ -45,13 +47,13 @@ HEAD_MUTANTS = [
         ),
     ),
     *mutants(
-        "train/eagle_objective.py",
+        "train/eagle.py",
         EAGLE_TRAINING,
         ("EAGLE: positions of drafted tokens in training", "at = batch.positions + depth", "at = batch.positions"),
         ("EAGLE: tokens of the training-time test not shifted", "embeddings[:, 1 + depth :]", "embeddings[:, depth:]"),
     ),
     *mutants(
-        "engine/parts/medusa_runner.py",
+        "engine/parts/medusa.py",
         MEDUSA,
         (
             "Medusa: a chain's row is the next head's",
@@ -79,7 +81,7 @@ HEAD_MUTANTS = [
         ("Medusa: impossible tokens are candidates", "in likely if value > -math.inf]", "in likely if True]"),
     ),
     *mutants(
-        "engine/parts/glide_runner.py",
+        "engine/parts/glide.py",
         GLIDE,
         ("GliDe: one key of the target too many", "sight_of_chain(first - 1,", "sight_of_chain(first,"),
         ("GliDe: queries rotated as the first tokens", "positions(forward_pass)[-rows:]", "positions(forward_pass)[:rows]"),

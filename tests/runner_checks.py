@@ -157,7 +157,9 @@ TRACED = BUFFERS + tuple(
     for name in (
         "model_runner",
         "cached_prefix",
-        "parts/early_exit",
+        "parts/feature_runner",
+        "parts/exit_layers",
+        "hidden_state_cache",
         "transformers/transformers_model",
         "native/inputs",
         "native/native_model",

@@ -1,4 +1,4 @@
-"""Medusa: the heads' rows, the tree of candidates, and lossless decoding with trees and chains."""
+"""Medusa's tree of candidates: the paths of highest value, lossless drafts, and their shape."""
 
 from __future__ import annotations
 
@@ -12,187 +12,16 @@ from typing import Any
 import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, total_variation
-from families import EOS, VOCAB, make_bloom, make_model, model_of, plain, prompt
-from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
-from scripted_models import scripted_run
-from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
+from runner_checks import path_to
 from static_checks import HostReads
 
-from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.engine.forward_pass import ModelOutput
-from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.weights import MedusaWeights
 from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
 from specgen.methods.svip import SVIP
 from specgen.tune.simulated_runs import MemoisedRunner
-
-WIDTH = 32  # of the families' hidden states
-HEADS = 3
-
-
-def random_heads(blocks: int = 1, own: bool = False, vocabulary: Sequence[int] | None = None, seed: int = 0) -> MedusaWeights:
-    """Heads with random weights for a model of the families."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_block() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(WIDTH, WIDTH, generator=generator) / 4, torch.randn(WIDTH, generator=generator)
-
-    rows = VOCAB if vocabulary is None else len(vocabulary)
-    heads = [torch.randn(rows, WIDTH, generator=generator) / 2 for _ in range(HEADS)] if own else None
-    ids = None if vocabulary is None else torch.tensor(vocabulary)
-    return MedusaWeights([[random_block() for _ in range(blocks)] for _ in range(HEADS)], heads, ids)
-
-
-@torch.no_grad()
-def expected_row(module: Any, weights: MedusaWeights, ids: Sequence[int], head: int) -> torch.Tensor:
-    """A head's logits after the tokens `ids`, by the definition, from transformers' hidden state without a cache."""
-    base = module.model(torch.tensor([list(ids[:-1])]), use_cache=False)
-    state = base.last_hidden_state[0, -1]
-    for matrix, bias in weights.blocks[head]:
-        state = state + torch.nn.functional.silu(matrix @ state + bias)
-    if weights.lm_heads is None:
-        row = module.lm_head(state)
-        cap = getattr(module.config, "final_logit_softcapping", None)
-        return row if cap is None else cap * torch.tanh(row / cap)
-    row = weights.lm_heads[head] @ state
-    if weights.vocabulary is None:
-        return row
-    full = torch.full((VOCAB,), -torch.inf)
-    full[weights.vocabulary] = row
-    return full
-
-
-def check_rows(module: Any, weights: MedusaWeights, runner: Any, context: Context, rng: random.Random) -> None:
-    """Asserts that the rows after the context and after a random tree are those of the heads."""
-    tokens, parents = random_tree(rng, rng.randrange(0, 5))
-    depths = [len(path_to(tokens, parents, node)) for node in range(-1, len(tokens))]
-    while max(depths) >= HEADS:
-        tokens, parents, depths = tokens[:-1], parents[:-1], depths[:-1]
-    start = rng.randrange(len(tokens) + 1)
-    rows = runner.logits(context, tokens, parents, start=start).logits
-    assert len(rows) == len(depths) - start
-    for depth, row in zip(depths[start:], rows, strict=True):
-        assert torch.allclose(row, expected_row(module, weights, context.ids, depth), atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "backend", "options"),
-    quick(
-        [
-            ("llama", "native", {}),
-            ("gemma2", "native", {"blocks": 2}),
-            ("llama", "transformers", {"own": True}),
-            ("gemma2", "transformers", {}),
-            ("qwen3", "native", {"own": True, "blocks": 2, "vocabulary": [2, 5, 6, 7, 30, 31, 95]}),
-        ]
-    ),
-)
-def test_rows_are_the_heads(family: str, backend: str, options: dict[str, Any]) -> None:
-    """After commits of any path, in other contexts, and in one of which the target has run nothing."""
-    module, weights = make_model(family), random_heads(**options)
-    model = model_of(module, backend)
-    target, draft = make_runners(weights, model, ModelRunner(model), lambda: None)
-    rng, context = random.Random(0), Context([1, 5, 6, 7])
-    for step in range(6):
-        if step == 3:
-            context = Context([*context.ids[:6], 9, 9])
-        tokens, parents = random_tree(rng, 5)
-        if step != 3:
-            target.logits(context, tokens, parents)
-            context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
-        check_rows(module, weights, draft, context, rng)
-        check_rows(module, weights, draft, context, rng)
-    check_rows(module, weights, draft, Context([*context.ids[:-2], 8, 8]), rng)
-    assert target.logits(context, [4, 5], [-1, 0]).logits.argmax(-1).tolist() == [
-        int(module(torch.tensor([context.ids + path])).logits[0, -1].argmax()) for path in ([], [4], [4, 5])
-    ]
-
-
-def test_the_heads_run_once_for_each_context_and_the_target_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = model_of(make_model("llama"), "native"), []
-    target, draft = make_runners(random_heads(), model, ModelRunner(model), lambda: None)
-    original = MedusaHeads.__call__
-    monkeypatch.setattr(MedusaHeads, "__call__", lambda self, hidden: calls.append(1) or original(self, hidden))
-    context = Context([1, 5, 6])
-    target.logits(context)
-    context.extend([7])
-    monkeypatch.setattr(target, "_forward", None)
-    for size in range(HEADS):
-        draft.logits(context, [3] * size, start=size)
-    assert len(calls) == 1
-
-
-def test_an_interruption_at_any_line_leaves_the_heads_usable() -> None:
-    module, weights = make_model("llama"), random_heads()
-    model = model_of(module, "native")
-    line, finished = 0, False
-    while not finished:
-        line += 41
-        target, draft = make_runners(weights, model, ModelRunner(model), lambda: None)
-        context = Context([1, 5, 6, 7])
-        target.logits(context)
-        context.extend([9])
-        with InterruptAt(line, ("engine/model_runner.py", "engine/cached_prefix.py", "heads/medusa_runner.py")):
-            try:
-                for token in (8, 9):
-                    draft.logits(context, [token], start=1)
-                    target.logits(context, [token, 11, 12], [-1, -1, 1])
-                    context.extend([11, 12, 13])
-                finished = True
-            except KeyboardInterrupt:
-                pass
-        for again in (context, Context([*context.ids[:4], 8, 9, 9])):
-            check_rows(module, weights, draft, again, random.Random(line))
-    assert line > 100
-
-
-def test_penalties_change_the_rows_by_the_path() -> None:
-    module, weights = make_model("llama"), random_heads()
-    model = model_of(module, "native")
-    config = GenerationConfig(repetition_penalty=1.7, no_repeat_ngram_size=2)
-
-    def penalties() -> PenaltyProcessor:
-        return PenaltyProcessor(config, {EOS}, VOCAB, torch.device("cpu"))
-
-    target, draft = make_runners(weights, model, ModelRunner(model, penalties()), penalties)
-    context, tokens, parents = Context([1, 5, 6, 7]), [11, 8, 6], [-1, 0, -1]
-    target.logits(context)
-    context.extend([9])
-    output = draft.logits(context, tokens, parents)
-    own = torch.stack([expected_row(module, weights, context.ids, depth) for depth in (0, 1, 2, 1)])
-    assert torch.allclose(output.unpenalised, own, atol=2e-4)
-    assert torch.allclose(output.logits, penalties()(own, context, tokens, parents, 0), atol=2e-4)
-    assert not torch.allclose(output.logits[1], output.logits[3], atol=0.01), "they follow different tokens"
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (MedusaWeights([[(torch.zeros(8, 8), torch.zeros(8))]]), r"a block \[8, 8\] and a bias \[8\], and .* 32 numbers"),
-        (MedusaWeights([random_heads().blocks[0], []]), r"have \[1, 0\] blocks"),
-        (MedusaWeights([]), r"have \[\] blocks"),
-        (MedusaWeights(random_heads().blocks, random_heads(own=True).lm_heads[:2]), "2 LM heads for 3 heads"),
-        (MedusaWeights(random_heads().blocks, [torch.zeros(90, WIDTH)] * 3), r"an LM head \[90, 32\], .* \[96, 32\]"),
-        (random_heads(own=True, vocabulary=[4, VOCAB]), "token ids up to 96, and the target has 96"),
-        (MedusaWeights(random_heads().blocks, None, torch.tensor([3])), "vocabulary of their own, but no LM heads"),
-    ],
-)
-def test_heads_of_another_model_are_refused(weights: MedusaWeights, message: str) -> None:
-    model = model_of(make_model("llama"), "native")
-    with pytest.raises(SpecgenError, match=message):
-        make_runners(weights, model, ModelRunner(model), lambda: None)
-
-
-def test_a_model_that_gives_no_hidden_states_is_refused() -> None:
-    module = make_bloom()
-    model = model_of(module, "transformers")
-    with pytest.raises(SpecgenError, match="medusa needs a model built as Llama is, and bloom is not"):
-        make_runners(random_heads(), model, ModelRunner(model), lambda: None)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -320,50 +149,3 @@ def test_the_host_reads_all_heads_at_once(policy: LengthPolicy) -> None:
         draft = MedusaTreeDrafter(setup, nodes=8).propose(Context([1, 2]), policy, 10)
     assert draft.levels == 3
     assert host.count == 1
-
-
-def memorised_heads(module: Any, ids: Sequence[int]) -> MedusaWeights:
-    """Heads that predict the tokens of `ids`, all but some: their LM heads solve linear equations."""
-    weights, rng = random_heads(own=True), random.Random(0)
-    states = torch.stack([_before_head(module, ids[: at + 1]) for at in range(len(ids) - 1)])
-    solved = []
-    for head in range(HEADS):
-        (matrix, bias), used = weights.blocks[head][0], len(ids) - 2 - head
-        inputs = (states + torch.nn.functional.silu(states @ matrix.T + bias))[:used]
-        labels = [token if rng.random() < 0.8 else rng.randrange(3, 40) for token in ids[2 + head :]]
-        wanted = 9 * torch.nn.functional.one_hot(torch.tensor(labels), VOCAB).float() + torch.rand(used, VOCAB)
-        solved.append(torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution.T.contiguous())
-    return MedusaWeights(weights.blocks, solved)
-
-
-@torch.no_grad()
-def _before_head(module: Any, ids: Sequence[int]) -> torch.Tensor:
-    states: torch.Tensor = module.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state
-    return states[0, -1]
-
-
-@pytest.mark.parametrize(
-    ("family", "backend"),
-    quick(
-        [
-            ("llama", "native"),
-            ("gemma3_text", "native"),
-            ("gemma", "native"),
-            ("llama", "transformers"),
-            ("mistral", "native"),
-            ("qwen2", "transformers"),
-        ]
-    ),
-)
-def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
-    module, start, count = make_model(family), prompt(3), 16
-    own = plain(module, start, count)
-    model = model_of(module, backend)
-    target, draft = make_runners(memorised_heads(module, [*start, *own]), model, ModelRunner(model), lambda: None)
-    sampling = SamplingParams(max_new_tokens=count)
-    for settings in ({"nodes": 0}, {"nodes": 8}, {"nodes": 20, "policy": "svip", "threshold": 0.3}):
-        rounds = list(scripted_run("medusa", settings, target, draft, sampling, eos=(EOS,), prompt=start).rounds())
-        assert [token for round_ in rounds for token in round_.token_ids] == own, settings
-        paths = [round_.verdict.path for round_ in rounds[1:]]
-        assert max(map(len, paths)) > 1
-        assert settings["nodes"] == 0 or any(path != tuple(range(len(path))) for path in paths), "a branch was accepted"

@@ -14,6 +14,7 @@ from engine_mutants import ENGINE_MUTANTS
 from head_mutants import HEAD_MUTANTS
 from mutants import DECODING_MUTANTS, Mutant, Selection
 from policy_mutants import POLICY_MUTANTS
+from train_mutants import TRAIN_MUTANTS
 from tree_mutants import TREE_MUTANTS
 from view_mutants import VIEW_MUTANTS
 
@@ -21,7 +22,7 @@ import specgen
 
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
-MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS, *VIEW_MUTANTS]
+MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS, *TRAIN_MUTANTS, *VIEW_MUTANTS]
 
 
 def test_mutants_have_names_of_their_own_and_change_something() -> None:

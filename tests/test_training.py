@@ -1,4 +1,4 @@
-"""Training of exit layers: packing, gradients, the loop, its saved state, the predictor, and the command."""
+"""Training of all kinds: corpus, text of the target's own, the loop and its state, figures, the predictor, the command."""
 
 from __future__ import annotations
 
@@ -7,34 +7,42 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from runner_checks import every
+from families import BACKENDS, CHAT_TEMPLATE, EOS, LETTERS, make_model, make_tokenizer, plain, save
+from runner_checks import RUN_BY, few
 from safetensors.torch import load_file
-from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
+from training_helpers import TINY, Recorder, corpus_of, invoke, objective, opened, refused, train_command, trained, written
 
+import specgen
 from specgen.base.errors import RunError, SpecgenError
-from specgen.engine.batch_pass import BatchPass
+from specgen.base.files import kept_exit, kept_head
+from specgen.base.types import Context
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.model import TrainableExit
-from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
-from specgen.train.corpus import Corpus, Part, read_corpus
-from specgen.train.distillation import DistillationBatches
-from specgen.train.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
-from specgen.train.generated_text import generate_texts
-from specgen.train.packing import IGNORED, pack
-from specgen.train.training_loop import TrainingBatches, greedy_agreement
-from specgen.train.training_task import TrainingStopped, TrainingTask, check_same_run
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
+from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+from specgen.train import exits, generation, heads
+from specgen.train.corpus import CYCLE, Corpus, Part, chat_prompts, read_corpus
+from specgen.train.divergence import TOP_K
+from specgen.train.exits import PredictorObjective
+from specgen.train.generation import Purpose, TextGeneration, largest_batch
+from specgen.train.loop import Training, TrainingBatches, greedy_agreement, train
+from specgen.train.packing import IGNORED
+from specgen.train.predictor import judged_tokens, measure, train_predictor
+from specgen.train.task import Recipe, TrainingStopped, TrainingTask, check_same_run
+from specgen.train.texts import GeneratedText, continuations, load_batches, predicted, save_batch
 
 pytestmark = pytest.mark.usefixtures("short_fit")
+KINDS = ["eesd", "medusa", "eagle", "glide", "sd"]
+ONLY_TAUGHT = replace(TINY, generated_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,103 +50,259 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(make_model("llama"), tmp_path_factory.mktemp("training") / "target", make_tokenizer(LETTERS)))
 
 
-def parts(folder: Path, backend: str = "auto") -> tuple[LoadedModel, TrainableExit]:
-    """A target of which only the first layer is left, and an untrained exit."""
-    target = opened(folder, backend)
-    layer = target.model.trainable_exit(folder, 1)
-    target.model.free_weights(1)
-    return target, layer
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save(make_model("llama", seed=7), tmp_path_factory.mktemp("training") / "draft", make_tokenizer(LETTERS)))
 
 
-def exit_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in an exit's file, by the names of a trainable exit's parameters."""
-    return {name.removeprefix("exit."): weight for name, weight in load_file(path).items() if name.startswith("exit.")}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_texts_do_not_attend_to_each_other(folder: Path, backend: str) -> None:
-    """The logits of a packed text are those of the text alone."""
-    target, layer = parts(folder, backend)
-    texts = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
-    waiting = iter([*texts, *texts])
-
-    def sample(rng: random.Random, max_tokens: int) -> tuple[list[int], list[int]]:
-        text = next(waiting)[:max_tokens]
-        return text, [token + 1 for token in text]
-
-    batch = pack([sample], 18, random.Random(0))
-    assert batch.ids[0].tolist() == [*texts[0], *texts[1], *texts[2], *texts[0][:4]]
-    assert batch.labels[0].tolist()[:8] == [9, 7, 3, 11, IGNORED, 8, IGNORED, 31]
-    assert batch.labels[0, -1] == texts[0][4]
-    assert batch.teacher[0].tolist() == [token + 1 for token in batch.ids[0].tolist()]
-    forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
-    packed = layer.norm_and_head(layer.run_layers(first_layers(target.model, 1, forward_pass), forward_pass))[0][0]
-    start = 0
-    for text in texts:
-        alone, _ = exit_outputs(target.model, 1, layer, torch.tensor(text))
-        torch.testing.assert_close(packed[start : start + len(text)], alone, atol=1e-5, rtol=1e-4)
-        start += len(text)
-
-
-def test_gradients_do_not_depend_on_the_piece_size(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = []
-    for logits, tokens in ((1 << 26, 1 << 20), (1 << 26, 5), (96 * 7, 1 << 20)):  # one piece; 5 tokens; a sequence, 7 tokens
-        monkeypatch.setattr("specgen.train.training_loop.MAX_LOGITS", logits)
-        monkeypatch.setattr("specgen.train.exit_training.MAX_LOGITS", logits)
-        monkeypatch.setattr("specgen.train.exit_training._CPU_TOKENS", tokens)
-        target, layer = parts(folder)
-        ExitTraining(target.model, 1, layer, TrainingBatches(corpus_of(corpus, target), [], TINY)).advance()
-        weights.append({name: weight.detach().clone() for name, weight in layer.module.named_parameters()})
-    for name, weight in weights[0].items():
-        for other in weights[1:]:
-            torch.testing.assert_close(weight, other[name], atol=2e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
-def test_training_lowers_the_loss_and_raises_greedy_agreement(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
-    target, observer = opened(folder, backend), Recorder()
-    recipe = replace(TINY, steps=150, learning_rate=3e-3, batch_size=8)
-    path, description = train_exit(target, TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target)), observer)
-    assert observer.progress[-1].loss < observer.progress[0].loss - 0.5
-    fresh = opened(folder)
-    prompts = [[5, 9, token] for token in range(3, 40)]
-    texts = generate_texts(fresh, prompts, 24, greedy=True, seed=0, parts=[Part.HELD_OUT] * len(prompts))
-    layer = fresh.model.trainable_exit(folder, 1)
-    outputs = partial(exit_outputs, fresh.model, 1, layer)
-    before = greedy_agreement(lambda ids: outputs(ids)[0], texts)["greedy"]
-    layer.module.load_state_dict(exit_weights(path))
-    after = greedy_agreement(lambda ids: outputs(ids)[0], texts)["greedy"]
-    assert before is not None
-    assert after is not None
-    assert after > before + 0.1
-    assert description.figures["held_out_agreement"]["greedy"] is not None
-    assert not (tmp_path / "training").exists()
-
-
-def test_a_resumed_run_ends_with_the_same_weights(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    def run(name: str, observer: Recorder) -> tuple[Path, Description]:
-        target = opened(folder)
-        return train_exit(target, TrainingTask(tmp_path / name, TINY, corpus=corpus_of(corpus, target)), observer)
-
-    straight = run("straight", Recorder())
-    for observer in (Recorder(stop_at_batch=0), Recorder(stop_at_batch=1), Recorder(stop_at_step=1), Recorder(stop_at_step=4)):
-        with pytest.raises(TrainingStopped):
-            run("resumed", observer)
-    last = Recorder()
-    resumed = run("resumed", last)
-    assert not last.generated, "stored text is not generated again"
-    assert [progress.step for progress in last.progress] == [5, 6]
-    assert resumed[1].figures["loss"] == straight[1].figures["loss"]
-    assert resumed[0].read_bytes() == straight[0].read_bytes()
-
-
-def test_the_state_of_another_run_is_refused(folder: Path, corpus: Path, tmp_path: Path) -> None:
+def run(
+    kind: str, folder: Path, other: Path, out: Path, corpus: Path, observer: Recorder, recipe: Recipe = TINY
+) -> tuple[Path, Any]:
     target = opened(folder)
-    task = TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, target))
-    with pytest.raises(TrainingStopped):
-        train_exit(target, task, Recorder(stop_at_step=2))
+    drafts = (opened(other, "transformers"), torch.bfloat16) if kind == "sd" else ()
+    return train(objective(kind, target, *drafts), TrainingTask(out, recipe, corpus=corpus_of(corpus, target)), observer)
+
+
+def weights_in(path: Path) -> bytes:
+    return next(each for each in [path, *sorted(path.glob("*.safetensors"))] if each.is_file()).read_bytes()
+
+
+# the corpus
+
+
+def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> None:
+    encode: Any = lambda text: list(text.encode())  # noqa: E731
+    (tmp_path / "a.txt").write_text("one two\nthree\n" * 5000)
+    assert read_corpus(tmp_path / "a.txt", encode).tokens == 14 * 5000
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "twelve", "id": 1}\n')
+    texts = read_corpus(tmp_path / "a.jsonl", encode)
+    assert {bytes(texts.sample(random.Random(seed), 4)).decode() for seed in range(60)} == {"one", "twel", "welv", "elve"}
+    assert texts.sample(random.Random(0), 9, parts=[Part.HELD_OUT]), "two documents are too few to hold one out"
+    assert not texts.is_split
+    assert read_corpus(corpus, encode).is_split, "a short file is cut into enough pieces"
+    bad = {"bad.jsonl": b"{", "b.jsonl": b'{"prompt": "x"}', "bad.txt": b"\xff\xfe\xff", "nul.txt": b"a\0", "empty.txt": b" "}
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecgenError, match=r"line 1: not a JSON object with a text|not UTF-8|NUL|contains no text"):
+            read_corpus(tmp_path / name, encode)
+    with pytest.raises(SpecgenError, match="cannot read"):
+        read_corpus(tmp_path, encode)
+
+
+def documents_of(corpus: Corpus, *parts: Part) -> set[int]:
+    return {corpus.sample(random.Random(seed), 9, parts=parts)[0] for seed in range(300)}
+
+
+def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
+    """One in eight is held out, two are for the predictor. Equal documents have the same part. Samples are parts of documents."""
+    assert documents_of(Corpus([[index, index] for index in range(24)]), Part.HELD_OUT) == {0, 8, 16}
+    repeated = Corpus([[index // 2] * 4 for index in range(48)])
+    held_out, predictor, of_train = (documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN))
+    assert (held_out, predictor) == ({0, 8, 16}, {2, 5, 10, 13, 18, 21})
+    assert of_train == set(range(24)) - held_out - predictor
+    assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Part.HELD_OUT) == set(range(7)), "too few to split"
+    for parts, expected in (((Part.TRAIN,), of_train), (heads.NOT_HELD_OUT, of_train | predictor)):
+        batches = TrainingBatches(repeated, [], replace(TINY, batch_size=8), parts)
+        assert {int(token) for step in range(20) for token in batches.batch(step).ids.unique()} == expected
+    texts = [[number * 100 + index for index in range(10 + number)] for number in range(16)]
+    for seed in range(100):
+        found = Corpus(texts).sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
+        text = texts[found[0] // 100]
+        assert text[(first := text.index(found[0])) : first + 6] == found
+        assert Corpus(texts).sample(random.Random(seed), 6, from_start=True)[0] % 100 == 0
+
+
+def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(LETTERS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    folder = save(make_model("llama"), tmp_path / "chat", tokenizer)
+    own = opened(folder).tokenizer
+    says = [("system", "be kind"), ("user", "ab"), ("assistant", "cd"), ("user", "ef" * 8)]
+    entries: list[Any] = [{"messages": [{"role": role, "content": text} for role, text in says]}, {"prompt": "hello"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)))
+    start, short = "system be kind\nuser ab\nassistant ", "user hello\nassistant "
+    for limit, expected in ((100, f"{start}cd\nuser {'ef' * 8}\nassistant "), (40, start), (25, None)):
+        texts = [own.text_of(ids) for ids in chat_prompts(path, own, limit)]
+        assert texts == [*([] if expected is None else [expected]), short], "the last message that leaves room"
+    for wrong in ({}, {"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": 3}, 7):
+        (tmp_path / "b.jsonl").write_text(json.dumps(wrong))
+        with pytest.raises(SpecgenError, match=r"b.jsonl, line 1: not a JSON object with messages"):
+            chat_prompts(tmp_path / "b.jsonl", own, 100)
+    options = ["tune", "--train", "-t", folder, "--out", str(tmp_path / "out"), "--chat"]
+    for more, message in (
+        ([], "there are no prompts for --chat"),
+        (["--corpus", str(path), "--self-text", "0.5"], "--self-text cannot be combined with --chat"),
+        (["--corpus", "demo"], "--corpus demo has no conversations"),
+        (["--corpus", str(path), "--window", "16"], "no prompt of at most 12 tokens"),
+    ):
+        assert message in refused([*options, *more])
+    sizes = ["--window", "48", "--batch-size", "4", "--steps", "1", "--device", "cpu", "--dtype", "float32", "-q"]
+    trained([*options, "--methods", "medusa", "--corpus", str(path), *sizes])
+
+
+# text of the target's own
+
+
+@pytest.mark.parametrize(("family", "backend"), few(RUN_BY))
+def test_batched_texts_equal_those_generated_alone(family: str, backend: str, models_folder: Path) -> None:
+    module = make_model(family)
+    target = opened(save(module, models_folder / "side" / family), backend)
+    prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
+    texts = continuations(target, prompts, 30, greedy=True)
+    for prompt, text in zip(prompts, texts, strict=True):
+        alone = plain(module, prompt, 24 + 6 - len(prompt))
+        assert text[len(prompt) :] == alone[: len(text) - len(prompt)]
+        assert text[-1] == EOS or len(text) >= 24
+    sampled = continuations(target, prompts, 30, greedy=False, seed=1)
+    assert sampled == continuations(target, prompts, 30, greedy=False, seed=1)
+    assert sampled != continuations(target, prompts, 30, greedy=False, seed=2)
+    if (family, backend) == ("llama", "native"):
+        samples = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
+        expected = target.model.reference_logits([5, 9, 7])[-1].softmax(dim=-1)
+        found = torch.bincount(samples, minlength=len(expected)) / 4000
+        assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
+
+
+def test_stored_texts_are_read_back(folder: Path, tmp_path: Path) -> None:
+    target = opened(folder)
+    prompts: Any = [[5, 9], [7, 8]]
+    texts = written(target, prompts, 9, greedy=True, part=Part.TRAIN)  # with the top-k probabilities
+    for keep in (False, True):
+        options = {"keep_top_k": False, "keep_hidden_states": keep}
+        texts += written(target, prompts, 9, greedy=keep, part=Part.PREDICTOR, **options)
+    for number, batch in enumerate((texts, texts[:1])):
+        save_batch(tmp_path, number, batch)
+    for text, read in zip([*texts, texts[0]], [each for batch in load_batches(tmp_path) for each in batch], strict=True):
+        for name in GeneratedText.__slots__:
+            before, after = getattr(text, name), getattr(read, name)
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    log_probs = target.model.reference_logits(texts[0].ids.tolist()).log_softmax(-1)
+    assert texts[0].top_k_ids is not None
+    assert texts[0].top_k_ids.shape == (9, TOP_K)
+    top = log_probs.gather(-1, texts[0].top_k_ids.long())
+    torch.testing.assert_close(texts[0].top_k_log_probs, top, atol=1e-4, rtol=1e-4)
+    path = tmp_path / "part-0000.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(SpecgenError, match="Delete it: it is generated again"):
+        load_batches(tmp_path)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.EXIT, Purpose.HEAD, Purpose.DRAFT, Purpose.PREDICTOR])
+def test_every_text_continues_a_document_of_its_part(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
+) -> None:
+    """Half greedily, half sampled. Only where a predictor is trained are texts reserved for it, until it has enough."""
+    monkeypatch.setattr(generation, "_HIDDEN_STATE_TOKENS", 600)
+    target, corpus = opened(folder), Corpus([[5 + number] * 6 for number in range(24)])
+    recipe = replace(TINY, steps=None if purpose is Purpose.PREDICTOR else 2000)
+    texts = TextGeneration(target, TrainingTask(tmp_path, recipe, corpus=corpus), {}, Recorder(), purpose).run()
+    generated = [text for text in texts if text.prompt_length < len(text.ids)]
+    for text in texts:
+        part = CYCLE[(int(text.ids[0]) - 5) % len(CYCLE)]
+        has_predictor = purpose in (Purpose.EXIT, Purpose.PREDICTOR)
+        assert text.part == (part if has_predictor or part != Part.PREDICTOR else Part.TRAIN)
+        assert (text.top_k_ids is not None) == (purpose is Purpose.DRAFT)
+        assert text.hidden_states is None or text.part != Part.TRAIN
+        is_argmax = torch.equal(text.ids[text.prompt_length :], text.top1[text.prompt_length - 1 : -1])
+        assert is_argmax or not text.greedy
+    parts = [text.part for text in generated]
+    if purpose is Purpose.PREDICTOR:
+        assert {text.greedy for text in texts} == {True, False}
+        assert set(parts) == {Part.PREDICTOR, Part.HELD_OUT}
+        assert all(text.hidden_states is not None for text in texts)
+        return
+    assert sum(text.greedy for text in generated) * 2 == len(generated)
+    assert parts.count(Part.HELD_OUT) == len(parts) / 8
+    assert parts.count(Part.PREDICTOR) == (128 / 4 if purpose is Purpose.EXIT else 0), "in the first batches: then enough"
+    read = [text for text in texts if text.prompt_length == len(text.ids)]
+    assert bool(read) == (purpose is Purpose.DRAFT)
+    assert all(text.part == Part.TRAIN for text in read)
+
+
+@pytest.mark.parametrize("number", [7, 20])
+def test_a_prompt_has_one_part_however_often_it_is_used(folder: Path, tmp_path: Path, number: int) -> None:
+    """Greedily continued and sampled; every other prompt is there twice. Seven different prompts are all for training."""
+    prompts = [[1, 5 + index, 9] for index in range(number)]
+    task = TrainingTask(tmp_path, replace(TINY, steps=1000), prompts=[*prompts, *prompts[::2]])
+    texts = TextGeneration(opened(folder), task, {}, Recorder(), Purpose.EXIT).run()
+    parts: dict[int, set[Part]] = {}
+    for text in texts:
+        parts.setdefault(int(text.ids[1]) - 5, set()).add(text.part)
+    assert parts == {index: {CYCLE[index % 8] if number >= 8 else Part.TRAIN} for index in range(number)}
+    greedy = [int(text.ids[1]) for text in texts if text.greedy]
+    assert len(greedy) == len(set(greedy)) > 0, "a prompt is continued greedily once"
+
+
+def test_generation_keeps_to_its_time_and_memory_and_reports(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By simulated clocks: one on which two complete batches would take ten times the budget, one that ticks at each reading."""
+    target, now = opened(folder), 0.0
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments, **options)
+
+        return timed
+
+    texts = corpus_of(corpus, target)
+    with monkeypatch.context() as patched:
+        patched.setattr(target.model, "batch_logits", taking(2.0, target.model.batch_logits))  # for each generated token
+        patched.setattr(target.model, "batch_layers", taking(1.0, target.model.batch_layers))  # for a text's predictions
+        recipe = replace(TINY, steps=None, seconds=200.0, training_length=64)
+        task = TrainingTask(tmp_path, recipe, corpus=texts, clock=lambda: now)
+        made = TextGeneration(target, task, {}, Recorder(), Purpose.EXIT)
+        assert {text.greedy for text in made.run()} == {True, False}
+        assert 0.3 * 200 * 0.5 < made.seconds < 0.3 * 200 * 1.1
+    observer = Recorder()
+    task = TrainingTask(tmp_path / "1", TINY, corpus=texts, clock=map(float, count()).__next__)
+    TextGeneration(target, task, {}, observer, Purpose.EXIT).run()
+    assert all(list(column) == sorted(column) for column in zip(*observer.generated, strict=True))
+    assert 0 < observer.generated[0][1] < 0.1
+    assert observer.generated[-1][:2] == (2, 1.0)
+    per_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
+    for free, expected in ((None, 64), (2 * 64 * per_text, 64), (2 * 63 * per_text, 32), (2 * 5 * per_text, 4), (0, 2)):
+        monkeypatch.setattr(generation, "free_memory", lambda _, free=free: free)
+        assert largest_batch(target, 24) == expected
+
+
+# the loop
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_with_the_same_weights(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Also with more free memory than at first. Nothing else resumes it: other options, a damaged state."""
+    monkeypatch.setattr(generation, "free_memory", lambda _: 0)
+    straight = run(kind, folder, other, tmp_path / "straight", corpus, Recorder())
+    for observer in (Recorder(stop_at_batch=1), Recorder(stop_at_step=1), Recorder(stop_at_step=4)):
+        with pytest.raises(TrainingStopped):
+            run(kind, folder, other, tmp_path / "resumed", corpus, observer)
+        monkeypatch.setattr(generation, "free_memory", lambda _: None)
     with pytest.raises(SpecgenError, match=r"another run \(--window: 24, now 25\)"):
-        train_exit(opened(folder), replace(task, recipe=replace(TINY, training_length=25)), Recorder())
+        run(kind, folder, other, tmp_path / "resumed", corpus, Recorder(), replace(TINY, training_length=25))
+    state = tmp_path / "resumed" / "training" / "state.safetensors"
+    content = state.read_bytes()
+    state.write_bytes(content[:-9])
+    with pytest.raises(SpecgenError, match=r"cannot read .*state\.safetensors"):
+        run(kind, folder, other, tmp_path / "resumed", corpus, Recorder())
+    state.write_bytes(content)
+    last = Recorder()
+    resumed = run(kind, folder, other, tmp_path / "resumed", corpus, last)
+    assert [progress.step for progress in last.progress] == [5, 6], "the budget is 6 steps"
+    assert "resuming at step 4" in last.messages
+    assert not last.generated, "stored text is not generated again"
+    figures = [{**(made if kind == "sd" else made.figures), "minutes": 0} for _, made in (straight, resumed)]
+    assert figures[0] == figures[1]
+    assert weights_in(straight[0]) == weights_in(resumed[0])
+    assert not (tmp_path / "resumed" / "training").exists()
+
+
+def test_the_changed_options_of_another_run_are_named(tmp_path: Path) -> None:
     before = {"steps": None, "seconds": 90.0, "own_head": True, "corpus": "ab12", "exit": "cd34", "prompts": None}
     now = {"steps": 1, "seconds": None, "own_head": False, "corpus": "ef56", "exit": "cd34", "prompts": "0789"}
     with pytest.raises(SpecgenError) as caught:
@@ -149,179 +313,343 @@ def test_the_state_of_another_run_is_refused(folder: Path, corpus: Path, tmp_pat
 
 def test_a_budget_in_seconds_leaves_out_suspensions(folder: Path, corpus: Path, tmp_path: Path) -> None:
     """By a simulated clock every step takes one second; then the machine sleeps for an hour within a step."""
-    target, layer = parts(folder)
+    target, now = opened(folder), 0.0
+    made = objective("medusa", target)
     recipe = replace(TINY, steps=None, seconds=20.0)
-    now = 0.0
+    batches = made.start([], TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target)), recipe)
 
-    class Timed(ExitTraining):
+    class Timed(Training):
         def advance(self) -> tuple[float, float, float]:
             nonlocal now
             now += 3600.0 if self.step == 4 else 1.0
             return super().advance()
 
-    training = Timed(target.model, 1, layer, TrainingBatches(corpus_of(corpus, target), [], recipe))
-    progress = training.run(tmp_path / "state.safetensors", {}, Recorder(), lambda: now)
+    progress = Timed(made, batches).run(tmp_path / "state.safetensors", {}, Recorder(), lambda: now)
     assert 10 <= progress.step < 20
     assert 20 <= progress.seconds < 22
 
 
-@pytest.mark.parametrize("backend", every(2, BACKENDS))
+def test_a_loss_that_is_not_finite_ends_the_run(folder: Path, other: Path, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="learning-rate"):
+        run("eesd", folder, other, tmp_path, corpus, Recorder(), replace(TINY, steps=40, learning_rate=1e30))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_the_first_layer_of_the_target_stays_in_memory(folder: Path, corpus: Path, tmp_path: Path, backend: str) -> None:
     target = opened(folder, backend)
     model: Any = target.model
     layers, head = (model.layers, model.parts.head) if backend == "native" else (model.module.model.layers, model.module.lm_head)
     kept, freed = ref(layers[0]), [*map(ref, layers[1:]), ref(head)]
     del layers, head
-    train_exit(target, TrainingTask(tmp_path, replace(TINY, steps=2), corpus=corpus_of(corpus, target)), Recorder())
+    task = TrainingTask(tmp_path, replace(TINY, steps=2), corpus=corpus_of(corpus, target))
+    train(objective("eesd", target), task, Recorder())
     assert kept() is not None
     assert [weight() for weight in freed] == [None] * 3
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(folder: Path, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])
+def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Files have the weights in bfloat16: they are rounded before they are measured and before the predictor is trained."""
+    texts: list[GeneratedText] = []
+    logits: list[torch.Tensor] = []
+
+    def recording(logits_of: Any, held_out: list[GeneratedText]) -> dict[str, float | None]:
+        texts[:], logits[:] = held_out, [logits_of(text.ids) for text in held_out]
+        return greedy_agreement(logits_of, held_out)
+
+    for module in ("exits", "distillation"):
+        monkeypatch.setattr(f"specgen.train.{module}.greedy_agreement", recording)
+    own = weights_fingerprint(other)
+    observer, steps = Recorder(), 60
+    recipe = replace(ONLY_TAUGHT, steps=steps, learning_rate=4e-3, batch_size=8)
+    path, made = run(kind, folder, other, tmp_path, corpus, observer, recipe)
+    assert observer.progress[-1].loss < observer.progress[0].loss - 0.1
+    assert {text.part for text in texts} <= {Part.HELD_OUT}
+    if kind == "medusa":
+        part = open_part(path, opened(folder), is_exit=False)
+        weights = part.load()
+        assert isinstance(weights, MedusaWeights)
+        assert len(weights.rank_accuracies[0]) == heads.RANKS
+        assert made.figures["held_out_agreement"]["greedy"][0] > 0.1
+        return
+    if kind == "sd":
+        assert made["agreement"]["greedy"] > made["agreement_before"]["greedy"] + 0.1
+        assert weights_fingerprint(other) == own
+        assert {each.name for each in tmp_path.iterdir()} >= {each.name for each in other.iterdir()}
+        saved: Any = opened(tmp_path).model
+        found = [saved.reference_logits(text.ids.tolist()) for text in texts]
+    else:
+        exit_ = open_part(path, opened(folder), is_exit=True).load()
+        assert isinstance(exit_, ExitWeights)
+        drafts = make_runners(exit_, opened(folder).model, None, lambda: None).draft
+        found = [drafts.logits(Context(text.ids[:1].tolist()), text.ids[1:].tolist()).logits for text in texts]
+        assert made.figures["held_out_agreement"]["greedy"] > 0.3
+        assert made.figures["predictor"]["base_loss"] > 0
+        assert exit_.predictor is not None
+    for mine, measured in zip(found, logits, strict=True):
+        torch.testing.assert_close(mine, measured, atol=1e-4, rtol=1e-4)
+
+
+def test_teacher_references_point_to_the_probabilities_of_their_token(folder: Path, other: Path, corpus: Path) -> None:
     target = opened(folder)
-    recipe = replace(TINY, steps=40, learning_rate=1e30)
-    with pytest.raises(RunError, match="learning-rate"):
-        train_exit(target, TrainingTask(tmp_path, recipe, corpus=corpus_of(corpus, target)), Recorder())
+    texts = written(target, [[5, 9, token] for token in range(3, 9)], 20, greedy=False, part=Part.TRAIN)
+    texts += written(target, [[7, 7, 7]], 20, greedy=False, part=Part.HELD_OUT)
+    draft = objective("sd", target, opened(other, "transformers"))
+    recipe = replace(TINY, batch_size=6)
+    batches = draft.start(texts, TrainingTask(other, recipe, corpus=corpus_of(corpus, target)), recipe)
+    batch = batches.batch(3)
+    assert 0.4 < (batch.teacher != IGNORED).float().mean() < 0.6
+    checked = opened(folder)
+    for ids, teacher, segments in zip(batch.ids, batch.teacher, batch.segments, strict=True):
+        for segment in segments.unique():
+            references = teacher[segments == segment]
+            if references[0] != IGNORED:
+                again = predicted(checked, ids[segments == segment].tolist(), 1)
+                assert torch.equal(batches.top_k_ids[references], again.top_k_ids)
+                torch.testing.assert_close(batches.top_k_log_probs[references], again.top_k_log_probs, atol=1e-4, rtol=1e-4)
+    assert len(batches.top_k_ids) == sum(len(text.ids) for text in texts if text.part == Part.TRAIN), "none is held out"
 
 
-def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path) -> None:
-    encode: Any = lambda text: list(text.encode())  # noqa: E731
-    (tmp_path / "a.txt").write_text("one two\nthree\n" * 5000)
-    assert read_corpus(tmp_path / "a.txt", encode).tokens == 14 * 5000
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "twelve", "id": 1}\n')
-    texts = read_corpus(tmp_path / "a.jsonl", encode)
-    assert texts.tokens == 9
-    samples = {bytes(texts.sample(random.Random(seed), 4)).decode() for seed in range(60)}
-    assert samples == {"one", "twel", "welv", "elve"}
-    assert texts.sample(random.Random(0), 9, parts=[Part.HELD_OUT]), "two documents are too few to hold one out"
-    assert not texts.is_split
-    for content in ("{", '{"prompt": "x"}', '{"text": ""}'):
-        (tmp_path / "bad.jsonl").write_text(content)
-        with pytest.raises(SpecgenError, match="line 1: not a JSON object with a text"):
-            read_corpus(tmp_path / "bad.jsonl", encode)
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(SpecgenError, match="not UTF-8"):
-        read_corpus(tmp_path / "bad.txt", encode)
-    with pytest.raises(SpecgenError, match="cannot read"):
-        read_corpus(tmp_path, encode)
+# the predictor of acceptance
+
+WIDTH, LENGTH = 16, 30
 
 
-def documents_of(corpus: Corpus, *parts: Part) -> set[int]:
-    return {corpus.sample(random.Random(seed), 9, parts=parts)[0] for seed in range(300)}
+def judged(ids: list[int], top1: list[int], prompt_length: int, exit_top1: list[int], continuing: float) -> list[Any]:
+    text = GeneratedText(torch.tensor(ids), torch.tensor(top1), None, prompt_length, True, Part.PREDICTOR)
+    found = judged_tokens(text, torch.tensor(exit_top1), continuing, random.Random(0))
+    return [(token.begin, token.drafted, token.position, token.accepted) for token in found]
 
 
-def test_every_document_has_one_part() -> None:
-    """One in eight is held out, two are for the predictor. Equal documents have the same part."""
-    found = documents_of(Corpus([[index, index] for index in range(24)]), Part.HELD_OUT)
-    assert found == {0, 8, 16}
-    repeated = Corpus([[index // 2, index // 2] for index in range(48)])
-    assert repeated.is_split
-    held_out, predictor, train = (documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN))
-    assert held_out == found
-    assert predictor == {2, 5, 10, 13, 18, 21}
-    assert train == set(range(24)) - held_out - predictor
-    assert documents_of(repeated, Part.TRAIN, Part.PREDICTOR) == train | predictor
-    few = Corpus([[index % 7, 1] for index in range(24)])
-    assert not few.is_split
-    assert documents_of(few, Part.HELD_OUT) == set(range(7))
+def test_rounds_start_after_the_last_committed_token() -> None:
+    """Greedy text: a round ends at the first rejected token, and the next one starts after the correction. Sampled text is
+    followed as long as it is the target's most probable."""
+    ids = [7, 8, 9, 10, 11, 12, 13, 14]  # the prompt has 2 tokens, and the prefill gives the third
+    exits_ = [*ids[1:], 99]
+    exits_[4] = 50  # wrong about token 5
+    expected = [(1, 2, 1, True), (1, 3, 2, True), (1, 4, 3, False), (4, 5, 1, True), (4, 6, 2, True)]
+    assert judged(ids, [*ids[1:], 99], 2, exits_, 1.0) == expected
+    # Drafts of one token: each is followed by a bonus token, and the next round starts after that.
+    assert judged(ids, [*ids[1:], 99], 2, exits_, 0.0) == [(1, 2, 1, True), (3, 4, 1, False), (4, 5, 1, True)]
+    top1 = [8, 9, 10, 60, 12, 99]  # the token after 10 was sampled: 60 is more probable
+    assert judged(ids[:6], top1, 1, top1, 1.0) == [(0, 1, 1, True), (0, 2, 2, True), (0, 3, 3, True), (3, 4, 1, True)]
 
 
-def test_a_sample_is_a_part_of_its_document() -> None:
-    texts = [[number * 100 + index for index in range(10 + number)] for number in range(16)]
-    corpus = Corpus(texts)
-    for seed in range(200):
-        found = corpus.sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
-        text = texts[found[0] // 100]
-        first = text.index(found[0])
-        assert text[first : first + 6] == found
-        assert corpus.sample(random.Random(seed), 6, from_start=True)[0] % 100 == 0
+def made_texts(
+    number: int, accepts: Any, part_of: Any = lambda index: Part.HELD_OUT if index % 4 == 0 else Part.PREDICTOR
+) -> Any:
+    """Texts of random states; `accepts(target_states, exit_states, rng)` says which tokens exit and target agree about.
+
+    Returns the texts and a function that stands for the exit.
+    """
+    made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    texts = []
+    for index in range(number):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(3, 90, (LENGTH,), generator=generator)
+        target_states, exit_states = (torch.randn(LENGTH, WIDTH, generator=generator) for _ in range(2))
+        top1 = torch.cat((ids[1:], torch.tensor([2])))
+        guesses = torch.where(accepts(target_states, exit_states, generator), top1, 95)
+        made[tuple(ids.tolist())] = torch.nn.functional.one_hot(guesses, 96).float(), exit_states
+        texts.append(GeneratedText(ids, top1, target_states, 1, True, part_of(index)))
+    return texts, lambda ids: made[tuple(ids.tolist())]
 
 
-def test_a_short_text_file_is_cut_into_enough_pieces(corpus: Path, tmp_path: Path) -> None:
-    encode: Any = lambda text: list(text.encode())  # noqa: E731
-    found = read_corpus(corpus, encode)
-    assert found.is_split
-    assert found.tokens == corpus.stat().st_size
-    (tmp_path / "a.txt").write_text("x\n" * 200)
-    assert not read_corpus(tmp_path / "a.txt", encode).is_split
+@pytest.fixture
+def long_fit(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.train.predictor.STEPS", 300)
+    monkeypatch.setattr("specgen.train.predictor.BATCH", 4096)
 
 
-def test_an_exit_layer_trains_on_no_document_of_another_part() -> None:
-    """Also if its batches are all from the corpus; a distilled draft, which has no predictor, uses the predictor's documents."""
-    corpus = Corpus([[index] * 4 for index in range(24)])
-    recipe = replace(TINY, batch_size=8)
-    used = {int(token) for step in range(20) for token in TrainingBatches(corpus, [], recipe).batch(step).ids.unique()}
-    assert used == documents_of(corpus, Part.TRAIN)
-    batches = DistillationBatches(corpus, [], recipe)
-    used = {int(token) for step in range(20) for token in batches.batch(step).ids.unique()}
-    assert used == documents_of(corpus, Part.TRAIN, Part.PREDICTOR)
+@pytest.mark.usefixtures("long_fit")
+def test_the_predictor_learns_what_there_is_to_learn() -> None:
+    """From the exit's state, whatever its size; from the target's state before the draft; nothing from noise."""
+    texts, outputs = made_texts(80, lambda _, exit_, __: exit_[:, 0] > -0.5)
+    for text in texts:
+        outputs(text.ids)[1].mul_(30.0)
+    _, fit = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
+    assert fit["ranking"] > 0.95
+    assert fit["loss"] < 0.6 * fit["base_loss"]
+    texts, outputs = made_texts(120, lambda target, _, __: target[:, 0].roll(1) > -0.5)  # of the token before
+    predictor, _ = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
+    by_position = predictor.target_weights[:, 0].tolist()
+    assert by_position[0] > 4 * max(map(abs, by_position[1:]))
+    texts, outputs = made_texts(24, lambda target, _, generator: torch.rand(len(target), generator=generator) < 0.75)
+    _, fit = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
+    assert fit["loss"] < fit["base_loss"] + 0.03
+    assert fit["mean_score"] == pytest.approx(0.75, abs=0.06)
 
 
-def command(folder: Path, corpus: Path, out: Path | None, *more: str) -> list[str]:
-    return train_command("eesd", corpus, out, "-t", str(folder), *more)
+def test_a_predictor_learns_from_reserved_text_only() -> None:
+    """In the texts that the exit was trained on, exit and target always agree; in the others, half of the time."""
+    half = lambda target, _, generator: torch.rand(len(target), generator=generator) < 0.5  # noqa: E731
+    texts, outputs = made_texts(48, half, lambda index: list(Part)[index % 3])
+    for text in texts:
+        if text.part == Part.TRAIN:
+            outputs(text.ids)[0].copy_(torch.nn.functional.one_hot(text.top1, 96))
+    _, fit = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
+    assert fit["mean_score"] == pytest.approx(0.5, abs=0.1)
+    without = {part: [text for text in texts if text.part != part] for part in (Part.HELD_OUT, Part.PREDICTOR)}
+    assert train_predictor(outputs, without[Part.HELD_OUT], seed=0)[1] == {}  # type: ignore[index]
+    assert train_predictor(outputs, without[Part.PREDICTOR], seed=0) is None
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("native", marks=pytest.mark.slow), "transformers"])
-def test_the_command_trains_an_exit(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+def test_measurements_of_known_scores() -> None:
+    found = measure(torch.tensor([0.25, 0.25, 0.75, 0.75]), torch.tensor([False, False, True, False]))
+    expected = {"mean_score": 0.5, "accepted": 0.25, "calibration_error": 0.25, "base_brier": 0.25 * 0.75}
+    expected["brier"] = (2 * 0.0625 + 0.0625 + 0.5625) / 4
+    expected["loss"] = -float(torch.tensor([0.75, 0.75, 0.75, 0.25]).log().mean())
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["ranking"] > 0.5
+    assert measure(torch.tensor([0.1, 0.9]), torch.tensor([True, False]))["ranking"] == 0.0
+
+
+def test_a_new_predictor_leaves_the_exit_as_it_is(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From text for predictors alone; the command replaces the files by default."""
+    monkeypatch.setattr(generation, "_HIDDEN_STATE_TOKENS", 2000)
+    path, old = run("eesd", folder, other, tmp_path / "exit", corpus, Recorder())
+    target, seen = opened(folder), list[GeneratedText]()
+    recipe = replace(TINY, steps=None, seed=3)
+    task = TrainingTask(tmp_path / "new", recipe, corpus=corpus_of(corpus, target), command="specgen tune")
+    with pytest.raises(TrainingStopped):
+        train(PredictorObjective(target, path), task, Recorder(stop_at_batch=1))
+    fit = exits.train_predictor
+    monkeypatch.setattr(exits, "train_predictor", lambda outputs, texts, seed: seen.extend(texts) or fit(outputs, texts, seed))
+    observer = Recorder()
+    made, description = train(PredictorObjective(opened(folder), path), task, observer)
+    assert observer.generated[0][0] == 1, "the first batch is not generated again"
+    assert {text.part for text in seen} == {Part.PREDICTOR, Part.HELD_OUT}
+    before, after = load_file(path), load_file(made)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert changed == {name for name in before if name.startswith("predictor.")}
+    assert description.figures["steps"] == old.figures["steps"]
+    assert description.made_with["predictor"]["command"] == "specgen tune"
+    options = ["tune", "--train", "-t", str(folder), "--exit-layer", str(path.parent), "--corpus", str(corpus)]
+    result = trained([*options, "--window", "24", "--minutes", "0.01", "--seed", "2", "--device", "cpu", "--dtype", "float32"])
+    assert result.stdout.strip() == str(path), "by default, the files are replaced"
+    assert "Trained a predictor for the exit" in result.stderr
+    assert "is accepted, area under the ROC curve" in result.stderr
+
+
+# the command
+
+PRINTED = {
+    "eesd": "Trained an exit after layer 1 of ",
+    "medusa": "Trained Medusa heads for ",
+    "eagle": "Trained an EAGLE head for ",
+    "glide": "Trained a GliDe head for ",
+    "sd": "Distilled a draft model.",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_trains_where_it_is_found(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What the models' files hold stays; the native decoder does everything but the draft: no weights are loaded twice."""
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
+    if kind != "sd":
         monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
-        monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
-    result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
-    line = json.loads(result.stdout)
-    assert line["type"] == "train"
-    out = Path(line["profile"])
-    assert out.parent == tmp_path / "pairs"
-    assert line["exit_layer"] == str(out / WEIGHTS)
-    assert line["figures"]["steps"] == 3
+    own = {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()}
+    named = ["-t", str(folder), *(["-d", str(other)] if kind == "sd" else [])]
+    result = trained(train_command(kind, corpus, None, *named, "--steps", "3", "--json"))
+    line, fingerprint = json.loads(result.stdout), weights_fingerprint(folder)
+    assert (line["type"], line["figures"]["steps"]) == ("train", 3)
+    assert PRINTED[kind] in result.stderr
     assert "Training: 100%, step 3" in result.stderr
-    description = read_description(out / DESCRIPTION)
-    assert description.fingerprint == weights_fingerprint(folder)
-    assert description.predictor
-    assert load_exit(out, opened(folder)).predictor is not None
+    assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
+    if kind == "eesd":
+        assert kept_exit(str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
+        assert line["predictor"] is True
+    elif kind == "sd":
+        assert Path(line["draft"]).name == "distilled"
+        assert line["figures"].keys() >= {"agreement_before", "agreement", "loss", "minutes", "tokens"}
+    else:
+        assert kept_head(kind, str(folder), fingerprint) == Path(line["head"])
+        assert line["kind"] == kind
+    draft = str(line["draft"]) if kind == "sd" else None
+    with specgen.load(str(folder), draft, device="cpu", dtype="float32") as pair:
+        sampling = specgen.SamplingParams(max_new_tokens=8, ignore_eos=True)
+        settings: dict[str, Any] = {"k": 3} if kind == "sd" else {}
+        made = pair.generate([1, 5, 9], kind, sampling, **settings)
+        assert made.token_ids == pair.generate([1, 5, 9], "ar", sampling).token_ids
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
-        (["--steps", "0"], "--steps is 0"),
-        (["--layer", "3"], "after layer 3"),
-        (["--layer", "4", "--corpus", "missing.txt"], "after layer 4"),
-        (["--exit-layers", "3"], "--exit-layers is 3"),
-        (["--self-text", "2"], "--self-text is 2.0"),
-        (["--methods", "svip"], "svip has nothing to train"),
-        (["--methods", "esd"], "there is no method 'esd'"),
-        (["--exit-head", "other"], "--exit-head is 'other'"),
-        (["--corpus", "missing.txt"], "cannot read missing.txt"),
-        (["--prompts", "missing.yaml"], "missing.yaml"),
-    ],
-)
-def test_wrong_options_are_refused(folder: Path, corpus: Path, tmp_path: Path, more: list[str], message: str) -> None:
-    assert message in refused(command(folder, corpus, tmp_path, *more))
-    assert not any(tmp_path.iterdir()), "nothing is written before the options are known to be right"
+REFUSED: list[tuple[str, list[str], str]] = [
+    ("eesd", ["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
+    ("eesd", ["--steps", "0"], "--steps is 0"),
+    ("eesd", ["--layer", "3"], "after layer 3"),
+    ("eesd", ["--layer", "4", "--corpus", "missing.txt"], "after layer 4"),
+    ("eesd", ["--exit-layers", "3"], "--exit-layers is 3"),
+    ("eesd", ["--self-text", "2"], "--self-text is 2.0"),
+    ("eesd", ["--methods", "svip"], "svip has nothing to train"),
+    ("eesd", ["--methods", "esd"], "there is no method 'esd'"),
+    ("eesd", ["--exit-head", "other"], "--exit-head is 'other'"),
+    ("eesd", ["--corpus", "missing.txt"], "cannot read missing.txt"),
+    ("eesd", ["--prompts", "missing.yaml"], "missing.yaml"),
+    ("eesd", ["--exit-layer", "x", "--steps", "3"], "--steps, --batch-size cannot be combined with --train --exit-layer"),
+    ("eesd", ["--limit", "3", "-n", "9"], "--limit, --max-new-tokens cannot be combined with --train"),
+    ("eesd", ["--head", "own"], "--head cannot be combined with --train"),
+    ("medusa", ["--layer", "1"], "--layer cannot be combined with --train --methods medusa, which trains Medusa heads"),
+    ("medusa", ["--exit-head", "target"], "--exit-head cannot be combined"),
+    ("eagle", ["--exit-layer", "x"], "--exit-layer cannot be combined"),
+    ("medusa", ["--methods", "medusa,glide"], "glide and medusa cannot be trained in one run"),
+    ("sd", ["--layer", "2"], "--layer cannot be combined with --train --methods sd, which trains a draft model"),
+    ("sd", ["--self-text", "0"], "--self-text is 0"),
+    ("sd", ["--prompts", "prompts.txt"], "--self-text 0.5"),
+    ("sd", [], "there is no draft model to train"),
+    ("sd", ["-d", "{other}", "--out", "{folder}"], "the folder of one of the models"),
+    ("sd", ["-d", "{other}", "--out", "{other}"], "the folder of one of the models"),
+    ("medusa", ["--out", "{folder}"], "does not belong to a head trained by specgen"),
+    ("eesd", ["-t", "{gpt2}"], "built as Llama is, and gpt2 is not"),
+]
 
 
-@pytest.mark.parametrize("more", [[], ["--prompts", "prompts.jsonl", "--self-text", "0"]])
-def test_training_needs_text(
-    folder: Path, models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(make_model("gpt2"), tmp_path_factory.mktemp("gpt2"), make_tokenizer(LETTERS))
+
+
+@pytest.mark.parametrize(("kind", "more", "message"), REFUSED)
+def test_wrong_options_are_refused(
+    folder: Path, other: Path, gpt2: str, corpus: Path, tmp_path: Path, kind: str, more: list[str], message: str
 ) -> None:
+    """In one line, before anything is written."""
+    before = {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()}
+    filled = [word.format(folder=folder, other=other, gpt2=gpt2) for word in more]
+    assert message in refused([*train_command(kind, corpus, tmp_path, "-t", str(folder)), *filled])
+    assert not any(tmp_path.iterdir())
+    assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == before
+
+
+def test_training_needs_text_and_says_so_of_too_little(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
-    assert "there is no text to train on" in refused(["tune", "--train", "-t", str(folder), *more])
-    gpt2 = save(make_model("gpt2"), models_folder / "no llama")
-    assert "built as Llama is, and gpt2 is not" in refused(["tune", "--train", "-t", gpt2, *more])
+    for more in ([], ["--prompts", "prompts.jsonl", "--self-text", "0"]):
+        assert "there is no text to train on" in refused(["tune", "--train", "-t", str(folder), *more])
+    Path("few.jsonl").write_text("\n".join(f'{{"text": "{"abc def " * (5 + number)}"}}' for number in range(7)))
+    result = trained(train_command("eesd", Path("few.jsonl"), tmp_path / "out", "-t", str(folder), "--steps", "1"))
+    assert "fewer than eight different documents or prompts" in result.stderr
+    assert "held-out text" not in result.stderr
+    assert "predictor: false" in (tmp_path / "out" / EXIT_DESCRIPTION).read_text()
 
 
-@pytest.mark.slow
-def test_the_bundled_pair_has_its_own_corpus(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
-    named = ["--prompts", str(tmp_path / "prompts.jsonl"), "--self-text", "0", "--out", str(tmp_path / "out")]
-    sizes = ["--steps", "1", "--batch-size", "1", "--window", "16", "--device", "cpu", "--dtype", "float32"]
-    trained(["tune", "--train", *named, *sizes])
-    assert not list((tmp_path / "out").glob("training/*"))
+@pytest.mark.parametrize(("after", "recommended"), [(0.95, True), (0.7, False)])
+def test_only_a_draft_that_agrees_more_is_recommended(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, recommended: bool
+) -> None:
+    shares = iter([{"greedy": 0.9, "sampled": 0.5}, {"greedy": after, "sampled": 0.6}])
+    monkeypatch.setattr("specgen.train.distillation.greedy_agreement", lambda *_: next(shares))
+    named = ["-t", str(folder), "-d", str(other)]
+    result = trained(train_command("sd", corpus, tmp_path / "out", *named, "--steps", "1"))
+    assert f"{after:.1%} of the greedy tokens (before: 90.0%)" in result.stderr
+    assert (f"Use it: --draft {tmp_path / 'out'}" in result.stderr) == recommended
+    assert ("did not rise: keep the draft you have" in result.stderr) == (not recommended)
 
 
 def test_a_full_disk_is_reported_and_the_run_resumes(
@@ -330,43 +658,36 @@ def test_a_full_disk_is_reported_and_the_run_resumes(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    arguments = command(folder, corpus, tmp_path / "out", "--steps", "2", "-q")
-    monkeypatch.setattr("specgen.train.exit_training.save_exit", full)
+    arguments = train_command("eesd", corpus, tmp_path / "out", "-t", str(folder), "--steps", "2", "-q")
+    monkeypatch.setattr(exits, "save_exit", full)
     result = invoke(arguments)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
     monkeypatch.undo()
-    result = trained(arguments)
-    assert result.stdout.strip() == str(tmp_path / "out" / WEIGHTS)
-    assert result.stderr == ""
+    assert trained(arguments).stderr == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 @pytest.mark.slow
 def test_an_interrupted_process_can_be_resumed(folder: Path, corpus: Path, tmp_path: Path) -> None:
     def started(name: str) -> subprocess.Popen[str]:
-        arguments = command(folder, corpus, tmp_path / name, "--steps", "300", "--self-text", "0.01")
-        return subprocess.Popen(
-            [sys.executable, "-m", "specgen", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        sizes = ["--steps", "300", "--self-text", "0.01"]
+        arguments = train_command("eesd", corpus, tmp_path / name, "-t", str(folder), *sizes)
+        command = [sys.executable, "-m", "specgen", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    process = started("out")
-    lines: list[str] = []
+    process, lines = started("out"), [""]
     assert process.stderr is not None
-    while not any(line.startswith("Training:") for line in lines):
+    while not lines[-1].startswith("Training:"):
         lines.append(process.stderr.readline())
         assert lines[-1], lines  # the process ended before it trained
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert out == ""
+    assert (process.returncode, out) == (130, ""), err
     assert "the same command resumes from here" in err
-    assert (tmp_path / "out" / "training" / "state.safetensors").is_file()
-    assert not (tmp_path / "out" / WEIGHTS).exists()
     for name in ("out", "straight"):
         process = started(name)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        assert out.strip() == str(tmp_path / name / WEIGHTS)
         assert ("resuming at step" in err) == (name == "out")
-    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "straight" / WEIGHTS).read_bytes()
+    assert weights_in(tmp_path / "out") == weights_in(tmp_path / "straight")

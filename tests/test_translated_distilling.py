@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,20 @@ from families import LETTERS, make_model, make_tokenizer, save
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
-from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
+from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained, written
 from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.text.translation import Translation, token_overlap
 from specgen.train.corpus import Part
-from specgen.train.distillation import DraftTraining, distill
+from specgen.train.distillation import DraftObjective
 from specgen.train.divergence import divergence, overlap_divergence
-from specgen.train.generated_text import GeneratedText, generate_texts, read_texts
+from specgen.train.loop import Training, train
 from specgen.train.packing import IGNORED
-from specgen.train.training_task import TrainingStopped, TrainingTask
-from specgen.train.translated_text import (
+from specgen.train.task import TrainingStopped, TrainingTask
+from specgen.train.texts import GeneratedText, predicted
+from specgen.train.translation import (
     TranslatedBatches,
     check_overlap,
     overlap_shares,
@@ -79,8 +81,8 @@ def translation(folders: tuple[Path, Path], target: LoadedModel) -> Translation:
 @pytest.fixture(scope="module")
 def texts(target: LoadedModel) -> list[GeneratedText]:
     prompts = [target.tokenizer.encode(text) for text in ("The quick brown", "def fibonacci(n):\n    ret", "Märchen 日")]
-    made = generate_texts(target, prompts, 24, greedy=False, seed=1, parts=[Part.TRAIN] * 3, keep_top_k=True)
-    return [*made, *read_texts(target, [target.tokenizer.encode("the dog and the fox, 12345 times")])]
+    read = target.tokenizer.encode("the dog and the fox, 12345 times")
+    return [*written(target, prompts, 24, greedy=False, part=Part.TRAIN), predicted(target, read, len(read))]
 
 
 def test_pieces_that_end_at_the_same_byte() -> None:
@@ -198,12 +200,14 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(translation: Transl
 def test_the_gradient_is_that_of_both_losses(
     folders: tuple[Path, Path], translation: Translation, texts: list[GeneratedText]
 ) -> None:
-    batches = TranslatedBatches(None, texts, ONLY_TAUGHT, translation, VOCABULARY, 128)
-    training = DraftTraining(opened(folders[1], "transformers"), batches)
-    batch = batches.batch(0)
-    outputs, (labels, teacher) = training.outputs(batch)
+    draft = opened(folders[1], "transformers")
+    draft.translation = translation
+    objective = DraftObjective(opened(folders[0]), draft)
+    batches: Any = objective.start(texts, TrainingTask(folders[0], ONLY_TAUGHT), ONLY_TAUGHT)
+    training, batch = Training(objective, batches), batches.batch(0)
+    outputs, (labels, teacher) = objective.outputs(batch, None)
     outputs = outputs.detach().requires_grad_()
-    training.losses(outputs, labels, teacher)[0].backward()
+    objective.losses(outputs, labels, teacher)[0].backward()
     taught = teacher != IGNORED
     spelled = ~taught & (labels != IGNORED)
     assert spelled.any()
@@ -263,7 +267,7 @@ def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], te
         target, draft = opened(folders[0]), opened(folders[1], "transformers")
         draft.translation = between(target, draft)
         task = TrainingTask(tmp_path / name, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(texts_file, target))
-        return task.out, distill(target, draft, task, observer)
+        return train(DraftObjective(target, draft), task, observer)
 
     straight, figures = run("straight", Recorder())
     with pytest.raises(TrainingStopped):

@@ -1,23 +1,28 @@
-"""What the training tests share: a tiny recipe, models on a CPU, an observer that records and stops, and the command."""
+"""What the training tests share: a tiny recipe, models on a CPU, one way to train each kind, an observer, and the command."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
 from specgen.cli.app import app
+from specgen.cli.train import TRAINABLE
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
-from specgen.train.corpus import Corpus, read_corpus
+from specgen.train.corpus import Corpus, Part, read_corpus
+from specgen.train.loop import Objective
 from specgen.train.packing import IGNORED, PackedBatch, pack
 from specgen.train.task import Recipe, TrainingProgress
+from specgen.train.texts import GeneratedText, continuations, predicted
 
 TINY = Recipe(steps=6, batch_size=4, training_length=24)
-TEXTS = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
+TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
 
 
 class Recorder:
@@ -47,6 +52,22 @@ class Recorder:
 def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
     prepared = prepare(ModelSource(str(folder), backend=backend), lambda _: None)
     return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
+
+
+def objective(kind: str, target: LoadedModel, *arguments: Any, **options: Any) -> Any:
+    """The objective that trains what `--methods KIND` does."""
+    module, name = TRAINABLE[kind].objective.split(".")
+    made: Objective = getattr(import_module(f"specgen.train.{module}"), name)(target, *arguments, **options)
+    return made
+
+
+def written(
+    target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part, **options: Any
+) -> list[GeneratedText]:
+    """Texts that the target generates, with its predictions."""
+    texts = continuations(target, prompts, length, greedy=greedy, seed=1)
+    pairs = zip(prompts, texts, strict=True)
+    return [predicted(target, text, len(prompt), greedy=greedy, part=part, **options) for prompt, text in pairs]
 
 
 def corpus_of(path: Path, target: LoadedModel) -> Corpus:

@@ -1,0 +1,680 @@
+"""Runners of trained parts: their rows by definition, whatever was drafted, accepted or interrupted before; lossless runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from eagle_heads import drafted, features_of, logits_of, random_head
+from enumeration import PROMPT, ROUNDING, Paths, states, total_variation
+from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_bloom, make_model, model_of, plain, prompt, random_predictor
+from glide_models import GlideReference
+from runner_checks import (
+    LAYERED,
+    TRACED,
+    CountedLayers,
+    InterruptAt,
+    check,
+    four_layers,
+    path_to,
+    quick,
+    random_path,
+    random_tree,
+    uncached,
+)
+from scripted_models import scripted_run
+from static_checks import HostReads
+from statistics_checks import output_distribution
+
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context, SamplingParams
+from specgen.decoding import logits_ops
+from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.generation_config import GenerationConfig
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.graphs import Captures
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
+from specgen.engine.parts.weights import EagleWeights, ExitWeights, MedusaWeights
+
+REDUCED = [*range(3, 40), 41, 77]
+MEDUSA_HEADS = 3
+
+
+@cache
+def target(family: str, backend: str = "native", **changes: Any) -> tuple[Any, Model]:
+    module = make_model(family, **changes)
+    return module, model_of(module, backend)
+
+
+class Part:
+    """A trained part with random weights on a target. `row` is its definition: a row of logits [vocabulary] after a context and
+    a drafted path, without any cache. `deepest` is the longest path that it can be asked for."""
+
+    deepest = 9
+    module: Any
+    model: Model
+    made: PartRunners
+
+    def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def check(self, context: Context, draft: Sequence[int] = (), parents: Any = None, start: int = 0) -> None:
+        """Asserts that the logits from index `start` on are those of the definition."""
+        tokens, parents = list(draft), list(range(-1, len(draft) - 1)) if parents is None else list(parents)
+        logits = self.made.draft.logits(context, tokens, parents, start=start).logits
+        assert logits.shape == (len(tokens) + 1 - start, VOCAB)
+        for index in range(start, len(tokens) + 1):
+            expected = self.row(context.ids, path_to(tokens, parents, index - 1))
+            torch.testing.assert_close(logits[index - start], expected, atol=5e-4, rtol=1e-3)
+
+
+class Eagle(Part):
+    def __init__(self, penalties: Any = lambda: None, family: str = "llama", backend: str = "native", **head: Any) -> None:
+        self.module, self.model = target(family, backend)
+        self.head: EagleWeights = random_head(**head)
+        self.made = eagle.make_runners(self.head, self.model, ModelRunner(self.model), penalties)
+
+    def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
+        table = self.head.tensors.get("embed_tokens.weight")
+        embed = lambda tokens: self.model.embeddings(torch.tensor(tokens)) if table is None else table[tokens]  # noqa: E731
+        with torch.no_grad():
+            hidden = drafted(self.head, embed, features_of(self.module, self.head, ids), ids, path)[-1:]
+            return logits_of(self.head, self.model, hidden)[0]
+
+
+class Glide(Part):
+    def __init__(
+        self, penalties: Any = lambda: None, family: str = "llama", backend: str = "native", changes: Any = None, **head: Any
+    ) -> None:
+        self.reference = GlideReference(make_model(family, **(changes or {})), **head)
+        self.module, self.model = self.reference.target, model_of(self.reference.target, backend)
+        self.made = glide.make_runners(self.reference.weights, self.model, ModelRunner(self.model), penalties)
+
+    def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
+        return self.reference.drafted(ids, path)[-1]
+
+
+class Medusa(Part):
+    deepest = MEDUSA_HEADS - 1
+
+    def __init__(self, penalties: Any = lambda: None, family: str = "llama", backend: str = "native", **head: Any) -> None:
+        self.module, self.model = target(family, backend)
+        self.head = random_heads(**head)
+        self.made = medusa.make_runners(self.head, self.model, ModelRunner(self.model, penalties()), penalties)
+
+    @torch.no_grad()
+    def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
+        state = before_head(self.module, ids[:-1])
+        for matrix, bias in self.head.blocks[len(path)]:
+            state = state + torch.nn.functional.silu(matrix @ state + bias)
+        if self.head.lm_heads is None:
+            row = self.module.lm_head(state)
+            cap = getattr(self.module.config, "final_logit_softcapping", None)
+            return row if cap is None else cap * torch.tanh(row / cap)
+        row = self.head.lm_heads[len(path)] @ state
+        if self.head.vocabulary is None:
+            return row
+        return torch.full((VOCAB,), -torch.inf).index_copy(0, self.head.vocabulary, row)
+
+
+class Exit(Part):
+    def __init__(self, penalties: Any = lambda: None, family: str = "llama", backend: str = "native", depth: int = 1) -> None:
+        self.module = make_model(family, **four_layers(family))
+        self.model = model_of(self.module, backend)
+        self.drafts = exit_model(self.module, depth)
+        weights = ExitWeights(exit_layers_of(self.model, self.module), depth, random_predictor(32))
+        self.made = early_exit.make_runners(weights, self.model, None, penalties)
+
+    def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
+        return uncached(self.drafts, [*ids, *path])
+
+
+@torch.no_grad()
+def before_head(module: Any, ids: Sequence[int]) -> torch.Tensor:
+    states: torch.Tensor = module.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state
+    return states[0, -1]
+
+
+def random_heads(blocks: int = 1, own: bool = False, vocabulary: Sequence[int] | None = None, seed: int = 0) -> MedusaWeights:
+    """Medusa heads with random weights for a model of the families."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_block() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(32, 32, generator=generator) / 4, torch.randn(32, generator=generator)
+
+    rows = VOCAB if vocabulary is None else len(vocabulary)
+    heads = [torch.randn(rows, 32, generator=generator) / 2 for _ in range(MEDUSA_HEADS)] if own else None
+    ids = None if vocabulary is None else torch.tensor(vocabulary)
+    return MedusaWeights([[random_block() for _ in range(blocks)] for _ in range(MEDUSA_HEADS)], heads, ids)
+
+
+def exit_model(module: Any, depth: int) -> Any:
+    """A model that computes what an untrained exit does: the target's first `depth` layers, then its last one."""
+    layers = module.model.layers
+    lists = {name: getattr(module.config, name, None) for name in ("layer_types", "no_rope_layers")}
+    changes = {name: [*entries[:depth], entries[-1]] for name, entries in lists.items() if entries}
+    short = make_model(module.config.model_type, num_hidden_layers=depth + 1, **changes)
+    state = {name: weight for name, weight in module.state_dict().items() if "layers." not in name}
+    for position, layer in enumerate([*layers[:depth], layers[-1]]):
+        state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
+    short.load_state_dict(state)
+    return short
+
+
+KEYS = {  # what differs in the target's keys, which GliDe reads: grouped heads, norms, partial rotation, none
+    "llama": {},
+    "qwen3": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma2": {},
+    "gemma3_text": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    "smollm3": {"no_rope_layers": [1, 1, 0]},
+    "gemma": {},
+    "mistral": {},
+}
+
+
+def parts() -> Iterator[Any]:
+    """The kinds of parts with their variants; most of the rarer combinations are slow."""
+    yield from (pytest.param(Eagle, head, id=f"eagle {name}") for name, head in EAGLES.items())
+    for number, (family, changes) in enumerate(KEYS.items()):
+        layers = 2 if family in ("llama", "gemma3_text") else 1
+        for shared, backend in product((False, True), BACKENDS):
+            is_native = backend == "native" and shared == bool(number % 2)
+            often = is_native or (backend, family, shared) == ("transformers", "llama", True)
+            options = {"family": family, "changes": changes, "layers": layers, "shared": shared, "backend": backend}
+            marks = () if often else pytest.mark.slow
+            yield pytest.param(Glide, options, id=f"glide {family} {shared} {backend}", marks=marks)
+    for options in (
+        {},
+        {"family": "gemma2", "blocks": 2},
+        {"backend": "transformers", "own": True},
+        {"family": "gemma2", "backend": "transformers"},
+        {"family": "qwen3", "own": True, "blocks": 2, "vocabulary": [2, 5, 6, 7, 30, 31, 95]},
+    ):
+        yield pytest.param(Medusa, options, id=f"medusa {options}")
+    for number, case in enumerate(quick(LAYERED)):
+        family, backend = case.values
+        options = {"family": family, "backend": backend, "depth": 1 + number // 2 % 2}
+        yield pytest.param(Exit, options, id=f"exit {family} {backend}", marks=case.marks)
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "1": {"version": 1},
+    "1 biases, 2 layers": {"version": 1, "biases": True, "layers": 2, "own_embedding": VOCAB},
+    "3": {"version": 3},
+    "3 reduced": {"version": 3, "vocabulary": REDUCED},
+    "3 qwen": {"version": 3, "vocabulary": REDUCED, "qk_norm": True, "norm_before_residual": True, "layers": 2},
+    "3 transformers": {"version": 3, "vocabulary": REDUCED, "backend": "transformers"},
+}
+ONE_EACH = [(Eagle, EAGLES["3 reduced"]), (Glide, {"layers": 2}), (Medusa, {}), (Exit, {})]
+
+
+@pytest.mark.parametrize(("kind", "options"), list(parts()))
+def test_rows_are_those_of_the_definition(kind: type[Part], options: dict[str, Any]) -> None:
+    """Of chains, trees and growing drafts, after any mixture of acceptances, new contexts, repeated calls and target passes."""
+    part, rng = kind(**options), random.Random(str(options))
+    contexts = [Context([1, *(rng.randrange(3, 40) for _ in range(size))]) for size in (2, 6)]
+    for _ in range(8):
+        which = rng.randrange(2)
+        context = contexts[which]
+        if rng.random() < 0.25:
+            context = contexts[which] = Context([*context.ids[: rng.randrange(2, len(context) + 1)], rng.randrange(3, 40)])
+        draft, parents = random_tree(rng, rng.randrange(1, 7))
+        if rng.random() < 0.4:
+            parents = list(range(-1, len(draft) - 1))
+        while max(len(path_to(draft, parents, node)) for node in range(-1, len(draft))) > part.deepest:
+            draft, parents = draft[:-1], parents[:-1]
+        for start in sorted({0, rng.randrange(len(draft) + 1), len(draft)}):  # what was run before is not run again
+            part.check(context, draft, parents, start)
+        if rng.random() < 0.7:  # otherwise the target lacks tokens at the draft's next call
+            check(part.module, part.made.target.logits(context, draft, parents).logits, context, draft, parents)
+        context.extend([*(draft[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
+
+
+@pytest.mark.parametrize(("kind", "options"), ONE_EACH)
+def test_an_interruption_at_any_line_leaves_the_runners_usable(kind: type[Part], options: dict[str, Any]) -> None:
+    """Draft token by token, verify, commit a part, draft a tree, commit a branch, take another context."""
+    files = (*TRACED, *(f"engine/parts/{name}.py" for name in ("eagle", "glide", "medusa")), "engine/native/glide_layers.py")
+    line, finished = 0, False
+    while not finished:
+        line += 1 if line < 12 else 83
+        part, context = kind(**options), Context([1, 5, 6, 7])
+        draft, verify = part.made.draft, part.made.target
+        with InterruptAt(line, files):
+            try:
+                verify.logits(context)
+                context.extend([4])
+                draft.logits(context, [8], start=1)
+                draft.logits(context, [8, 9], start=2)
+                verify.logits(context, [8, 9])
+                context.extend([8, 30])
+                draft.logits(context, [7, 9], [-1, -1])
+                draft.logits(context, [7, 9, 4, 5], [-1, -1, 1, 1], start=3)
+                verify.logits(context, [7, 9, 4, 5], [-1, -1, 1, 1])
+                context.extend([9, 4, 12])
+                draft.logits(Context([*context.ids[:5], 3, 3]), [5, 6])
+                draft.logits(context, [5])
+                finished = True
+            except KeyboardInterrupt:
+                pass
+        before = {4: 4, 5: 5, 7: 5, 10: 7}[len(context)]  # tokens before the context grew, to which row 0 may belong
+        for ids in (context.ids[:before], context.ids, [*context.ids[:3], 8, 9]):
+            part.check(context if ids is context.ids else Context(ids), [11, 13, 13], [-1, 0, -1], start=2)
+            assert len(verify.logits(Context(ids)).logits) == 1
+    assert line > 200
+
+
+@pytest.mark.parametrize(("kind", "options"), ONE_EACH)
+def test_penalties_change_the_rows_by_the_path(kind: type[Part], options: dict[str, Any]) -> None:
+    config = GenerationConfig(repetition_penalty=1.7, no_repeat_ngram_size=2)
+
+    def penalties() -> PenaltyProcessor:
+        return PenaltyProcessor(config, frozenset({EOS}), VOCAB, torch.device("cpu"))
+
+    part, context, tokens, parents = kind(penalties, **options), Context([1, 5, 6, 7]), [11, 8, 6], [-1, 0, -1]
+    part.made.target.logits(context)
+    context.extend([9])
+    output = part.made.draft.logits(context, tokens, parents)
+    own = torch.stack([part.row(context.ids, path_to(tokens, parents, node)) for node in range(-1, 3)])
+    torch.testing.assert_close(output.unpenalised, own, atol=5e-4, rtol=1e-3)
+    torch.testing.assert_close(output.logits, penalties()(own, context, tokens, parents, 0), atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(output.logits[1], output.logits[3], atol=0.01), "they follow different tokens"
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Eagle, EAGLES["1"]), *ONE_EACH])
+def test_no_call_waits_for_the_device(kind: type[Part], options: dict[str, Any]) -> None:
+    part, context = kind(**options), Context([1, *range(3, 9)])
+    part.made.target.logits(context)
+    part.made.draft.logits(context)
+    context.extend([8, 9])
+    with HostReads() as reads:
+        part.made.draft.logits(context)
+        part.made.draft.logits(context, [5, 6, 5, 7], [-1, -1, 0, 1], start=1)
+        part.made.draft.logits(Context([1, 3, 4, 9]), [8])
+    assert reads.count == 0
+
+
+# EAGLE
+
+
+def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a round also runs the accepted tokens again, with true features."""
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
+    part = Eagle(version=1)
+    run, passes = part.made.draft._head, []
+
+    def counting(forward_pass: Any, *arguments: Any) -> Any:
+        passes.append((forward_pass.first, forward_pass.last))
+        return run(forward_pass, *arguments)
+
+    monkeypatch.setattr(part.made.draft, "_head", counting)
+    context = Context([1, *range(3, 15)])  # 13 tokens, 12 pairs: a long prompt is run in chunks
+    part.check(context)
+    assert passes == [(0, 5), (5, 10), (10, 12)]
+    passes.clear()
+    part.check(context, [20, 21], [-1, -1], start=1)
+    part.check(context, [20, 21, 22, 23, 24], [-1, -1, 0, 1, 1], start=3)
+    assert passes == [(12, 14), (14, 17)]
+    passes.clear()
+    context.extend([21, 24, 30])  # two of them were drafted
+    part.check(context)
+    part.check(context, [5, 6, 7], start=1)  # more than a level at once
+    assert passes == [(12, 15), (15, 16), (16, 17), (17, 18)]
+    passes.clear()
+    part.check(Context([*context.ids[:9], 33]))  # 9 equal tokens are 8 equal pairs
+    assert passes == [(8, 9)]
+    context.extend([8, 9])
+    keep = part.made.draft._keep_rows
+
+    def interrupted(*arguments: Any) -> None:
+        keep(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # a predicted feature that an interrupted pass wrote is not used
+        patch.setattr(part.made.draft, "_keep_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            part.made.draft.logits(context)
+    part.check(Context(context.ids[:-2]), [11], start=1)
+
+
+def test_eagle_contexts_of_one_token_and_with_another_first_token() -> None:
+    part = Eagle(**EAGLES["3 reduced"])
+    for ids in ([5], [5, 5], [5], [6, 5], [6, 5, 7, 9], [8, 5, 7, 9]):
+        context = Context(ids)
+        logits = part.made.draft.logits(context, [7, 8], [-1, -1]).logits
+        assert logits.isfinite().sum(1).tolist() == [len(REDUCED)] * 3
+        if len(ids) > 1:
+            part.check(context, [7, 8])
+    context = Context([5])
+    part.made.draft.logits(context, [7])
+    context.extend([7])
+    part.check(context, [9], start=1)
+
+
+# GliDe and Medusa
+
+
+def counted_pass(run: Any, counts: list[int], forward_pass: ForwardPass, kept: int) -> ModelOutput:
+    counts.append(forward_pass.last - forward_pass.first)
+    return run(forward_pass, kept)
+
+
+def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens are run again only with several layers."""
+    for layers, after in ((1, 1), (2, 3)):
+        part = Glide(layers=layers)
+        draft, counts = part.made.draft, list[int]()
+        run = draft._forward
+        with monkeypatch.context() as patch:
+            patch.setattr(draft, "_forward", partial(counted_pass, run, counts))
+            context = Context([1, 5, 6, 7])
+            for chain in ([], [8], [8, 9]):
+                draft.logits(context, chain, start=len(chain))
+            context.extend([8, 9, 30])  # both accepted, and the target's own token
+            draft.logits(context)
+        assert counts == [4, 1, 1, after]
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
+    part = Glide(layers=2)
+    for ids in ([1], [1, *range(3, 27)], [1, 3]):
+        part.check(Context(ids), [8, 9])
+
+
+def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, calls = Medusa(), list[int]()
+    original = medusa.MedusaHeads.__call__
+    monkeypatch.setattr(medusa.MedusaHeads, "__call__", lambda self, hidden: calls.append(1) or original(self, hidden))
+    context = Context([1, 5, 6])
+    part.made.target.logits(context)
+    context.extend([7])
+    monkeypatch.setattr(part.made.target, "_forward", None)
+    for size in range(MEDUSA_HEADS):
+        part.made.draft.logits(context, [3] * size, start=size)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom"])
+def test_families_without_llamas_structure_are_refused(family: str) -> None:
+    module = make_bloom() if family == "bloom" else make_model(family)
+    model, message = model_of(module, "transformers"), f"needs a model built as Llama is, and {family} is not"
+    llama = model_of(make_model("llama"), "native")
+    weights = {early_exit: ExitWeights(exit_layers_of(llama, make_model("llama")), 1), medusa: random_heads()}
+    for module_of_kind, each in [*weights.items(), (eagle, random_head(1))]:
+        with pytest.raises(SpecgenError, match=message):
+            module_of_kind.make_runners(each, model, ModelRunner(model), lambda: None)  # type: ignore[attr-defined]
+
+
+# early exit
+
+
+@pytest.mark.parametrize("depth", [0, 3, 4])
+def test_an_exit_without_layers_before_or_after_it_is_refused(depth: int) -> None:
+    module, model = target("llama")
+    with pytest.raises(SpecgenError, match=f"after layer {depth} of 3"):
+        early_exit.make_runners(ExitWeights(exit_layers_of(model, module), depth), model, None, lambda: None)
+
+
+def counted_exit(module: Any, backend: str, depth: int) -> tuple[PartRunners, Any]:
+    """Early exit, and the number of tokens that each of its layers has been run on."""
+    model = model_of(module, backend)
+    layers = exit_layers_of(model, module)
+    counted = CountedLayers(model, layers).tokens
+    both = early_exit.make_runners(ExitWeights(layers, depth), model, None, lambda: None)
+    counted.clear()  # what the check of the model's structure ran
+    return both, counted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_layer_runs_as_few_tokens_as_possible(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts accepted partly, fully or not at all, the target's layers run each committed and drafted token once, and the
+    exit layer runs the last drafted token only if it is committed. A tree grown by levels runs each node once."""
+    both, counted = counted_exit(make_model("llama", num_hidden_layers=4), backend, 2)
+    rng, context = random.Random(3), Context([1, 5, 6, 7])
+    both.target.logits(context)
+    context.extend([8])
+    first = 4
+    for accepted in (0, 2, 4, 1, 4, 4, 0, 3):
+        draft = [rng.randrange(3, 40) for _ in range(4)]
+        for size in range(4):
+            both.draft.logits(context, draft[:size], start=size)
+        both.target.logits(context, draft)
+        first += 1 + 4  # the correction or bonus token, and the drafted ones
+        context.extend([*draft[:accepted], 50 + accepted])
+    assert [counted[str(layer)] for layer in range(4)] == [first] * 4
+    # the exit: the prompt, and per round the correction or bonus token and the drafted ones; the last of these only if accepted
+    assert counted["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
+    both.clear_cache()
+    counted.clear()
+    context = Context([1, 5, 6])
+    both.target.logits(context)
+    context.extend([4])
+    nodes, parents = [7, 8, 9, 10, 11, 12], [-1, -1, 1, 1, 2, 3]
+    both.draft.logits(context)
+    both.draft.logits(context, nodes[:2], parents[:2], start=1)
+    both.draft.logits(context, nodes[:4], parents[:4], start=3)
+    both.target.logits(context, nodes, parents)
+    assert counted == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
+    context.extend([8, 10, 20])  # the second branch of the second branch: gathered in every cache
+    both.draft.logits(context)
+    both.target.logits(context)
+    assert counted == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)  # long prompts are run in chunks
+    module = make_model("gemma2")
+    both, counted = counted_exit(module, backend, 1)
+    context = Context([1, *range(3, 27)])
+    logits, drafted_ = both.target.logits(context, [8, 9]).logits, both.draft.logits(context, [8], start=1).logits
+    assert counted == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
+    check(module, logits, context, [8, 9], [-1, 0])
+    check(exit_model(module, 1), drafted_, context, [8], [-1], start=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_hidden_state_that_predicted_the_last_token_is_found(backend: str) -> None:
+    """The predictor needs the target's hidden state after its norm, at whichever node of a draft."""
+    part, context = Exit(backend=backend), Context([1, 5, 6, 7])
+    found_by = part.made.target
+    assert found_by.last_hidden_state(context) is None
+    found_by.logits(context)
+    context.extend([9])
+    chain = [8, 9, 10], [-1, 0, 1]
+    for (tokens, parents), path in ((chain, [8, 9, 10]), (chain, [8]), (chain, []), (([8, 9, 10, 11], [-1, -1, 1, 1]), [9, 11])):
+        found = found_by.last_hidden_state(context)
+        torch.testing.assert_close(found, before_head(part.module, context.ids[:-1]), atol=1e-4, rtol=1e-4)
+        found_by.logits(context, tokens, parents)
+        context.extend([*path, 30])
+    assert found_by.last_hidden_state(Context(context.ids)) is None, "unknown for another run's context"
+
+
+def test_hidden_states_are_kept_while_other_contexts_are_run() -> None:
+    """Passes may reuse the memory of their outputs, as static passes on a GPU do."""
+    _, model = target("llama")
+    inner, buffer = model.forward(), torch.zeros(8, model.shape.hidden_size)
+
+    def forward(forward_pass: ForwardPass, rows: int) -> ModelOutput:
+        output = inner(forward_pass, rows)
+        assert output.hidden_states is not None
+        return output._replace(hidden_states=buffer[:rows].copy_(output.hidden_states))
+
+    runner, contexts = ModelRunner(model, forward=forward), [Context([1, 5, 6, 7]), Context([1, 8, 3])]
+    states_ = [runner.logits(context, [4]).hidden_states.clone() for context in contexts]  # type: ignore[union-attr]
+    contexts[0].extend([9])
+    contexts[1].extend([4, 11])
+    runner.clear_cache()
+    runner.logits(Context([2, 2, 2, 2]))
+    for context, hidden, row in zip(contexts, states_, (0, 1), strict=True):
+        assert torch.equal(runner.last_hidden_state(context), hidden[row])  # type: ignore[arg-type]
+    contexts[1].extend([12, 13])
+    assert runner.last_hidden_state(contexts[1]) is None, "no call predicted this token"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> None:
+    torch.manual_seed(0)
+    width, positions = 32, Predictor.POSITIONS
+    maps, weights = torch.randn(positions, width, width) / width, torch.randn(2 * width) / 4  # W_i and w
+    predictor = Predictor(width).requires_grad_(False)
+    predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
+    predictor.draft_weights.copy_(weights[width:])
+    module, model = target("llama", backend)
+    both = early_exit.make_runners(ExitWeights(exit_layers_of(model, module), 1, predictor), model, None, lambda: None)
+    context = Context([1, 5, 6, 7])
+    target_hidden = both.target.logits(context).hidden_states[0].clone()  # type: ignore[index]
+    context.extend([9])
+    assert both.predictor is not None
+    both.predictor.begin(context)
+    states_ = both.draft.logits(context, [8]).hidden_states
+    for position in (1, 2, 10, 13):
+        index = min(position, positions) - 1
+        expected = torch.sigmoid(weights @ torch.cat((maps[index] @ target_hidden, states_[1])))
+        torch.testing.assert_close(both.predictor.score(states_[1], position), expected, atol=1e-5, rtol=0)
+        logit = predictor.logits(predictor.offsets(target_hidden), states_[1:], torch.tensor([position]))
+        torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)  # training's form
+
+
+# features
+
+
+def features(module: Any, ids: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+    """The features of all tokens but the last, by one pass of transformers."""
+    found = module(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([found[tap][0, :-1] for tap in taps], dim=-1)
+
+
+@pytest.mark.parametrize(("family", "backend"), [*quick(LAYERED), ("llama", "static passes")])
+def test_features_are_those_of_transformers(family: str, backend: str) -> None:
+    """Whatever was drafted and accepted; of static passes, too. `reduce` says what is kept."""
+    module = make_model(family, **({"num_hidden_layers": 2} if backend == "static passes" else {}))
+    model = model_of(module, "native" if backend == "static passes" else backend)
+    if backend == "static passes":
+        assert isinstance(model, NativeModel)
+        model.captures = Captures()
+    taps = (0, 1, module.config.num_hidden_layers)
+    runner = FeatureRunner(model, model.feature_forward(taps), model.new_cache(), reduce=lambda found: 2 * found[:, 3:])
+    rng, context = random.Random(0), Context([1, 5, 6, 7])
+    for step in range(8):
+        if step == 5:
+            context = Context([*context.ids[:6], 9, 9])
+        tokens, parents = random_tree(rng, rng.randrange(0, 7))
+        runner.logits(context, tokens, parents)
+        context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, VOCAB)])
+        if step % 3:
+            expected = 2 * features(module, context.ids, taps)[:, 3:]
+            torch.testing.assert_close(runner.features(context), expected, atol=4e-4, rtol=1e-3)
+
+
+# lossless
+
+SMALL = 7  # tokens of a vocabulary in which random heads are often right
+METHODS: dict[str, tuple[str, dict[str, object]]] = {
+    "chain": ("sd", {"k": 4}),
+    "policy": ("sd", {"policy": "svip", "threshold": 1.0, "max_draft": 5}),
+    "tree": ("sd", {"width": 3, "depth": 3}),
+    "draws": ("specinfer", {"k": 3, "drafts": 2}),
+}
+OFTEN = (("llama", "native"), ("gemma2", "native"), ("gemma", "native"), ("qwen3", "transformers"))
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in LAYERED]
+)
+def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
+    """With EAGLE's and GliDe's heads on a target of a small vocabulary, in which random drafts are often right."""
+    module, model = target(family, backend, bos_token_id=1, pad_token_id=0, vocab_size=SMALL)
+    module.generation_config.eos_token_id = None
+    heads: list[Any] = [random_head(1), random_head(3, vocabulary=SMALL), random_head(3, vocabulary=[0, 3, 4, 6], qk_norm=True)]
+    made = [eagle.make_runners(head, model, ModelRunner(model), lambda: None) for head in heads]
+    if family in KEYS:
+        reference = GlideReference(module, shared=True)
+        made.append(glide.make_runners(reference.weights, model, ModelRunner(model), lambda: None))
+    accepted, wanted = 0, [plain(module, [token % SMALL for token in prompt(seed)], 16) for seed in (0, 1)]
+    cases = list(product(made, METHODS)) if family == "llama" else list(zip(made, METHODS, strict=False))
+    for number, (runners, name) in enumerate(cases):
+        method, settings = METHODS[name]
+        ids, sampling = [token % SMALL for token in prompt(number % 2)], SamplingParams(max_new_tokens=16)
+        rounds = list(scripted_run(method, settings, runners.target, runners.draft, sampling, prompt=ids).rounds())
+        assert [token for round_ in rounds for token in round_.token_ids] == wanted[number % 2], (number, name)
+        accepted += sum(len(round_.verdict.path) for round_ in rounds)
+    assert accepted > 0
+
+
+def memorised_heads(module: Any, ids: Sequence[int]) -> MedusaWeights:
+    """Heads that predict the tokens of `ids`, all but some: their LM heads solve linear equations."""
+    weights, rng = random_heads(own=True), random.Random(0)
+    inputs_of = torch.stack([before_head(module, ids[: at + 1]) for at in range(len(ids) - 1)])
+    solved = []
+    for head in range(MEDUSA_HEADS):
+        (matrix, bias), used = weights.blocks[head][0], len(ids) - 2 - head
+        inputs = (inputs_of + torch.nn.functional.silu(inputs_of @ matrix.T + bias))[:used]
+        labels = [token if rng.random() < 0.8 else rng.randrange(3, 40) for token in ids[2 + head :]]
+        wanted = 9 * torch.nn.functional.one_hot(torch.tensor(labels), VOCAB).float() + torch.rand(used, VOCAB)
+        solved.append(torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution.T.contiguous())
+    return MedusaWeights(weights.blocks, solved)
+
+
+@pytest.mark.parametrize(("family", "backend"), [("llama", "native"), ("gemma3_text", "native"), ("llama", "transformers")])
+def test_greedy_ids_with_medusas_trees(family: str, backend: str) -> None:
+    (module, model), start, count = target(family, backend), prompt(3), 16
+    own = plain(module, start, count)
+    made = medusa.make_runners(memorised_heads(module, [*start, *own]), model, ModelRunner(model), lambda: None)
+    for settings in ({"nodes": 0}, {"nodes": 8}, {"nodes": 20, "policy": "svip", "threshold": 0.3}):
+        run = scripted_run(
+            "medusa", settings, made.target, made.draft, SamplingParams(max_new_tokens=count), eos=(EOS,), prompt=start
+        )
+        rounds = list(run.rounds())
+        assert [token for round_ in rounds for token in round_.token_ids] == own, settings
+        paths = [round_.verdict.path for round_ in rounds[1:]]
+        assert max(map(len, paths)) > 1
+        assert settings["nodes"] == 0 or any(path != tuple(range(len(path))) for path in paths), "a branch was accepted"
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+SAMPLED: dict[str, tuple[str, dict[str, object], dict[str, Any] | None]] = {
+    "chain": ("sd", {"k": 3}, {"version": 1}),
+    "tree": ("sd", {"width": 2, "depth": 2}, {"version": 3, "vocabulary": 3}),
+    "draws": ("specinfer", {"k": 2, "drafts": 2}, {"version": 3, "vocabulary": [0, 2]}),
+    "glide chain": ("sd", {"k": 2}, None),
+    "glide tree": ("sd", {"k": 2, "width": 2}, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("chain", 3),
+        ("tree", 3),
+        ("glide chain", 3),
+        ("glide tree", 3),
+        *(pytest.param(n, 4, marks=pytest.mark.slow) for n in SAMPLED),
+    ],
+)
+def test_samples_follow_the_targets_distribution(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all random paths of whole runs."""
+    method, settings, head = SAMPLED[name]
+    module, model = target("llama", "native", bos_token_id=1, pad_token_id=0, vocab_size=3)
+    if head is None:
+        weights: Any = GlideReference(module, shared=True).weights
+        made = glide.make_runners(weights, model, ModelRunner(model), lambda: None)
+    else:
+        made = eagle.make_runners(random_head(**head), model, ModelRunner(model), lambda: None)
+    sampling = SamplingParams(max_new_tokens=limit, temperature=2.0)
+    with monkeypatch.context() as patch:
+        found = Paths(patch).of_rounds(lambda: states(method, settings, made.target, made.draft, sampling))
+
+    def next_probs(tokens: tuple[int, ...]) -> list[float]:
+        return logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
+
+    wanted = output_distribution(next_probs, limit)
+    assert len(wanted) == 3**limit
+    assert total_variation(found, wanted) < max(2e-5, ROUNDING)

@@ -1,0 +1,480 @@
+"""The store of trained parts: found, named, loaded once, described, refused; and the commands that use them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import parsed
+from families import BACKENDS, EOS, LETTERS, make_model, make_tokenizer, random_predictor, save
+from head_layouts import write_head
+from runner_checks import LAYERED, quick
+from safetensors.torch import load_file
+from training_helpers import invoke, opened
+
+import specgen
+from specgen import demo
+from specgen.base import files as paths
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
+from specgen.compare.method_specs import parse_specs
+from specgen.engine.batch_pass import text_pass
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import default_exit_depth, read_exit
+from specgen.engine.parts.trained_part import (
+    EXIT_DESCRIPTION,
+    ExitDescription,
+    check_head_folder,
+    describe_head,
+    open_part,
+    save_exit,
+    save_head,
+)
+from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+from specgen.pair.pair import Pair
+from specgen.pair.parts import PartStore
+
+PROMPT = [1, 5, 6, 7, 8, 9]
+WEIGHTS = paths.EXIT_WEIGHTS
+LAYOUTS = {"eagle": "eagle3", "other": "eagle1", "medusa": "medusa-v2", "glide": "glide"}
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, exits after its layers 1 (with a predictor) and 2 (without), and random heads."""
+    parent = tmp_path_factory.mktemp("parts")
+    target = Path(save(make_model("llama", num_hidden_layers=8), parent / "target", make_tokenizer(LETTERS)))
+    for name, after in (("first", 1), ("second", 2)):
+        save_untrained(parent / name, target, after, predictor=after == 1)
+    for name, layout in LAYOUTS.items():
+        write_head(parent / name, layout, target)
+    return parent
+
+
+def save_untrained(out: Path, target: Path, after: int, *, predictor: bool = False, **described: Any) -> Path:
+    """An untrained exit; returns the path of its weights."""
+    description = ExitDescription("here", weights_fingerprint(target), after, predictor=predictor, **described)
+    tensors = opened(target).model.last_layers(target, description.layers)
+    return save_exit(out, tensors, random_predictor(32) if predictor else None, description)
+
+
+@pytest.fixture
+def pair(folder: Path) -> Pair:
+    return specgen.load(str(folder / "target"), device="cpu", dtype="float32")
+
+
+def called(*arguments: str) -> tuple[int, str, str]:
+    result = invoke([*arguments, "--device", "cpu", "--dtype", "float32"])
+    return result.exit_code, result.stdout, result.stderr
+
+
+# exit layers and their files
+
+
+@pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
+def test_an_untrained_exit_before_the_last_layers_gives_the_targets_logits(
+    models_folder: Path, family: str, backend: str
+) -> None:
+    """A native exit layer on either backend, drafting and in batches."""
+    module = make_model(family)
+    target = opened(save(module, models_folder / "exit" / family), backend)
+    model, count = target.model, target.model.shape.num_layers
+    ids = torch.randint(3, 90, (30,), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows
+    expected = module(input_ids=ids[None]).logits[0]
+    for layers in (0, 1, 2):
+        tensors = model.last_layers(target.folder, layers)
+        for own_head in (True, False):
+            made = read_exit(model, {name: each for name, each in tensors.items() if own_head or name != "head.weight"}, layers)
+            with torch.no_grad():
+                hidden = model.batch_layers(text_pass(ids), count - layers).hidden_states
+                found, _ = made.norm_and_head(made.run_layers(hidden, text_pass(ids))[0])  # type: ignore[arg-type]
+            torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+            if layers:
+                draft = make_runners(ExitWeights(made, count - layers), model, None, lambda: None).draft
+                rows = draft.logits(specgen.base.types.Context(ids[:20].tolist()), ids[20:].tolist()).logits
+                torch.testing.assert_close(rows, expected[19:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_saved_exit_is_read_back_on_both_backends(folder: Path, tmp_path: Path) -> None:
+    targets = [opened(folder / "target", backend) for backend in BACKENDS]
+    tensors = targets[0].model.last_layers(folder / "target", 1)
+    tensors = {name: torch.randn_like(weight).bfloat16().float() for name, weight in sorted(tensors.items())}
+    described = ExitDescription("here", weights_fingerprint(folder / "target"), 1, predictor=True, figures={"x": 0.123456})
+    path = save_exit(tmp_path, tensors, random_predictor(32), described)
+    content = path.read_bytes()
+    stored = load_file(path)
+    assert {name.removeprefix("exit."): each.float() for name, each in stored.items() if name.startswith("exit.")}.keys() == (
+        tensors.keys()
+    )
+    assert all(torch.equal(stored[f"exit.{name}"].float(), weight) for name, weight in tensors.items())
+    assert all(weight.dtype == torch.bfloat16 for weight in stored.values())
+    assert save_exit(tmp_path, tensors, random_predictor(32), described).read_bytes() == content
+    rows = []
+    for target in targets:
+        for named in (path, tmp_path, tmp_path / EXIT_DESCRIPTION):
+            part = open_part(named, target, is_exit=True)
+            weights = part.load()
+            assert isinstance(weights, ExitWeights)
+            assert (weights.after, part.has_predictor, part.path) == (1, True, path)
+            assert part.description is not None
+            assert part.description.figures == {"x": 0.1235}
+        draft = make_runners(weights, target.model, None, lambda: None).draft
+        rows.append(draft.logits(specgen.base.types.Context(PROMPT), [8, 9]).logits)
+    torch.testing.assert_close(*rows, atol=2e-4, rtol=1e-3)
+    small = save_exit(tmp_path / "small", tensors, None, replace(described, own_head=False, predictor=False))
+    assert small.stat().st_size < path.stat().st_size, "the target's own head is not saved"
+    open_part(small, targets[0], is_exit=True).load()
+
+
+def test_the_digest_of_an_exit_is_what_profiles_of_earlier_versions_hold() -> None:
+    with specgen.load(device="cpu", dtype="float32") as loaded:
+        digests = loaded.parts.digests()
+    assert digests["exit"] == DEMO_EXIT
+    assert digests.keys() == {"exit", "medusa", "eagle", "glide"}
+
+
+DEMO_EXIT = "11b45d57d6be84e4"
+EXIT_MISTAKES = [
+    ("after: 1", "after: 8", "after layer 8 of 8"),  # no layer would be left to verify with
+    ("layers: 1", "layers: 2", "does not fit its description"),
+    ("layers: 1", "layers: 3", "the exit has 3 layers"),
+    ("format: 1", "format: 7", "format: Input should be 1"),
+    ("own_head: true", "own_head: maybe", "own_head: Input should be a valid boolean"),
+    ("own_head: true", "own_head: false", "does not fit its description"),
+    ("predictor: false", "predictor: true", "does not fit its description"),
+    ("target: here", "target: here\nzebra: 1", "zebra: Unexpected keyword argument"),
+    ("figures: {}", "figures: 3", "figures: Input should be an object"),
+    ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for here \(0\), not for .*target\. Train one"),
+    ("target: here", "[" * 3000, "is not YAML"),
+    ("target: here", "a: &a [*a]\ntarget: here", "aliases"),
+]
+HEAD_MISTAKES = [
+    ("format: 1", "format: 7", "format: Input should be 1"),
+    ("kind: medusa", "kind: eagle", "it is of the kind medusa, and its head.yaml says eagle"),
+    ("kind: medusa", "kind: [", "is not YAML"),
+    ("kind: medusa", "kind: hydra", "kind: Input should be 'medusa', 'eagle' or 'glide'"),
+    ("target: ", "zebra: 1\ntarget: ", "zebra: Unexpected keyword argument"),
+    ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for .*target \(0\), not for"),
+    ("weights: ", "weights: '0'  # ", "do not belong together"),
+    ("rank_accuracies: []", "rank_accuracies: [[1.5]]", "less than or equal to 1"),
+    ("rank_accuracies: []", "rank_accuracies: [[.nan]]", "rank_accuracies|NaN"),
+    ("figures: {}", "figures: 3", "figures: Input should be"),
+]
+
+
+@pytest.mark.parametrize(
+    ("is_exit", "old", "new", "message"),
+    [*((False, *row) for row in HEAD_MISTAKES), *((True, *row) for row in EXIT_MISTAKES)],
+)
+def test_a_wrong_description_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, is_exit: bool, old: str, new: str, message: str
+) -> None:
+    target = opened(folder / "target")
+    if is_exit:
+        save_untrained(tmp_path, folder / "target", 1)
+    else:
+        weights = open_part(folder / "medusa", target, is_exit=False).load()
+        save_head(tmp_path, weights, describe_head("medusa", target, {}, {}))  # type: ignore[arg-type]
+    path = tmp_path / (EXIT_DESCRIPTION if is_exit else "head.yaml")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(SpecgenError, match=message) as caught:
+        open_part(tmp_path, target, is_exit=is_exit).load()
+    assert str(caught.value).isprintable()
+
+
+def test_damaged_and_swapped_exit_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    target, path = opened(folder / "target"), save_untrained(tmp_path, folder / "target", 1)
+    content = path.read_bytes()
+
+    def refusal(named: Path) -> str:
+        with pytest.raises(SpecgenError) as caught:
+            open_part(named, target, is_exit=True).load()
+        return str(caught.value)
+
+    path.write_bytes(content[: len(content) // 2])
+    assert "cannot read the weights of the exit layer" in refusal(path)
+    path.write_bytes(content)
+    assert "there is no exit layer in" in refusal(folder)
+    for missing in ("second.safetensors", "exit.bin", "none"):
+        assert f"there is no exit layer {tmp_path / missing}" in refusal(tmp_path / missing)
+    text = (tmp_path / EXIT_DESCRIPTION).read_text()
+    described = ExitDescription("here", "0" * 16, 1)
+    save_exit(tmp_path / "other", target.model.last_layers(target.folder, 1), None, described)
+    (tmp_path / "other" / EXIT_DESCRIPTION).write_text(text)
+    assert "do not belong together" in refusal(tmp_path / "other")
+    tensors = target.model.last_layers(target.folder, 1)
+    tensors["norm.weight"][0] = math.nan
+    save_exit(tmp_path / "nan", tensors, None, replace(described, fingerprint=weights_fingerprint(target.folder)))
+    assert "holds NaN" in refusal(tmp_path / "nan")
+
+
+@pytest.mark.parametrize(("layers", "depth"), [(80, 5), (40, 3), (32, 2), (28, 2), (10, 1), (4, 1), (2, 1)])
+def test_the_exits_depth_is_the_papers(layers: int, depth: int) -> None:
+    """5 of 80 and 3 of 40 layers (EESD, section 4.1), and always 5 to 10 % of them (section 5.4)."""
+    assert default_exit_depth(layers) == depth
+    assert all(0.05 <= default_exit_depth(count) / count <= 0.1 for count in range(10, 200))
+
+
+def test_a_head_is_not_written_over_a_model(folder: Path, tmp_path: Path) -> None:
+    target, model = opened(folder / "target"), Path(shutil.copytree(folder / "target", tmp_path / "model"))
+    medusa, glide = (open_part(folder / name, target, is_exit=False).load() for name in ("medusa", "glide"))
+    described, before = describe_head("medusa", target, {}, {}), (model / "config.json").read_bytes()
+    with pytest.raises(SpecgenError, match=r"has a config.json that does not belong to a head trained by specgen"):
+        save_head(model, medusa, described)  # type: ignore[arg-type]
+    assert (model / "config.json").read_bytes() == before
+    save_head(tmp_path / "saved", medusa, described)  # type: ignore[arg-type]
+    check_head_folder(tmp_path / "saved")
+    save_head(tmp_path / "saved", glide, replace(described, kind="glide"))  # type: ignore[arg-type]
+    assert open_part(tmp_path / "saved", target, is_exit=False).kind == "glide"  # replaces the other head's files
+
+
+# the store
+
+
+@pytest.mark.parametrize("kind", ["exit", "medusa"])
+def test_the_part_trained_here_is_found_without_being_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Under the target's name, else the same weights under another name, else the bundled one; nothing for other weights."""
+    monkeypatch.setattr(demo, "_PACKAGE", tmp_path / "package")
+    target = opened(folder / "target")
+    own = weights_fingerprint(target.folder)
+    weights = open_part(folder / "medusa", target, is_exit=False).load()
+    assert isinstance(weights, MedusaWeights)
+
+    def keep(where: Path) -> Path:
+        if kind == "exit":
+            return save_untrained(where, target.folder, 1)
+        save_head(where, weights, describe_head("medusa", target, {}, {}))
+        return where
+
+    def found(*, is_bundled: bool = True) -> Path | None:
+        part = PartStore(target, is_bundled=is_bundled).find(kind)
+        return None if part is None else part.path
+
+    def kept(name: str, fingerprint: str = own) -> Path:
+        return paths.exit_folder(name, fingerprint) if kind == "exit" else paths.head_folder(kind, name, fingerprint)
+
+    keep(kept("another/name", "0" * 16))
+    assert found() is None
+    bundled = keep(demo.exit_folder() if kind == "exit" else demo.head_folder(kind))
+    assert (found(), found(is_bundled=False)) == (bundled, None)
+    other = keep(kept("another/name"))
+    assert found() == other
+    mine = keep(kept(target.name))
+    assert found() == mine
+    store = PartStore(target)
+    assert store.find("eagle") is None
+    part = store.load(kind)
+    assert part is not None
+    assert store.load(kind) is part
+    weights_file = mine if kind == "exit" else mine / "medusa_lm_head.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-400])
+    store = PartStore(target)
+    assert store.load(kind) is None
+    assert store.load(kind) is None
+    assert "cannot read" in str(store.refusal(kind)) or "do not belong together" in str(store.refusal(kind))
+
+
+def test_each_run_has_the_part_that_it_names(folder: Path, pair: Pair) -> None:
+    sampling = SamplingParams(16, ignore_eos=True, seed=1)
+    expected = pair.generate(PROMPT, "ar", sampling).token_ids
+    for name, policy in (("first", "cali-ts"), ("second", "beta-ts")):
+        run = pair.run(pair.request(PROMPT, "eesd", sampling, exit=folder / name))
+        assert run.settings.policy == policy, "the policy fits the named exit's predictor"
+        assert run.settings.values["exit"] == str(folder / name)
+        assert [token for round_ in run.rounds() for token in round_.token_ids] == expected
+    for kind, name in (("eagle", "eagle"), ("eagle", "other"), ("medusa", "medusa"), ("glide", "glide")):
+        assert pair.generate(PROMPT, kind, sampling, head=folder / name).token_ids == expected
+    with pytest.raises(SpecgenError, match="needs an exit layer trained for the target, and there is none"):
+        pair.generate(PROMPT, "eesd", sampling)
+    pair.parts.name(folder / "second", is_exit=True)
+    assert pair.run(pair.request(PROMPT, "eesd-fixed", sampling)).settings.values["exit"] == "auto"
+    assert not pair.parts.has_predictor()
+
+
+def test_a_part_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, parts = specgen.METHODS["eesd"], pair.parts
+    names = [folder / "first", folder / "first" / WEIGHTS, folder / "first" / EXIT_DESCRIPTION, folder / "." / "first"]
+    assert len({id(parts.load("exit", str(name))) for name in names}) == 1
+    first, second = (parts.runners(method, str(folder / name)) for name in ("first", "second"))
+    assert parts.runners(method, str(names[1])) is first
+    assert len({id(each.cache) for runners in (first, second) for each in runners[:3]}) == 6  # type: ignore[union-attr]
+    monkeypatch.chdir(folder)
+    assert parts.load("exit", "first") is parts.load("exit", str(names[0]))
+    pair.generate(PROMPT, "eesd", SamplingParams(4), exit="first")
+    head = parts.runners(specgen.METHODS["medusa"], str(folder / "medusa"))
+    assert parts.runners(specgen.METHODS["medusa"], str(folder / "." / "medusa")) is head
+    assert parts.load("medusa", str(folder / "medusa"))._weights is None, "the runner has its own"  # type: ignore[union-attr]
+    digests = {parts.digest(specgen.METHODS["eagle"], str(folder / name)) for name in ("eagle", "other")}
+    assert len(digests) == 2
+    pair.forget()
+    assert first.target._cached.length == first.first._cached.length == 0  # type: ignore[union-attr]
+
+
+# the commands
+
+
+def test_one_comparison_has_all_methods_and_its_trace_can_be_inspected(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc abc abc"}\n')
+    specs = ["eagle", "eagle:policy=svip", "eagle:width=1:cape=true:k=2", f"eagle:head={folder}/other:k=3"]
+    specs += [f"medusa:head={folder}/medusa", f"glide:head={folder}/glide:policy=svip", f"eesd-fixed:k=2:exit={folder}/first"]
+    specs += [f"eesd-fixed:exit={folder}/second/{WEIGHTS}:k=2"]
+    trace = tmp_path / "t.jsonl"
+    measured = ["--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1", "-n", "10", "--ignore-eos", "--json"]
+    options = ["-t", str(folder / "target"), "-m", ",".join(specs), "--head", str(folder / "eagle"), *measured]
+    code, out, err = called("compare", *options, "--record", "distributions", "--trace", str(trace))
+    assert code == 0, err
+    lines = parsed(out)
+    assert [line["method"] for line in lines] == ["ar", *specs]
+    assert all(line["error"] is None and line["diverged"] == 0 for line in lines)
+    code, again, err = called("compare", *options, "--record", "distributions", "--resume", str(trace))
+    assert (code, again) == (0, out), err
+    drafted, spec = dict.fromkeys(specs, 0), ""
+    for line in parsed(trace.read_text()):
+        spec = line.get("spec", spec)
+        if line["type"] == "round" and line["draft_ids"]:
+            drafted[spec] += len(line["draft_ids"])
+            assert all(value is not None and math.isfinite(value) for value in [*line["overlap"], *line["kl"]])
+            assert len(line["entropies"]) == len(line["top_probs"]) == len(line["draft_ids"])
+    assert all(drafted.values()), drafted
+    assert invoke(["inspect", str(trace), "--html", str(tmp_path / "page.html")]).exit_code == 0
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["-m", "eesd"], "eesd needs an exit layer trained for the target, and there is none. Train one with specgen tune --train"),
+    (["-m", "eagle"], "eagle needs a head trained for the target, and there is none. Train one with specgen tune --train"),
+    (["-m", "medusa", "--head", "{folder}/eagle"], "the head {folder}/eagle is for eagle, not for medusa"),
+    (["-m", "medusa", "--head", "{folder}/eagle"], "Use -m eagle. Or: train one with specgen tune --train --methods medusa"),
+    (["-m", "glide", "--set", "head={folder}/eagle"], "the head {folder}/eagle is for eagle, not for glide"),
+    (["-m", "eagle", "--head", "{tmp}"], "only pytorch_model.bin"),
+    (["-m", "eagle", "--head", "{tmp}/none"], "there is no folder"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/none"], "there is no exit layer {tmp}/none"),
+    (["-m", "eesd", "--set", "exit={tmp}/none"], "there is no exit layer {tmp}/none"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
+    (["-m", "eesd", "--set", "exit={tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), WRONG)
+def test_what_is_missing_or_does_not_fit_is_one_line(folder: Path, tmp_path: Path, more: list[str], said: str) -> None:
+    """Options and settings refuse alike."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / EXIT_DESCRIPTION).write_text((folder / "first" / EXIT_DESCRIPTION).read_text())
+    (tmp_path / "damaged" / WEIGHTS).write_bytes(b"no weights")
+    filled = [word.format(folder=folder, tmp=tmp_path) for word in more]
+    code, out, err = called("generate", "abc", "-t", str(folder / "target"), "-n", "2", *filled)
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err
+    assert said.format(folder=folder, tmp=tmp_path) in err
+    if "--set" in more and "exit" in more[-1]:
+        spec = f"eesd:exit={filled[-1].removeprefix('exit=')}"
+        assert called("compare", "-t", str(folder / "target"), "-m", f"ar,{spec}", "--limit", "1", "-n", "2") == (2, "", err)
+
+
+def test_a_head_that_can_draft_suppressed_tokens_only_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(folder / "target", tmp_path / "target"))
+    head = write_head(tmp_path / "head", "eagle3", target)
+    vocabulary = open_part(head, opened(target), is_exit=False).load().vocabulary.tolist()  # type: ignore[union-attr]
+    for suppressed, code in ((vocabulary, 2), (vocabulary[1:], 0)):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "suppress_tokens": suppressed}))
+        ended, _, err = called("generate", "abc", "-t", str(target), "-m", "eagle", "-n", "3", "-q", "--head", str(head))
+        assert ended == code, err
+        assert err == "" or err.startswith(f"error: the target's generation config suppresses all {len(vocabulary)} tokens")
+
+
+def test_a_head_in_the_hubs_cache_is_found_by_its_id(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, repository = "a" * 40, tmp_path / "models--lab--eagle"
+    found = write_head(repository / "snapshots" / commit, "eagle1", folder / "target")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    command = ["generate", "abc", "-t", str(folder / "target"), "-m", "eagle", "-n", "3", "--offline", "--json", "--head"]
+    outputs = [called(*command, name) for name in ("lab/eagle", str(found))]
+    assert [code for code, *_ in outputs] == [0, 0], outputs
+    assert len({str(parsed(out)[-1]["token_ids"]) for _, out, _ in outputs}) == 1
+    code, _, err = called(*command, "lab/none")
+    assert (code, err.count("\n"), "lab/none" in err) == (2, 1, True)
+
+
+def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
+    """A doubtful head is used with one warning; a head that the method does not use is named."""
+    command = ["generate", "abc", "-t", str(folder / "target"), "-n", "2"]
+    for own, times in ((True, 1), (False, 0)):
+        head = write_head(tmp_path / str(own), "eagle3-speculators", folder / "target", own_embedding=own)
+        code, _, err = called(*command, "-m", "eagle", "--head", str(head))
+        assert code == 0, err
+        assert err.count(f"warning: {head}: its embedding is not that of") == times
+    for method, note in (("lookup", f"--head is not used by lookup: for {folder}/eagle take -m eagle\n"), ("eagle", "")):
+        code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
+        assert code == 0, err
+        assert err.startswith(note) if note else "--head" not in err
+
+
+def test_the_report_on_a_pair_checks_the_named_parts(folder: Path) -> None:
+    command = ["inspect", "-t", str(folder / "target"), "--head", str(folder / "glide"), "--exit-layer", str(folder / "first")]
+    code, out, err = called(*command, "--json")
+    assert code == 0, err
+    methods = json.loads(out)["methods"]
+    assert methods["glide"]["ready"] is methods["eesd-cali"]["ready"] is True
+    for name in ("eagle", "medusa"):
+        assert (methods[name]["ready"], methods[name]["why"]) == (False, "no head")
+        assert f"--methods {name}" in methods[name]["cure"]
+    code, _, err = called("inspect", "--pair", "--head", str(folder / "other"))
+    assert (code, len(err.splitlines()), "other was made for another target" in err) == (2, 1, True)
+
+
+def test_adaptive_measures_each_part_and_soon_stops_drafting_with_one_that_is_never_right(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafted level costs a fifth of a target pass, a token of a pass 5 %: at most 7 passes are lost, as it is set to."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    headed = specgen.load(str(folder / "target"), device="cpu", dtype="float32", head=folder / "eagle")
+    for name in ("auto", str(folder / "other")):
+        headed.generate(PROMPT, "eagle", SamplingParams(4, ignore_eos=True), policy="adaptive", head=name)
+    assert len(headed.knowledge._costs) == 2
+    settings: dict[str, Any] = {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05, "exploration": 4}
+    for kind, head in (("eagle", "auto"), ("medusa", str(folder / "medusa")), ("glide", str(folder / "glide"))):
+        rounds = list(headed.rounds(PROMPT, kind, SamplingParams(120, ignore_eos=True), **settings, head=head))
+        lost = sum(0.2 * each.draft.levels + 0.05 * len(each.draft.tokens) - len(each.accepted_ids) for each in rounds)
+        assert any(each.draft.tokens for each in rounds)
+        assert lost < 7
+
+
+@pytest.mark.parametrize("path", ["a:b", "a,b", "C:/exits/exit.yaml", "a,b:k=3"])
+def test_a_path_that_cannot_be_written_after_a_name_is_refused(path: str) -> None:
+    with pytest.raises(SpecgenError, match="cannot read") as refused:
+        parse_specs([f"eesd-fixed:exit={path}"])
+    assert "cannot hold a comma or a colon" in str(refused.value.hint)
+    assert parse_specs(["eesd:exit=a+b,svip"])[1].settings == {"exit": "a+b"}
+
+
+def test_a_fingerprint_depends_on_the_weights_and_not_on_their_files(folder: Path, tmp_path: Path) -> None:
+    model, before = make_model("llama", num_hidden_layers=8), weights_fingerprint(folder / "target")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert weights_fingerprint(tmp_path / "shards") == before
+    for _ in range(2):  # the second time in a file whose fingerprint is cached
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+        model.save_pretrained(tmp_path / "changed")
+        found = weights_fingerprint(tmp_path / "changed")
+        assert found != before
+        before = found
