@@ -112,7 +112,7 @@ def test_accepted_tokens_are_run_again_only_with_several_layers(layers: int, aft
 
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_leaves_it_usable(step: int) -> None:
-    files = (*TRACED, "engine/parts/glide_runner.py", "engine/native/glide_layers.py")
+    files = (*TRACED, "engine/parts/glide_runner.py", "engine/parts/glide_layers.py")
     reference = GlideReference(make_model("llama", num_hidden_layers=2), layers=2)
     model, weights = model_of(reference.target, "native"), reference.weights
     finished, line = False, 0

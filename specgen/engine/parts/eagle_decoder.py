@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from specgen.engine.forward_pass import ForwardPass
 from specgen.engine.native.architecture import of_architecture
-from specgen.engine.native.eagle_layers import EagleLayers, check_tensors, head_weight, read_design
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.products import Product, ProductFactory
+from specgen.engine.parts.eagle_layers import EagleLayers, check_tensors, head_weight, read_design
 from specgen.engine.parts.weights import EagleWeights
 
 

@@ -21,13 +21,13 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import WIDE, sight_of_chain
 from specgen.engine.native.families import read_architecture
-from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.rotary import RotaryTable
+from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.parts.head_runners import HeadRunners
 from specgen.engine.parts.weights import GlideWeights
 
