@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.environment import __version__
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import __version__
 from specgen.base.types import Round, SamplingParams
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from specgen.pair.loading import load

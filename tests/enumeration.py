@@ -18,12 +18,11 @@ from statistics_checks import Distribution, output_distribution
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.components import Components
 from specgen.decoding.costs.pearl_window import Window
-from specgen.decoding.drafters import ModelDrafter
-from specgen.decoding.parallel import Parallel
+from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import factory
+from specgen.methods import runs
+from specgen.methods.pearl_schedule import Parallel
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32
@@ -194,23 +193,20 @@ class InlineWorker:
     def __init__(self, runner: TableRunner) -> None:
         self._runner = runner
 
-    def drafter(self, settings: Settings, components: Components, window: int) -> InlineDrafter:
+    def drafter(self, settings: Settings, components: Setup, window: int) -> InlineDrafter:
         return InlineDrafter(settings, replace(components, draft=self._runner))  # type: ignore[arg-type]
 
 
 class InlineDrafter:
     """Drafts for one run. Implements `ParallelDrafter`. `drafted` is the last draft."""
 
-    def __init__(self, settings: Settings, components: Components) -> None:
-        self.policy = factory.make_policy(settings, components.seed, components.adaptive)
+    def __init__(self, settings: Settings, components: Setup) -> None:
+        self.policy = runs.make_policy(settings, components.seed, components.adaptive)
         self.seconds = 0.0
         self.drafted = Draft()
-        self._model = ModelDrafter(factory.draft_setup(components))
+        self._model = ModelDrafter(components)
 
     def prefill(self, context: Context) -> None:
-        pass
-
-    def complete_prefill(self) -> None:
         pass
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:

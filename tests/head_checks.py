@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from head_layouts import LAYOUTS, Config, Tensors, sizes_of
+from specgen.engine.parts.head_files import load_head
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.head_files import load_head
 from specgen.engine.parts.weights import EagleWeights, GlideWeights, MedusaWeights
 
 LAYERS = 8

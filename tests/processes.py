@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 _ONE_BY_ONE = """
-import json, os, sys, tempfile
+import json, os, sys, tempfile, traceback
 from specgen.cli.app import main
 results = os.fdopen(os.dup(1), "w")
 for arguments, given in json.loads(sys.argv[1]):
@@ -35,6 +35,9 @@ for arguments, given in json.loads(sys.argv[1]):
         main()
     except SystemExit as ended:
         code = ended.code
+    except Exception:
+        traceback.print_exc()
+        code = -1
     sys.stdout.flush()
     sys.stderr.flush()
     for file in files[1:]:

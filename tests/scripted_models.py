@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
+from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.adaptive import AUTO, AdaptiveInputs
-from specgen.decoding.components import Components
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.learned_drafting import Learned
+from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
+from specgen.methods.adaptive import AUTO, AdaptiveInputs
+from specgen.methods.learned_drafting import Learned
 from specgen.methods.method import Method
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 VOCAB = 6
 PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
@@ -91,21 +91,21 @@ def scripted_run(
     *,
     eos: Iterable[int] = (),
     seed: int = 0,
-    worker: ThreadWorker | None = None,
+    worker: DraftWorker | None = None,
     prompt: Sequence[int] = PROMPT,
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Run:
     """A run of a method with these model runners."""
     method = methods.find(method) if isinstance(method, str) else method
-    components = Components(target, draft, sampling, frozenset(eos), target.vocab_size, seed, tokenizers=tokenizers)
-    components = replace(components, acceptance_predictor=TopProbPredictor())
+    setup = Setup(draft, sampling, frozenset(eos), target.vocab_size, seed, target, tokenizers=tokenizers, worker=worker)
+    setup = replace(setup, acceptance_predictor=TopProbPredictor())
     resolved, context = methods.resolve(method, settings), Context(prompt)
     if resolved.policy == "adaptive":
         drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)
         costs = DraftingCosts.linear(drafting, verification)
         learned = Learned.prior(costs, sampling.temperature)
-        components = replace(components, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
-    return factory.make_run(method, resolved, components, context, sampling.max_new_tokens, None, Clock(None), worker)
+        setup = replace(setup, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
+    return runs.make_run(method, resolved, setup, context, sampling.max_new_tokens, None, Clock(None))
 
 
 def ids_of(rounds: Iterable[Round]) -> list[int]:

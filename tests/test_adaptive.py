@@ -8,12 +8,12 @@ from itertools import cycle, islice
 
 import pytest
 
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.learned_drafting import OPTION, Learned
-from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding.policy import DraftedToken
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, features
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.learned_drafting import OPTION, Learned
 
 SURE, UNSURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}, {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
 LIKELY = {"entropy": 0.6, "top_prob": 0.8, "prob": 0.8}

@@ -11,12 +11,12 @@ import pytest
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.drafting_guard import LONGEST_PAUSE
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding.policy import DraftedToken
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.drafting_guard import LONGEST_PAUSE
+from specgen.methods.learned_drafting import Learned
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 from specgen.tune.simulation import SimulatedClock, SimulatedDrafter

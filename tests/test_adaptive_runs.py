@@ -13,18 +13,18 @@ from tuning_helpers import GREEDY as GREEDY_SAMPLING
 from tuning_helpers import PROMPTS, PairOf
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, features
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.parallel import Parallel
-from specgen.methods.table import METHODS, available_policies
+from specgen.methods import METHODS, available_policies
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, features
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Summary
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 TOKEN = Learned.prior(DraftingCosts.linear(0.0, 0.0), 0.0).token.prior
 
@@ -66,7 +66,7 @@ def test_each_judged_token_of_a_run_is_learned_once(
         draft.table = torch.where(
             torch.rand(6, 6, 1, generator=torch.Generator().manual_seed(seed)) < 0.7, target.table, draft.table
         )
-        with closing(ThreadWorker(draft)) as worker, noted_labels(monkeypatch) as learned:  # type: ignore[arg-type]
+        with closing(DraftWorker.in_this_process(draft)) as worker, noted_labels(monkeypatch) as learned:  # type: ignore[arg-type]
             run = scripted_run(method, given_, target, draft, SamplingParams(max_new_tokens=40), worker=worker)
             if window is not None:
                 assert isinstance(run.schedule, Parallel)

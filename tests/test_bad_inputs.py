@@ -13,8 +13,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from processes import one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.engine.weights import check_no_extra
 
@@ -128,6 +130,12 @@ LIGHT = [
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    row("tune -t some/model -m pearl", "pearl needs a draft model, and there is none"),
+    row("tune -t some/model -m ar,svip,sd", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
+    row("tune -t some/model --export mlx", "mlx has none of the methods"),
+    row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     # the prompt
     row(["generate", ""], "the prompt is empty"),
     row(["generate", " \n"], "the prompt is empty"),
@@ -145,7 +153,7 @@ LIGHT = [
     row(["inspect", LONG], "aaa"),
     row("tune --out {file}/out", "{file}", content=""),
     # files
-    prompts("prompts: [1]", "prompt 1: 1 is not a prompt"),
+    prompts("prompts: [1]", "prompt 1: Input should be an object (it is 1)"),
     prompts("prompts: {", "line 2 is not YAML: "),
     prompts("a: &x 1\nb: *x", "aliases (*name) are not allowed"),
     prompts("[" * 30, "more than 20 levels of nesting"),
@@ -268,18 +276,18 @@ MODELS = [
     ),
     # generation_config.json
     *(
-        model(written("generation_config.json", content), "cannot read", "{model}/generation_config.json")
+        model(written("generation_config.json", content), "{model}/generation_config.json", "is no")
         for content in (b'{"repetition_penalty": 5', b"", b"[]", b"null", b"\xff", DEEP, b'{"a": ' + b"9" * 5000 + b"}")
     ),
     *(
-        generation("sets repetition_penalty to ", repetition_penalty=value)
+        generation("generation_config.json: repetition_penalty", repetition_penalty=value)
         for value in ("abc", 0, -1, float("nan"), float("inf"), 1e300, 1e-300, 10**400, True)
     ),
-    *(generation("sets eos_token_id to ", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
-    *(generation("sets no_repeat_ngram_size to ", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
-    *(generation("sets suppress_tokens to ", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
+    *(generation("generation_config.json: eos_token_id", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
+    *(generation("generation_config.json: no_repeat_ngram_size", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
+    *(generation("generation_config.json: suppress_tokens", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
     *(
-        generation("sets sequence_bias to ", sequence_bias=value)
+        generation("generation_config.json: sequence_bias", sequence_bias=value)
         for value in ([[[1], 1e300]], [[[1], float("inf")]], [[[1], "x"]], {"x": 1})
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),
@@ -371,6 +379,53 @@ def test_a_gpu_that_is_not_there(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     row = generate(f"--device {device}", words)
     check(row, *run_main(monkeypatch, capfd, *row.arguments), {})
+
+
+@dataclass
+class Described:
+    count: int
+    shares: tuple[float, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "Input should be an object (it is None)"),
+        ("- a", "Input should be an object (it is a list of 1)"),
+        ("count: '1'", "count: Input should be a valid integer (it is '1')"),
+        ("count: 1.0", "count: Input should be a valid integer (it is 1.0)"),
+        ("count: true", "count: Input should be a valid integer (it is True)"),
+        ("count: 1\nshares: [1, x]", "shares.1: Input should be a valid number (it is 'x')"),
+        ("count: 1\nshares: [.nan]", "NaN is not a number"),
+        ("count: 1\nmore: {x: .inf}", "Infinity is not a number"),
+        ("count: 1\nmore: {x: 99999999999999999999}", "99999999999999999999 is too large"),
+        ("count: 1\nformat: 2", "format: Input should be 1 (it is 2)"),
+        ("count: &x 1\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
+        ("[" * 30, "more than 20 levels of nesting"),
+        ("count: 2020-99-99", "a value does not fit its type"),
+        ("count: !!bool maybe", "a value does not fit its type"),
+        ("? [1, 2]\n: 3", "unhashable key"),
+        ("count: !!python/object:os.system x", "could not determine a constructor"),
+        *((f"count: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
+        (b"caf\xe9", "not UTF-8 (at byte 3)"),
+        ("a" * 2000, "larger than"),
+    ],
+)
+def test_a_file_that_does_not_fit_its_schema_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SpecgenError) as found:
+        schema.read(path, Described, "part", "Make it again", largest=1 << 20 if len(content) != 2000 else 1999)
+    message = str(found.value)
+    assert words in message
+    assert str(path) in message
+    assert message.isprintable()
+    path.write_text("count: 2\nshares: [1, 0.5]\nmore: {when: 2020-01-01}\n")
+    assert schema.read(path, Described, "part") == Described(2, (1.0, 0.5), {"when": "2020-01-01"})
+    (tmp_path / "part.json").write_text('{"count": 2, "more": {"x": "\\ud800"}}')
+    assert schema.read(tmp_path / "part.json", Described, "part").more == {"x": "?"}
 
 
 # ------------------------------------------------------------------ odd, but accepted

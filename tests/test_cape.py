@@ -11,15 +11,15 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
-from specgen.decoding import cape
-from specgen.decoding.cape import CapeDrafter, further_candidates
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import DraftedToken
-from specgen.decoding.policies import Fixed, Heuristic
-from specgen.decoding.verifiers import RejectionSampling
-from specgen.methods import table as methods
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed
+from specgen.decoding.verification import RejectionSampling
+from specgen.methods import cape
+from specgen.methods.cape import CapeDrafter, further_candidates
+from specgen.methods.sd import Heuristic
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.9, top_k=4)
 
@@ -61,7 +61,7 @@ def test_each_position_has_the_likeliest_other_tokens(sampling: SamplingParams, 
     numbers = set()
     for seed in range(6):
         runner = Wide(seed)
-        setup = DraftSetup(runner, sampling, frozenset({3}), 40, seed, keep_logits)  # type: ignore[arg-type]
+        setup = Setup(runner, sampling, frozenset({3}), 40, seed, keep_logits)  # type: ignore[arg-type]
         chain = ModelDrafter(setup).propose(Context(PROMPT), Fixed(5), 30)
         policy, length = Seeing(5), len(chain.tokens)
         draft = CapeDrafter(setup).propose(Context(PROMPT), policy, 30)
@@ -85,7 +85,7 @@ def test_each_position_has_the_likeliest_other_tokens(sampling: SamplingParams, 
 def test_an_impossible_token_is_no_candidate() -> None:
     runner = TableRunner(3)
     runner.table[..., 2:5] = -math.inf
-    draft = CapeDrafter(DraftSetup(runner, vocab_size=VOCAB)).propose(Context(PROMPT), Fixed(3), 9)  # type: ignore[arg-type]
+    draft = CapeDrafter(Setup(runner, vocab_size=VOCAB)).propose(Context(PROMPT), Fixed(3), 9)  # type: ignore[arg-type]
     assert set(draft.tokens) <= {0, 1, 5}
     assert len(draft.tokens) > 3
 
@@ -123,7 +123,7 @@ def one_round(
     """Total variation between the target and a round with a chain of two tokens and `further` candidates at each."""
     target, model = SmallRunner(2, sizes[0]), SmallRunner(11, sizes[1])
     sampling = SamplingParams(temperature=1.0)
-    drafter = CapeDrafter(DraftSetup(model, sampling, frozenset(), sizes[0]))  # type: ignore[arg-type]
+    drafter = CapeDrafter(Setup(model, sampling, frozenset(), sizes[0]))  # type: ignore[arg-type]
     verifier = RejectionSampling(sampling, torch.device("cpu"), 0)
     monkeypatch.setattr(cape, "further_candidates", lambda _: further)
 

@@ -20,7 +20,7 @@ from processes import Forked
 from rank_processes import environments
 
 from specgen.cli import options as cli_options
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 PROMPT = "the cat sat on the mat"

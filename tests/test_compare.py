@@ -19,11 +19,11 @@ from cli_helpers import SUMMARY
 from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 
+from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
-from specgen.decoding.verifiers import GreedyVerifier
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.decoding.verification import GreedyVerifier
+from specgen.methods import runs
 from specgen.view.trace_report import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
@@ -225,7 +225,7 @@ class Contrary(GreedyVerifier):
 def test_a_broken_verifier_is_detected_with_its_position(
     compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(runs, "make_verifier", lambda *_: Wrong())
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
     code, out, err = compare(*options, "--trace", str(trace), "--json")
@@ -251,7 +251,7 @@ def test_a_broken_verifier_is_detected_with_its_position(
 def test_the_gap_comes_from_an_uncached_pass(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(runs, "make_verifier", lambda *_: Wrong())
     code, out, _ = compare("-m", "sd:k=3", "-n", "30", "--ignore-eos", "--repeats", "1", "--limit", "2", "--json")
     assert code == 3
     difference = parsed(out)[1]["differences"][0]
@@ -270,7 +270,7 @@ def test_a_near_tie_in_bfloat16_is_a_tie_with_its_gap(compare: Compare, monkeypa
         head = model.lm_head.weight
         head[1::2] = head[::2] * (1 + 2**-7)
     target, draft = save(model, tmp_path / "target"), save(near_copy(model), tmp_path / "draft")
-    monkeypatch.setattr(factory, "make_verifier", lambda *_: Contrary())
+    monkeypatch.setattr(runs, "make_verifier", lambda *_: Contrary())
     models = ("-t", target, "-d", draft, "--dtype", "bfloat16")
     options = ("-m", "sd:k=2", "-n", "12", "--ignore-eos", "--repeats", "1")
     code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=models)
@@ -309,7 +309,7 @@ def test_a_lossy_methods_output_is_not_compared(compare: Compare, monkeypatch: p
 
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
-    monkeypatch.setattr(factory, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(runs, "make_verifier", lambda *_: Wrong())
     as_dict = runner.Summary.as_dict
     monkeypatch.setattr(runner.Summary, "as_dict", lambda *given: as_dict(*given) | {"perplexity": 2.0, "joules_per_token": 0.5})
     code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")

@@ -15,13 +15,13 @@ from timed_models import SlowDrafter, SlowTarget
 import specgen
 from specgen import demo
 from specgen.base import measurement_cache
-from specgen.base.paths import cache_folder
+from specgen.base.files import cache_folder
 from specgen.base.types import Context, SamplingParams
 from specgen.cli.output_writers import _window
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import eesd_speedup
-from specgen.decoding.parallel_timing import time_parallel_passes
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair import preparation
 from specgen.tune.pair_inspection import measure_parallel
 
@@ -151,7 +151,7 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
     with specgen.load(device="cpu", dtype="float32") as pair:
         pair.prepare(pair.request("def f(x):", "sd"))
         for started in (
-            "workers.process_worker.DraftProcess",
+            "workers.worker.DraftProcess",
             "pair.preparation.time_parallel_passes",
             "pair.preparation.search_skips",
         ):
@@ -167,7 +167,7 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
             with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
                 pair.run(pair.request("def f(x):", method))
         assert pair._thread_worker is None
-        assert pair._process_worker is None or pair._process_worker._process is None
+        assert pair._process_worker is None or pair._process_worker._channel is None
 
 
 def test_inspect_announces_the_window_that_a_run_uses(

@@ -16,11 +16,11 @@ from scripted_models import PROMPT, TableRunner, scripted_run
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, Distribution, first_tokens, output_distribution, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from specgen import methods
 from specgen.base.types import Draft, SamplingParams, Verdict
-from specgen.decoding import logits_ops, verifiers
+from specgen.decoding import logits_ops
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.methods import table as methods
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 RUNS = 400
 
@@ -34,7 +34,7 @@ class RunnerWithHiddenStates(ModelRunner):
 
 
 TARGET, DRAFT = TableRunner(1), TableRunner(2)
-WORKER = ThreadWorker(DRAFT)  # type: ignore[arg-type]
+WORKER = DraftWorker.in_this_process(DRAFT)  # type: ignore[arg-type]
 
 WARPS = {
     "plain": SamplingParams(max_new_tokens=LENGTH, temperature=1.0),
@@ -158,7 +158,7 @@ def test_joint_distribution_of_a_real_model(name: str, backend: str, count: int)
     target, draft = make_model("llama", **shape), make_model("llama", seed=5, **shape)
     sampling = SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=8, top_p=0.95)
     runners = ModelRunner(model_of(target, backend)), RunnerWithHiddenStates(model_of(draft, backend))
-    worker = ThreadWorker(runners[1])
+    worker = DraftWorker.in_this_process(runners[1])
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
         probs: list[float] = logits_ops.warp(uncached(target, [*PROMPT, *tokens]), sampling).tolist()

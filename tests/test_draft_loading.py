@@ -20,10 +20,10 @@ from worker_helpers import PROMPT, posix, save_pair
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import deferred_model
+from specgen.engine import model_loading
+from specgen.engine.model_loading import ModelSource
 from specgen.pair import loading
-from specgen.workers.messages import LoadModel
-from specgen.workers.worker_loop import serve
+from specgen.workers.server import serve
 
 NOTHING: dict[str, Any] = {}
 
@@ -40,7 +40,7 @@ def test_a_failed_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     here, there = Pipe()
     with here, there:
-        here.send((7, LoadModel("a draft", folder, False, "cpu", "float32", 1)))
+        here.send((7, "load", (ModelSource(folder, "a draft"), "cpu", "float32", 1, None)))
         threading.Thread(target=serve, args=(there, -1, Mock()), daemon=True).start()
         serial, error = here.recv()
     assert (serial, type(error)) == (7, SpecgenError)
@@ -64,13 +64,13 @@ def test_a_draft_that_cannot_be_rolled_back_is_found_by_the_worker(tmp_path: Pat
 def loaded_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the draft models whose weights this process has loaded, longest ago first."""
     names: list[str] = []
-    load: Any = deferred_model.load_model
+    load: Any = model_loading.load_weights
 
     def load_and_note(prepared: Any, *given: Any) -> Any:
-        names.append(prepared.name)
+        names.extend([prepared.name] if Path(prepared.name).name == "draft" else [])
         return load(prepared, *given)
 
-    monkeypatch.setattr(deferred_model, "load_model", load_and_note)
+    monkeypatch.setattr(model_loading, "load_weights", load_and_note)
     return names
 
 

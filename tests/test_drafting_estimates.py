@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration, Prior, features
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
-from specgen.decoding.first_acceptance import LEVELS, PRIOR, FirstAcceptance
-from specgen.decoding.learned_drafting import OPTION, Learned
+from specgen.methods.acceptance_calibration import AcceptanceCalibration, Prior, features
+from specgen.methods.drafting_guard import LONGEST_PAUSE, SHORTEST_PAUSE, DraftingGuard
+from specgen.methods.first_acceptance import LEVELS, PRIOR, FirstAcceptance
+from specgen.methods.learned_drafting import OPTION, Learned
 
 COSTS = DraftingCosts.linear(0.1, 0.02)
 GREEDY, SAMPLING = Learned.prior(COSTS, 0.0), Learned.prior(COSTS, 1.0)

@@ -19,8 +19,8 @@ from specgen.cli import profile_lookup
 from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, CostCheck
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.first_acceptance import FirstAcceptance
-from specgen.decoding.learned_drafting import Learned
+from specgen.methods.first_acceptance import FirstAcceptance
+from specgen.methods.learned_drafting import Learned
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles

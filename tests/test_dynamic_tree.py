@@ -14,11 +14,11 @@ from scripted_models import PROMPT, VOCAB, TableRunner
 from static_checks import random_model
 
 from specgen.base.types import Context, Draft
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import Always, LengthPolicy
-from specgen.decoding.policies import SVIP, Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed, LengthPolicy
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.methods.svip import SVIP
 
 Path = tuple[int, ...]
 
@@ -33,7 +33,7 @@ class FewValues(TableRunner):
 
 def drafted(runner: TableRunner, width: int, nodes: int | None, policy: LengthPolicy, *, depth: int | None = 4) -> Draft:
     eos = frozenset({VOCAB - 1})
-    setup = DraftSetup(runner, eos_ids=eos, vocab_size=VOCAB)  # type: ignore[arg-type]
+    setup = Setup(runner, eos_ids=eos, vocab_size=VOCAB)  # type: ignore[arg-type]
     return TopKTreeDrafter(setup, width=width, depth=depth, nodes=nodes).propose(Context(PROMPT), policy, 100)
 
 
@@ -93,7 +93,7 @@ def test_without_nodes_each_level_has_the_widths_likeliest() -> None:
     known = candidates(runner, 3, 4)
     levels = [[path for path in known if len(path) == level] for level in range(1, 5)]
     wanted = [path for level in levels for path in sorted(level, key=lambda path: -known[path])[:3]]
-    assert paths(drafted(runner, 3, None, Always())) == wanted
+    assert paths(drafted(runner, 3, None, LengthPolicy())) == wanted
 
 
 def test_an_impossible_token_is_no_candidate() -> None:
@@ -112,18 +112,18 @@ def test_where_a_draft_ends() -> None:
         assert (draft.levels, (draft.stop_reason or "")[:3]) == (levels, "√cH")
         assert len(draft.tokens) == (3 if levels == 1 else 8), "the rerank chooses from what there is"
     assert drafted(runner, 3, 8, SVIP(0.01, 0.15, 3, every=5)).stop_reason == "limit 3"
-    assert drafted(runner, 3, 100, Always()).stop_reason == "depth 4"
-    assert drafted(runner, 3, 100, Always()).levels == 4
+    assert drafted(runner, 3, 100, LengthPolicy()).stop_reason == "depth 4"
+    assert drafted(runner, 3, 100, LengthPolicy()).levels == 4
     certain = TableRunner(5)
     certain.table[..., -1] = 100.0
     certain.table[..., :-1] = -math.inf
-    ended = drafted(certain, 3, 8, Always())
+    ended = drafted(certain, 3, 8, LengthPolicy())
     assert (list(ended.tokens), ended.stop_reason) == ([VOCAB - 1], "eos")
 
 
 def test_a_tree_of_few_nodes_is_no_deeper_than_they_reach() -> None:
     runner = TableRunner(5, scale=0.1)
-    draft = drafted(runner, 4, 4, Always())
+    draft = drafted(runner, 4, 4, LengthPolicy())
     assert draft.levels == 1
     assert len(draft.with_predictions([0.5] * 4).predicted) == 1
 
@@ -145,7 +145,7 @@ class Counting(ModelRunner):
 def test_the_draft_model_runs_the_width_at_each_level_and_finds_the_accepted_nodes_again() -> None:
     """Also after a path through a node that was not run, and with nodes in its cache that were not drafted."""
     runner, reference = Counting(), ModelRunner(random_model("llama"))
-    setup = DraftSetup(runner, vocab_size=96)
+    setup = Setup(runner, vocab_size=96)
     drafter, context = TopKTreeDrafter(setup, width=3, nodes=9), Context([5, 9, 2, 11])
     for accepted in (-1, 0, 2):  # the last node, a first-level node, the likeliest continuation
         runner.sizes.clear()

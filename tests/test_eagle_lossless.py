@@ -12,14 +12,14 @@ from enumeration import PROMPT, Paths, states, total_variation
 from families import make_model, model_of, plain, prompt
 from runner_checks import LAYERED, uncached
 from scripted_models import scripted_run
+from specgen.engine.parts.eagle_runner import make_runners
+from specgen.engine.parts.head_runners import HeadRunners
 from statistics_checks import output_distribution
 
 from specgen.base.types import SamplingParams
 from specgen.decoding import logits_ops
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.eagle_runner import make_runners
-from specgen.engine.parts.head_runners import HeadRunners
 
 SMALL = 7  # tokens of a vocabulary in which random heads are often right
 COUNT = 16

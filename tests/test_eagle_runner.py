@@ -12,6 +12,7 @@ import torch
 from eagle_heads import drafted, features_of, logits_of, random_head
 from families import VOCAB, make_model, model_of
 from runner_checks import InterruptAt, path_to, random_path, random_tree
+from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
 from static_checks import HostReads
 
 from specgen.base.errors import SpecgenError
@@ -20,7 +21,6 @@ from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
 from specgen.engine.parts.weights import EagleWeights
 
 REDUCED = [*range(3, 40), 41, 77]

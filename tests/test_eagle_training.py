@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from training_helpers import TEXTS, TINY, corpus_of, opened, packed
-
-from specgen.base.types import Context
-from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.eagle_runner import EagleRunner, make_runners
-from specgen.train import eagle_objective
-from specgen.train.corpus import Part
 from specgen.train.eagle_objective import EagleObjective
 from specgen.train.frozen_target import FrozenTarget
 from specgen.train.generated_text import GeneratedText
 from specgen.train.head_objective import RowLabels
 from specgen.train.head_training import HeadTraining, predictions
 from specgen.train.training_loop import TrainingBatches
+from training_helpers import TEXTS, TINY, corpus_of, opened, packed
+
+from specgen.base.types import Context
+from specgen.engine.model_runner import ModelRunner
+from specgen.train import eagle_objective
+from specgen.train.corpus import Part
 
 CASES = [("llama", "native"), ("qwen3", "transformers"), ("gemma2", "native")]
 

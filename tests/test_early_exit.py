@@ -10,10 +10,10 @@ import pytest
 import torch
 from families import BACKENDS, exit_layers_of, make_bloom, make_model, model_of
 from runner_checks import LAYERED, CountedLayers, InterruptAt, check, four_layers, quick, random_path, random_tree
+from specgen.engine.exit_parts import Predictor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.exit_parts import Predictor
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner

@@ -10,18 +10,18 @@ import torch
 import yaml
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import LAYERED, quick
+from specgen.engine.exit_parts import Predictor
+from specgen.engine.parts.exit_files import DESCRIPTION, Description, Exit, load_exit, read_description, save_exit
+from specgen.engine.transformers.exit_layer import ExitLayer
+from specgen.train.exit_training import exit_outputs
 from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.exit_parts import Predictor
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.early_exit import EarlyExit
-from specgen.engine.parts.exit_files import DESCRIPTION, Description, Exit, load_exit, read_description, save_exit
 from specgen.engine.transformers.decoder_layers import decoder_of
-from specgen.engine.transformers.exit_layer import ExitLayer
-from specgen.train.exit_training import exit_outputs
 
 
 @pytest.fixture(scope="module")

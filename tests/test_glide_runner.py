@@ -13,6 +13,7 @@ from families import EOS, VOCAB, make_model, model_of, plain, prompt
 from glide_models import GlideReference
 from runner_checks import TRACED, InterruptAt, path_to, random_path, random_tree, uncached
 from scripted_models import ids_of, scripted_run
+from specgen.engine.parts.glide_runner import GlideRunner, make_runners
 from statistics_checks import output_distribution
 
 from specgen.base.errors import SpecgenError
@@ -21,7 +22,6 @@ from specgen.base.types import Context, SamplingParams
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.glide_runner import GlideRunner, make_runners
 
 
 def runners(reference: GlideReference, backend: str = "native") -> tuple[ModelRunner, GlideRunner]:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
+from specgen.engine.parts.glide_runner import GlideRunner
+from specgen.train.frozen_target import FrozenTarget
+from specgen.train.glide_objective import GlideObjective
+from specgen.train.head_training import HeadTraining, predictions
+from specgen.train.training_loop import TrainingBatches
 from training_helpers import TINY, corpus_of, opened, packed
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.glide_runner import GlideRunner
-from specgen.train.frozen_target import FrozenTarget
-from specgen.train.glide_objective import GlideObjective
-from specgen.train.head_training import HeadTraining, predictions
-from specgen.train.training_loop import TrainingBatches
 
 TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
 

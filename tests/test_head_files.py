@@ -14,12 +14,12 @@ from families import VOCAB, make_model, save
 from head_checks import eagle_of, equal, published
 from head_layouts import Tensors, change_head, weights_file, write_head
 from safetensors.torch import load_file, save_file
+from specgen.engine.parts.head_description import describe_head
+from specgen.engine.parts.head_files import load_head, save_head
 from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.head_description import describe_head
-from specgen.engine.parts.head_files import load_head, save_head
 from specgen.engine.parts.weights import GlideWeights, MedusaWeights
 
 WIDTH, LAYERS = 32, 8

@@ -13,10 +13,10 @@ from families import VOCAB, make_model, save
 from head_checks import eagle_of, equal, refusal
 from head_layouts import LAYOUTS, Config, Tensors, change_head, write_head
 from safetensors.torch import load_file
+from specgen.engine.parts.head_tensors import HeadTensors
 from training_helpers import opened
 
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.head_tensors import HeadTensors
 
 WIDTH, LAYERS = 32, 8
 

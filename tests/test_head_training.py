@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from torch import nn
-from training_helpers import TEXTS, TINY, Recorder, corpus_of, opened, packed, refused, train_command, trained
-
-from specgen.base.errors import SpecgenError
 from specgen.engine.parts.head_description import HeadDescription, read_head_description
 from specgen.engine.parts.head_files import find_head, load_head
-from specgen.engine.parts.weights import HeadWeights, MedusaWeights
-from specgen.train.corpus import Part
 from specgen.train.frozen_target import FrozenTarget, TargetStates
 from specgen.train.generated_text import GeneratedText, generate_texts
 from specgen.train.head_agreement import RANKS, HeldOut, held_out
 from specgen.train.head_objective import Objective, Predictions, reachable
 from specgen.train.head_training import HeadTraining, predictions
-from specgen.train.heads import train_head
-from specgen.train.packing import IGNORED, PackedBatch
 from specgen.train.text_generation import Purpose, TextGeneration
 from specgen.train.training_loop import TrainingBatches
 from specgen.train.training_task import Recipe, TrainingStopped, TrainingTask
+from torch import nn
+from training_helpers import TEXTS, TINY, Recorder, corpus_of, opened, packed, refused, train_command, trained
+
+from specgen.base.errors import SpecgenError
+from specgen.engine.parts.weights import HeadWeights, MedusaWeights
+from specgen.train.corpus import Part
+from specgen.train.heads import train_head
+from specgen.train.packing import IGNORED, PackedBatch
 
 
 class LinearHeads(Objective):

@@ -13,16 +13,15 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from specgen.base import measurement_cache
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.first_acceptance import FirstAcceptance
-from specgen.decoding.hybrid_drafter import HybridDrafter
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
-from specgen.decoding.lookup_gain import LearnedLookup, best_plan
-from specgen.decoding.prompt_lookup import PromptLookupDrafter
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.run import Run
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, HybridDrafter
+from specgen.methods.first_acceptance import FirstAcceptance
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.lookup import PromptLookupDrafter
+from specgen.methods.lookup_gain import LearnedLookup, best_plan
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 

@@ -9,60 +9,83 @@ import pytest
 import typer
 
 from specgen.base.errors import SpecgenError
+from specgen.base.interrupts import interrupts
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.interrupts import Interrupts, interrupt_watch
 
 
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_one_is_deferred_to_the_end_of_the_round() -> None:
+def test_the_first_one_is_deferred_to_the_end_of_the_outermost_block() -> None:
     done = []
-    with Interrupts() as interrupts:
-        held = interrupts.held()
-        held.__enter__()
+    with interrupts.caught():
+        outer, inner = interrupts.held(), interrupts.held()
+        outer.__enter__()
+        pending = inner.__enter__()
+        assert not pending()
         press()
+        assert pending()
+        inner.__exit__(None, None, None)
         done.append("shown")
         with pytest.raises(KeyboardInterrupt):
-            held.__exit__(None, None, None)
-    assert done == ["shown"]
+            outer.__exit__(None, None, None)
+        with interrupts.held():
+            done.append("held again")
+    assert done == ["shown", "held again"]
 
 
 def test_the_second_one_is_not_deferred() -> None:
-    with Interrupts() as interrupts, interrupts.held():
+    with interrupts.held(raises=False):
         press()
         with pytest.raises(KeyboardInterrupt):
             press()
-        interrupts._pending = False
+    with interrupts.held(raises=False) as pending:
+        assert not pending()
 
 
 def test_between_rounds_it_is_raised_at_once_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts(), pytest.raises(KeyboardInterrupt):
+    with interrupts.caught(), pytest.raises(KeyboardInterrupt):
         press()
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_handler_of_the_caller_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with interrupts.watched(), interrupts.held():
+            press()
+            assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(capsys: pytest.CaptureFixture[str]) -> None:
-    """Some lazy imports replace a KeyboardInterrupt with an error of their own."""
+    """Some lazy imports replace a KeyboardInterrupt with an error of their own. Not where the command has caught it."""
 
     @reported
-    def command(*, presses: bool) -> None:
+    def command(*, presses: bool, catches: bool = False) -> None:
         try:
-            if presses:
+            if presses and catches:
+                with interrupts.caught():
+                    press()
+            elif presses:
                 press()
         except KeyboardInterrupt as error:
             raise SpecgenError("cannot read the weights") from error
         raise SpecgenError("cannot read the prompts")
 
-    before = signal.getsignal(signal.SIGINT)
-    for presses, code, message in ((True, INTERRUPTED, ""), (False, 2, "error: cannot read the prompts\n")):
+    for options, code, message in (
+        ({"presses": True}, INTERRUPTED, ""),
+        ({"presses": True, "catches": True}, 2, "error: cannot read the weights\n"),
+        ({"presses": False}, 2, "error: cannot read the prompts\n"),
+    ):
         with pytest.raises(typer.Exit) as ended:
-            command(presses=presses)
+            command(**options)
         assert ended.value.exit_code == code
         assert capsys.readouterr().err == message
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_one_that_a_library_suppresses_is_raised_at_the_next_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +93,10 @@ def test_one_that_a_library_suppresses_is_raised_at_the_next_check(capsys: pytes
         def __del__(self) -> None:
             press()
 
-    with interrupt_watch():
-        interrupt_watch.check()
+    with interrupts.watched():
+        interrupts.check()
         dying = Dying()
         del dying
         with pytest.raises(KeyboardInterrupt):
-            interrupt_watch.check()
+            interrupts.check()
     assert capsys.readouterr().err == ""

@@ -15,13 +15,12 @@ from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.bild import BildDrafter, BildVerifier
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import comparison
-from specgen.decoding.mtad import BeamSearchDrafter, JointLikelihoodVerifier
-from specgen.decoding.policies import Fixed
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed, comparison
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
+from specgen.methods.bild_drafting import BildDrafter, BildVerifier
+from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
@@ -95,7 +94,7 @@ class TestJointAcceptance:
 def beam_search(
     runner: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
 ) -> BeamSearchDrafter:
-    return BeamSearchDrafter(DraftSetup(runner, sampling, eos, VOCAB, 3), width=width, stochastic=stochastic)  # type: ignore[arg-type]
+    return BeamSearchDrafter(Setup(runner, sampling, eos, VOCAB, 3), width=width, stochastic=stochastic)  # type: ignore[arg-type]
 
 
 def joint_argmax(
@@ -195,9 +194,7 @@ class TestBeams:
             passes.append(forward_pass.last - forward_pass.first)
             return forward(forward_pass, logits_to_keep)
 
-        search = BeamSearchDrafter(
-            DraftSetup(ModelRunner(model, None, counted), SAMPLING, frozenset(), 96), width=6, stochastic=False
-        )
+        search = BeamSearchDrafter(Setup(ModelRunner(model, None, counted), SAMPLING, frozenset(), 96), width=6, stochastic=False)
         context = Context([1, 5, 6, 7])
         first = search.propose(context, Fixed(4), 10)
         assert passes == [4, 6, 6, 6]
@@ -209,7 +206,7 @@ class TestBeams:
     def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str, backend: str) -> None:
         model = make_model(family)
         runner = ModelRunner(model_of(model, backend))
-        search = BeamSearchDrafter(DraftSetup(runner, SAMPLING, frozenset(), 96), width=4, stochastic=False)
+        search = BeamSearchDrafter(Setup(runner, SAMPLING, frozenset(), 96), width=4, stochastic=False)
         context = Context([1, 5, 6, 7])
         for _ in range(3):
             found = search.propose(context, Fixed(4), 10)
@@ -365,12 +362,12 @@ class TestBild:
         runner = TableRunner(1)
         runner.table.fill_(math.nan)
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
-            BildDrafter(DraftSetup(runner, SAMPLING, frozenset(), VOCAB), fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
+            BildDrafter(Setup(runner, SAMPLING, frozenset(), VOCAB), fallback=0.5).propose(Context(PROMPT), Fixed(2), 5)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.5, top_k=2)])
     def test_the_draft_hands_over_before_a_token_that_it_is_unsure_of(self, sampling: SamplingParams) -> None:
         runner = TableRunner(5, scale=3)
-        drafter = BildDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB), fallback=0.8)  # type: ignore[arg-type]
+        drafter = BildDrafter(Setup(runner, sampling, frozenset(), VOCAB), fallback=0.8)  # type: ignore[arg-type]
         lengths = set()
         for last in range(VOCAB):
             context = Context([*PROMPT, last])

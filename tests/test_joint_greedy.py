@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.cli.app import app
-from specgen.decoding import joint
 from specgen.decoding.run import Clock, StopTexts
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.pair.figures import Summary
@@ -83,7 +82,7 @@ def test_each_block_is_the_likeliest_of_all(
     length: int, scale: float, eos: tuple[int, ...], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `batch` 1 the first complete block is the greedy one, so that branch and bound finds the others."""
-    monkeypatch.setattr(joint, "BATCH", batch)
+    monkeypatch.setattr(joint_search, "BATCH", batch)
     differs = 0
     for seed in range(4):
         runner = TableRunner(seed, scale)

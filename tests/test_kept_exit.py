@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from training_helpers import opened
 from typer.testing import CliRunner
 
 import specgen
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import exit_folder, kept_exit
+from specgen.base.files import exit_folder, kept_exit
 from specgen.cli.app import app
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.hub import model_folder
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32"]
 

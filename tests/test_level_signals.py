@@ -9,16 +9,16 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.decoding.mtad import BeamSearchDrafter
-from specgen.decoding.multi_draft import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
-from specgen.decoding.policies import SVIP, Confidence
-from specgen.methods import table as methods
-from specgen.methods.missing_parts import no_predictor
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy
+from specgen.methods.mtad_search import BeamSearchDrafter
+from specgen.methods.multi_draft_tree import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
+from specgen.methods.sd import Confidence
+from specgen.methods.svip import SVIP
 
 SEEN = frozenset({"entropy", "prob", "top_prob", "margin"})
 RULES = {"specinfer": multi_round, "spectr": k_sequential}
@@ -52,7 +52,7 @@ def test_of_several_chains_the_policy_sees_the_likeliest(temperature: float) -> 
     for seed in range(8):
         runner = TableRunner(seed, scale=0.7)
         policy, sampling = Recording(), SamplingParams(temperature=temperature)
-        drafter = MultiDraftDrafter(DraftSetup(runner, sampling, frozenset(), VOCAB, seed), drafts=4)  # type: ignore[arg-type]
+        drafter = MultiDraftDrafter(Setup(runner, sampling, frozenset(), VOCAB, seed), drafts=4)  # type: ignore[arg-type]
         draft = drafter.propose(Context(PROMPT), policy, 9)
         assert draft.draws is not None
         levels = [draft.draws[start : start + 4] for start in (0, 4, 8)]
@@ -72,7 +72,7 @@ def test_of_several_chains_the_policy_sees_the_likeliest(temperature: float) -> 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_of_several_beams_the_policy_sees_the_likeliest(stochastic: bool) -> None:
     runner, policy, sampling = TableRunner(3), Recording(), SamplingParams(temperature=0.8 if stochastic else 0.0)
-    setup = DraftSetup(runner, sampling, frozenset(), VOCAB)  # type: ignore[arg-type]
+    setup = Setup(runner, sampling, frozenset(), VOCAB)  # type: ignore[arg-type]
     BeamSearchDrafter(setup, width=VOCAB**2, stochastic=False).propose(Context(PROMPT), policy, 9)
     warping = logits_ops.likelihood_warping(sampling)
     paths = {(): 1.0}
@@ -95,7 +95,7 @@ def path(draft: Draft, node: int) -> list[int]:
 def distance(rule: AcceptanceRule, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch) -> tuple[float, set[int]]:
     """Total variation between the target and a round over all its random paths, and the numbers of levels of its drafts."""
     target, draft, sampling, levels = SmallRunner(2, 2), SmallRunner(11, 2), SamplingParams(temperature=1.0), set()
-    drafter = MultiDraftDrafter(DraftSetup(draft, sampling, frozenset(), 2), drafts=2)  # type: ignore[arg-type]
+    drafter = MultiDraftDrafter(Setup(draft, sampling, frozenset(), 2), drafts=2)  # type: ignore[arg-type]
     verifier = TreeSampling(rule, sampling, torch.device("cpu"), 0)
 
     def round_() -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def test_the_bandit_of_a_tree_is_the_one_asked_for() -> None:
     assert methods.resolve(tree, {}, has_predictor=False).policy == "beta-ts"
     asked_for = methods.resolve(tree, {"policy": "cali-ts"}, has_predictor=False)
     assert asked_for.policy == "cali-ts"
-    assert "or use policy=beta-ts" in str(no_predictor(tree).hint)
+    assert "or use policy=beta-ts" in str(tree.without_predictor().hint)
     with pytest.raises(SpecgenError, match="spectr cannot use the policy 'cali-ts': its drafter does not compute predicted_acc"):
         methods.resolve(methods.find("spectr"), {"policy": "cali-ts"})
     with pytest.raises(SpecgenError, match="eesd-beta has no setting 'policy'"):

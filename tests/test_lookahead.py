@@ -15,15 +15,13 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from traces import start_line, summary_line
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import Always
-from specgen.decoding.lookahead import LookaheadDrafter, LookaheadWindow
-from specgen.decoding.ngram_pool import NgramPool
-from specgen.decoding.ouroboros import OuroborosDrafter
-from specgen.decoding.policies import Fixed
-from specgen.decoding.token_tree import TokenTree
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed, LengthPolicy
+from specgen.decoding.tree import Tree
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, positions
 from specgen.engine.native.inputs import ancestry
+from specgen.methods.lookahead_drafter import LookaheadDrafter, LookaheadWindow, NgramPool
+from specgen.methods.ouroboros_drafter import OuroborosDrafter
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line
@@ -43,13 +41,13 @@ def filled(width: int, ngram: int) -> LookaheadWindow:
 @pytest.mark.parametrize(("width", "ngram", "guesses"), [(1, 2, 1), (4, 2, 2), (1, 4, 1), (3, 3, 2), (5, 4, 3), (7, 5, 7)])
 def test_the_drafts_tree_is_the_papers_mask(width: int, ngram: int, guesses: int) -> None:
     """Which tokens each node sees, and its position, by the rules of Fu et al., Figure 5 and its code."""
-    drafter = LookaheadDrafter(DraftSetup(None, context_limit=1000), width=width, ngram=ngram, guesses=guesses)
+    drafter = LookaheadDrafter(Setup(None, context_limit=1000), width=width, ngram=ngram, guesses=guesses)
     context = Context([5, 6, 7])
-    drafter.propose(context, Always(), 100)
+    drafter.propose(context, LengthPolicy(), 100)
     drafter._window = filled(width, ngram)
     for guess in range(guesses):
         drafter._pool.add(7, [10 * (guess + 1) + place for place in range(ngram - 1)])
-    draft = drafter.propose(context, Always(), 100)
+    draft = drafter.propose(context, LengthPolicy(), 100)
     one = ForwardPass(context, TreeNodes(list(draft.tokens), list(draft.parents)), 2, 3 + len(draft.tokens), None)
     base, _, bits = ancestry(one)
     assert base == 2
@@ -76,7 +74,7 @@ def test_a_window_is_filled_level_by_level_then_moves_down_a_level_in_each_pass(
     window.start([1, 2])
     shapes = []
     for step in range(1, 5):
-        tree = TokenTree()
+        tree = Tree()
         window.add_to(tree, -1, 100)
         shapes.append([len(level) for level in window._levels])
         before = [list(level) for level in window._levels]
@@ -90,7 +88,7 @@ def test_a_window_is_filled_level_by_level_then_moves_down_a_level_in_each_pass(
 def test_tokens_that_end_an_output_do_not_enter_the_window_but_the_pool() -> None:
     pool, window = NgramPool(2, 5), LookaheadWindow(3, 2, {0}, Random(0))
     window.start([1, 2])
-    window.add_to(TokenTree(), -1, 100)
+    window.add_to(Tree(), -1, 100)
     last = list(window._levels[0])
     window.update([0, 0, 0], 9, pool)
     assert set(window._levels[0]) <= {1, 2}
@@ -100,7 +98,7 @@ def test_tokens_that_end_an_output_do_not_enter_the_window_but_the_pool() -> Non
 
 def test_the_window_ends_at_the_context_limit() -> None:
     for room in range(12):
-        window, tree = filled(5, 4), TokenTree()
+        window, tree = filled(5, 4), Tree()
         window.add_to(tree, -1, room)
         depths: list[int] = []
         for parent in tree.parents:
@@ -226,7 +224,7 @@ class CountingRunner(TableRunner):
 
 def ouroboros(branches: int = 2) -> tuple[OuroborosDrafter, CountingRunner]:
     runner = CountingRunner()
-    setup = DraftSetup(runner, vocab_size=64, context_limit=1000)  # type: ignore[arg-type]
+    setup = Setup(runner, vocab_size=64, context_limit=1000)  # type: ignore[arg-type]
     return OuroborosDrafter(setup, width=3, ngram=3, branches=branches), runner
 
 

@@ -15,20 +15,20 @@ from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, tot
 from families import EOS, VOCAB, make_bloom, make_model, model_of, plain, prompt
 from runner_checks import InterruptAt, path_to, quick, random_path, random_tree
 from scripted_models import scripted_run
+from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
 from static_checks import HostReads
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import LengthPolicy
-from specgen.decoding.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
-from specgen.decoding.policies import SVIP, Fixed
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.medusa_runner import MedusaHeads, make_runners
 from specgen.engine.parts.weights import MedusaWeights
+from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
+from specgen.methods.svip import SVIP
 from specgen.tune.simulated_runs import MemoisedRunner
 
 WIDTH = 32  # of the families' hidden states
@@ -275,7 +275,7 @@ def test_sampling_is_lossless(
 
 def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     draft = HeadTable(100, 3)
-    setup = DraftSetup(draft, SamplingParams(), frozenset(), 3, keep_logits=True)
+    setup = Setup(draft, SamplingParams(), frozenset(), 3, record=True)
     proposed = MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 9)
     ranks = [draft._tables[level].row(PROMPT).argsort(descending=True).tolist() for level in range(3)]
     paths = candidate_tree(HeadTable.rank_accuracies, 7)
@@ -301,21 +301,21 @@ def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
     draft = HeadTable(100, 3, zero=True)
     rows = [draft._tables[level].row(PROMPT) for level in range(3)]
     end = int(rows[0].argmax())
-    proposed = MedusaTreeDrafter(DraftSetup(draft, SamplingParams(), frozenset({end}), 3), nodes=30).propose(
+    proposed = MedusaTreeDrafter(Setup(draft, SamplingParams(), frozenset({end}), 3), nodes=30).propose(
         Context(PROMPT), Fixed(4), 9
     )
     assert end in proposed.tokens
     assert all(proposed.tokens[parent] != end for parent in proposed.parents if parent >= 0)
     levels = [len(path_to(list(proposed.tokens), list(proposed.parents), node)) - 1 for node in range(len(proposed.tokens))]
     assert all(rows[level][token] > -math.inf for level, token in zip(levels, proposed.tokens, strict=True))
-    only = MedusaTreeDrafter(DraftSetup(draft, SamplingParams(), frozenset(range(3)), 3), nodes=30)
+    only = MedusaTreeDrafter(Setup(draft, SamplingParams(), frozenset(range(3)), 3), nodes=30)
     assert (ended := only.propose(Context(PROMPT), Fixed(4), 9)).stop_reason == "eos"
     assert ended.levels == 1
 
 
 @pytest.mark.parametrize("policy", [Fixed(3), SVIP(10.0, 0.15, 6)])
 def test_the_host_reads_all_heads_at_once(policy: LengthPolicy) -> None:
-    setup = DraftSetup(HeadTable(1, 6), vocab_size=6)  # type: ignore[arg-type]
+    setup = Setup(HeadTable(1, 6), vocab_size=6)  # type: ignore[arg-type]
     with HostReads() as host:
         draft = MedusaTreeDrafter(setup, nodes=8).propose(Context([1, 2]), policy, 10)
     assert draft.levels == 3

@@ -8,17 +8,17 @@ from random import Random
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, save
-from training_helpers import TINY, corpus_of, opened
-
-from specgen.base.types import Context
-from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.medusa_runner import make_runners
 from specgen.train.frozen_target import FrozenTarget
 from specgen.train.head_objective import RowLabels
 from specgen.train.head_training import HeadTraining, predictions
 from specgen.train.medusa_objective import HEADS, MedusaObjective
-from specgen.train.packing import IGNORED, PackedBatch, pack
 from specgen.train.training_loop import TrainingBatches
+from training_helpers import TINY, corpus_of, opened
+
+from specgen.base.types import Context
+from specgen.engine.model_runner import ModelRunner
+from specgen.train.packing import IGNORED, PackedBatch, pack
 
 TEXTS = [[5, 9, 7, 3, 11, 8, 6, 30], [4, 8], [30, 31, 32, 33, 34, 35, 36]]
 

@@ -9,16 +9,16 @@ import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 from scripted_models import TableRunner
 
+from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops, multi_draft
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.multi_draft import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
-from specgen.decoding.policies import Fixed
-from specgen.decoding.verifiers import RejectionSampling
+from specgen.decoding import logits_ops
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed
+from specgen.decoding.verification import RejectionSampling
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
+from specgen.methods.multi_draft_tree import MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
 
@@ -59,7 +59,7 @@ def test_more_drafts_are_accepted_more_often(rule: multi_draft.AcceptanceRule) -
 
 
 def chains(sampling: SamplingParams, drafts: int, k: int, eos: frozenset[int] = frozenset(), seed: int = 0) -> Draft:
-    drafter = MultiDraftDrafter(DraftSetup(TableRunner(2), sampling, eos, 6, seed), drafts=drafts)  # type: ignore[arg-type]
+    drafter = MultiDraftDrafter(Setup(TableRunner(2), sampling, eos, 6, seed), drafts=drafts)  # type: ignore[arg-type]
     return drafter.propose(Context([0, 3, 1]), Fixed(k), k)
 
 
@@ -114,8 +114,8 @@ def test_no_draft_beyond_the_drafts_own_context_or_vocabulary(name: str) -> None
         runner.context_limit, runner.num_embeddings = context_limit, num_embeddings
         method = methods.find(name)
         settings = methods.resolve(method, {"fallback": 0} if name == "bild" else {})
-        components = factory.Components(runner, runner, SamplingParams(), frozenset(), 6, 0)  # type: ignore[arg-type]
-        return factory.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit).levels
+        components = Setup(runner, vocab_size=6)  # type: ignore[arg-type]
+        return runs.make_drafter(method, settings, components).propose(Context([0, 3, 1]), Fixed(4), limit).levels
 
     assert length(1000, 6, 10) == 4
     assert length(1000, 6, 2) == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import LETTERS, make_model, make_tokenizer, random_predictor, save
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from training_helpers import opened
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.method_specs import parse_specs
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, save_exit
 from specgen.pair.pair import Pair
 
 PROMPT = [1, 5, 6, 7, 8, 9]

@@ -11,7 +11,7 @@ from cli_helpers import parsed, run_main
 from comparisons import Compare
 
 from specgen.base.errors import is_out_of_memory
-from specgen.decoding.drafters import ModelDrafter
+from specgen.decoding.drafting import ModelDrafter
 from specgen.engine.native.native_model import NativeModel
 
 ERRORS = {  # as Python, torch's allocators and an accelerator's driver raise them

@@ -14,8 +14,8 @@ from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs.pearl_window import ParallelCosts, Window
-from specgen.decoding.parallel import Parallel
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.methods.pearl_schedule import Parallel
+from specgen.workers.worker import DraftWorker
 
 
 class RandomRunner(TableRunner):
@@ -34,7 +34,7 @@ class RandomRunner(TableRunner):
 
 
 def decode(name: str, target: RandomRunner, draft: RandomRunner, limit: int, eos: set[int], **given_: object) -> list[Round]:
-    with closing(ThreadWorker(draft)) as worker:  # type: ignore[arg-type]
+    with closing(DraftWorker.in_this_process(draft)) as worker:  # type: ignore[arg-type]
         run = scripted_run(
             name, given_, target, draft, SamplingParams(max_new_tokens=limit), eos=eos, worker=worker, prompt=[0, 1]
         )
@@ -87,7 +87,7 @@ def test_a_flexible_window_gives_plain_decodings_tokens(
     target, draft = RandomRunner(vocabulary, seed), RandomRunner(vocabulary, seed, noise)
     sampling = SamplingParams(max_new_tokens=limit)
     given_ = {"window": size + lead} | ({} if policy is None else {"policy": policy})
-    with closing(ThreadWorker(draft)) as worker:  # type: ignore[arg-type]
+    with closing(DraftWorker.in_this_process(draft)) as worker:  # type: ignore[arg-type]
         run = scripted_run("pearl", given_, target, draft, sampling, eos=eos, worker=worker, prompt=[0, 1])
         assert isinstance(run.schedule, Parallel)
         run.schedule = replace(run.schedule, window=Window(size, size, lead, is_flexible=True))
@@ -100,7 +100,7 @@ def test_a_flexible_window_gives_plain_decodings_tokens(
 
 def test_the_target_waits_for_the_lead_after_a_rejection() -> None:
     runner = RandomRunner(12, 4)
-    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+    with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
         run = scripted_run("pearl", {"window": 7}, runner, runner, SamplingParams(max_new_tokens=9), worker=worker, prompt=[0, 1])
         assert isinstance(run.schedule, Parallel)
         run.schedule = replace(run.schedule, window=Window(4, 4, 3, is_flexible=True))
@@ -136,7 +136,7 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
     for seed in range(20):
         for window in (None, Window(4, 4, 2, is_flexible=True)):
             made.clear()
-            with closing(ThreadWorker(draft := RandomRunner(8, seed, 0.3))) as worker:  # type: ignore[arg-type]
+            with closing(DraftWorker.in_this_process(draft := RandomRunner(8, seed, 0.3))) as worker:  # type: ignore[arg-type]
                 sampling = SamplingParams(max_new_tokens=30)
                 run = scripted_run("pearl", {"window": 4}, RandomRunner(8, seed), draft, sampling, eos={5}, worker=worker)
                 assert isinstance(run.schedule, Parallel)

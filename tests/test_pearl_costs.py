@@ -5,46 +5,44 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from families import make_model, save
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_streams import RecordedStreams
 from scripted_models import TableRunner, scripted_run
 from timed_models import SlowDrafter, SlowTarget
-from tuning_helpers import GREEDY, PROMPTS, TEXTS
+from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
 from specgen.base import measurement_cache
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.adaptive import Adaptive
 from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.decoding.length_policy import Always
-from specgen.decoding.parallel import Parallel
-from specgen.decoding.parallel_timing import time_parallel_passes
-from specgen.methods.table import METHODS, resolve
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods import METHODS, resolve
+from specgen.methods.adaptive import Adaptive
+from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair import preparation
 from specgen.pair.pair import Pair
-from specgen.tune import pair_inspection, simulation, tuner
+from specgen.tune import pair_inspection, simulation
 from specgen.tune.candidates import grid
 from specgen.tune.recorded_drafts import Recorder, record_reference
-from specgen.tune.request import Deadline, TuningRequest
+from specgen.tune.request import Deadline
 from specgen.tune.round_timing import ParallelProbe
 from specgen.tune.simulation import PairMeasurements
 from specgen.view import pair_report
-from specgen.workers.stream_worker import StreamWorker
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
 ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})}))
@@ -160,24 +158,6 @@ def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float 
     assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
 
 
-@pytest.mark.slow
-def test_tuning_learns_whether_the_models_of_one_thread_overlap(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's target computes at once, as a GPU's that leaves no time to the draft model."""
-    draft = near.runners[1]
-    assert draft is not None
-    monkeypatch.setattr(near, "_process_worker", None)
-    monkeypatch.setattr(near, "_thread_worker", StreamWorker(draft, RecordedStreams()))
-    request = TuningRequest(TEXTS[:1], GREEDY, Deadline.after(60, count().__next__), ["sd", "pearl"])
-    _, measurements = tuner.measure_pair(near, request, Mock())
-    found = measurements.parallel_costs
-    assert found is not None
-    assert found.overlap is not None
-    assert found.draft_alone is not None
-    assert found.overlap < 0.5
-    assert simulation.simulate(measurements, "pearl", {}).seconds > 0
-    assert simulation.simulate(measurements, "pearl", {"policy": "adaptive"}).seconds > 0
-
-
 def test_tuning_tries_the_default_window_first() -> None:
     assert grid("pearl")[0] == {"window": "auto"}
     assert {settings["window"] for settings in grid("pearl")} > {1, 16}
@@ -193,7 +173,7 @@ def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
         reference=SimpleNamespace(eos_ids=frozenset()),
         rollouts={1: [SimpleNamespace(token=token, signals={}) for token in range(20, 40)]},
     )
-    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, Always(), target)  # type: ignore[arg-type]
+    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, LengthPolicy(), target)  # type: ignore[arg-type]
     context = Context([1, 2])
     context.extend([3])
     drafter.start(context, (), 20)
@@ -243,15 +223,16 @@ def test_costs_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.Monke
 def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     before = keys_of(monkeypatch, near)
     if changed in ("exact", "backend"):
-        other = replace(near.target, **{changed: True if changed == "exact" else "transformers"})
+        other = copy(near.target)
+        setattr(other, changed, True if changed == "exact" else "transformers")
         monkeypatch.setattr(near, "target", other)
         monkeypatch.setattr(near._pearl_costs, "_target", other)
     elif changed == "dtype_name":
-        monkeypatch.setattr(type(near.target), "dtype_name", "bfloat16")
+        monkeypatch.setattr(near.target, "dtype_name", "bfloat16")
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":
-        monkeypatch.setattr("specgen.base.environment.os.sched_getaffinity", lambda _: range(17), raising=False)
+        monkeypatch.setattr("specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False)
     else:
         monkeypatch.setenv(changed, "17")
     now = keys_of(monkeypatch, near)
@@ -294,7 +275,7 @@ def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
     runner = TableRunner(0)
     for rounds_read in (None, 3):
         added.clear()
-        with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+        with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
             run = scripted_run("pearl", {"window": 3}, runner, runner, SamplingParams(max_new_tokens=12), worker=worker)
             run = replace(run, check=noted)
             rounds: Iterator[Any] = run.rounds()

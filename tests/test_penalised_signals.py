@@ -14,11 +14,9 @@ from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.draft_chain import DraftChain
-from specgen.decoding.drafters import Drafter, DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import DraftedToken
-from specgen.decoding.policies import Fixed
-from specgen.decoding.tree_drafter import TopKTreeDrafter
+from specgen.decoding.drafting import Drafter, HostChain, ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed
+from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
 from specgen.pair.pair import Pair
 from specgen.tune.recorded_drafts import Recorder, record_reference
@@ -64,8 +62,8 @@ class Seeing(Fixed):
 @pytest.mark.parametrize("kind", ["on a CPU", "on a device", "tree"])
 def test_signals_describe_the_models_own_distribution(monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float) -> None:
     if kind == "on a device":
-        monkeypatch.setattr(DraftChain, "_choose_on_cpu", DraftChain._choose)
-    setup = DraftSetup(PenalisedRunner(), SamplingParams(temperature=temperature), frozenset(), 10, seed=4, keep_logits=True)
+        monkeypatch.setattr(HostChain, "_choose_on_cpu", HostChain._choose)
+    setup = Setup(PenalisedRunner(), SamplingParams(temperature=temperature), frozenset(), 10, seed=4, record=True)
     drafter: Drafter = TopKTreeDrafter(setup, width=1) if kind == "tree" else ModelDrafter(setup)
     policy = Seeing(6)
     draft = drafter.propose(Context([1]), policy, 9)

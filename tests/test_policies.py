@@ -10,11 +10,14 @@ import torch
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.decoding.policies import SVIP, BetaTS, CaliTS, Confidence, Fixed, Heuristic, SelfSD
-from specgen.decoding.prompt_lookup import PromptLookupDrafter
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
+from specgen.methods.eesd import BetaTS, CaliTS
+from specgen.methods.lookup import PromptLookupDrafter
+from specgen.methods.sd import Confidence, Heuristic
+from specgen.methods.selfsd import SelfSD
+from specgen.methods.svip import SVIP
 
 GREEDY = SamplingParams()
 NO_EOS: frozenset[int] = frozenset()
@@ -201,7 +204,7 @@ class ScriptedRunner:
 
 def model_draft(runner: ScriptedRunner, policy: LengthPolicy, prompt: list[int], limit: int, **options: object) -> object:
     settings = {"sampling": GREEDY, "eos_ids": NO_EOS, "vocab_size": runner.vocab_size} | options
-    return ModelDrafter(DraftSetup(runner, **settings)).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
+    return ModelDrafter(Setup(runner, **settings)).propose(Context(prompt), policy, limit)  # type: ignore[arg-type]
 
 
 def test_a_draft_says_why_it_ended() -> None:

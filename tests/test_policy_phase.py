@@ -13,15 +13,14 @@ import traces
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
 from specgen.base.types import SamplingParams
-from specgen.decoding import drafters
 from specgen.decoding import run as run_module
-from specgen.decoding.policies import CaliTS
 from specgen.engine.devices import WaitingTimer
+from specgen.methods.eesd import CaliTS
 from specgen.pair.figures import Summary
 from specgen.traces.reader import read_trace
 from specgen.view.generation import footer
 from specgen.view.html.charts import time_bar
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 PASS, DECIDE, UPDATE, BEGIN, SCORE = 1000.0, 100.0, 10.0, 1.0, 0.125  # seconds that each takes
 
@@ -87,7 +86,7 @@ def test_two_readings_of_the_clock_for_each_decision_and_score(clock: Clock) -> 
 def test_in_pearl_the_decisions_are_not_part_of_a_round(clock: Clock) -> None:
     with_policy = {"policy": "cali-ts", "model_prediction": False, "theta0": 1.0, "window": 3}
     draft = TableRunner(2)
-    worker = ThreadWorker(draft)
+    worker = DraftWorker.in_this_process(draft)
     run = scripted_run("pearl", with_policy, TableRunner(1), draft, SamplingParams(max_new_tokens=12), worker=worker)
     assert {round_.seconds["policy"] for round_ in run.rounds() if round_.index} == {UPDATE}
     worker.close()

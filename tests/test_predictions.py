@@ -12,15 +12,14 @@ import pytest
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Draft, SamplingParams
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.first_acceptance import FirstAcceptance
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken
-from specgen.decoding.parallel import _joined
-from specgen.decoding.policies import Fixed
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken, Fixed
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.first_acceptance import FirstAcceptance
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.pearl_schedule import _joined
 from specgen.pair.records import round_line
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 GREEDY = SamplingParams(max_new_tokens=30)
 
@@ -63,7 +62,7 @@ def test_a_policy_without_predictions_records_none() -> None:
 
 def test_pearl_reports_the_predictions_of_drafts_in_parts() -> None:
     runner = TableRunner(0)
-    with closing(ThreadWorker(runner)) as worker:  # type: ignore[arg-type]
+    with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
         run = scripted_run("pearl", {"window": 3}, runner, runner, GREEDY, worker=worker)
         drafter: Any = run.schedule.drafter  # type: ignore[attr-defined]
         drafter.policy = Predicting(9)

@@ -12,17 +12,17 @@ import torch
 from families import LETTERS, make_model, make_tokenizer, save
 from runner_checks import every
 from safetensors.torch import load_file
-from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
-
-from specgen.base.types import Context
-from specgen.engine.parts.early_exit import EarlyExit
 from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, load_exit, read_description
-from specgen.train import exit_training, predictor_training
-from specgen.train.corpus import Part
 from specgen.train.exit_training import retrain_predictor, train_exit
 from specgen.train.generated_text import GeneratedText
 from specgen.train.predictor_training import judged_tokens, measure, train_predictor
 from specgen.train.training_task import TrainingStopped, TrainingTask
+from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
+
+from specgen.base.types import Context
+from specgen.engine.parts.early_exit import EarlyExit
+from specgen.train import exit_training, predictor_training
+from specgen.train.corpus import Part
 
 WIDTH, LENGTH = 16, 30
 

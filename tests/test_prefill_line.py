@@ -15,7 +15,7 @@ from specgen.pair.pair import Pair
 from specgen.view import theme
 from specgen.view.progress import PREFILL_DELAY, Progress, reading_prompt
 from specgen.workers.process import DraftProcess
-from specgen.workers.shared_flags import SharedFlags
+from specgen.workers.shared import SharedWords
 
 PROMPT = [5 + token % 9 for token in range(23)]
 ERASE = "\x1b[J"
@@ -81,19 +81,13 @@ def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
 def test_the_parent_passes_on_what_its_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     process = object.__new__(DraftProcess)
 
-    monkeypatch.setattr("specgen.workers.shared_flags.mmap", lambda *_: bytearray(4096))
-    process.flags = SharedFlags(0)
+    monkeypatch.setattr("specgen.workers.shared.mmap", lambda *_: bytearray(4096))
+    process.words = SharedWords(0)
     seen: list[tuple[int, int]] = []
-    answers = iter([False, False, False, True])
-    steps = iter([(1024, 5000), (5000, 5000), (0, 0)])
-
-    def happened(_: float) -> bool:
-        if (step := next(steps, None)) is not None:
-            process.flags.prefill(*step)
-        return next(answers)
-
     with prefill_reports.to(lambda _, done, total: seen.append((done, total))):
-        process._wait(happened)
+        for step in ((1024, 5000), (5000, 5000), (0, 0)):
+            process.words.prefill(*step)
+            process._report_prefill()
     assert seen == [(1024, 5000)]
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,19 @@ from families import CONTEXT, LETTERS, NATIVE, make_model, make_tokenizer, save
 from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
-from specgen import demo
-from specgen.base.environment import Launch
+from specgen import demo, methods
+from specgen.base.machine import Launch
 from specgen.base.settings import Setting
 from specgen.base.timing import timed
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
-from specgen.decoding.drafter_kinds import LOOKUP
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
-from specgen.engine.transformers.reference import transformers_module
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import runs
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
 from specgen.view import pair_report
@@ -68,7 +66,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
     assert demo_pair.draft is not None
     caches = 0
     for role, model in (("target", demo_pair.target), ("draft", demo_pair.draft)):
-        parameters = sum(weight.numel() for weight in transformers_module(model).parameters())
+        parameters = sum(weight.numel() for weight in model.transformers_module.parameters())
         assert parameters == model.model.num_parameters
         assert line[role]["parameters"] == parameters
         assert line[role]["weight_bytes"] == 4 * parameters
@@ -226,16 +224,16 @@ def test_methods_that_cannot_be_planned_say_why(
     inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a method lacks is found by planning a run with it."""
-    picky = Method("picky", LOOKUP, "fixed", "a paper", settings={"ngram": Setting(3, "")})
+    picky = replace(methods.find("lookup"), name="picky", policy="fixed", settings={"ngram": Setting(3, "")})
     monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = factory.make_run
+    planned = runs.make_run
 
     def refusing(method: Method, *rest: Any, **given: Any) -> Any:
         if method.name == "picky":
             raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
         return planned(method, *rest, **given)
 
-    monkeypatch.setattr(factory, "make_run", refusing)
+    monkeypatch.setattr(runs, "make_run", refusing)
     line = json_report(inspect, "-t", strangers[0], "--measure")
     assert line["methods"]["picky"] == {
         "ready": False,

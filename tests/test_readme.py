@@ -18,7 +18,7 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.engine.native.families import FAMILIES
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune.export import ENGINES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,15 +13,13 @@ import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.cli.app import app
-from specgen.decoding import policies
-from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.length_policy import DraftedToken, LengthPolicy
-from specgen.methods import table as methods
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.method import Method
 from specgen.tune import candidates
 
@@ -54,7 +53,7 @@ def decode(method: Method, settings: dict[str, object], draft: TableRunner | Non
 
 
 def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(policies.POLICIES, "margin", Margin)  # type: ignore[arg-type]
+    monkeypatch.setitem(methods.POLICIES, "margin", Margin)  # type: ignore[arg-type]
     sd = methods.find("sd")
     tokens, reasons = decode(sd, {"policy": "margin", "threshold": "0.9"}, TableRunner(2))
     assert tokens == decode(methods.find("ar"), {}, None)[0]
@@ -63,7 +62,7 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
         methods.resolve(methods.find("lookup"), {"policy": "margin"})
     listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
     assert "margin" in listed
-    monkeypatch.setitem(methods.METHODS, "margin", Method("margin", sd.drafter, "margin", "a test"))  # type: ignore[arg-type]
+    monkeypatch.setitem(methods.METHODS, "margin", replace(sd, name="margin", policy="margin"))  # type: ignore[arg-type]
     assert sorted(given["threshold"] for given in candidates.grid("margin")) == [0.1, 0.2]
 
 
@@ -83,10 +82,10 @@ def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
 
 
 def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(setup: DraftSetup, settings: Settings) -> Repeat:
+    def make(setup: Setup, settings: Settings) -> Repeat:
         return Repeat()
 
-    row = Method("repeat", DrafterKind("repeat", DraftSource.NOTHING, make), None, "a test")
+    row = Method("repeat", "a test", drafter=make)
     monkeypatch.setitem(methods.METHODS, "repeat", row)  # type: ignore[arg-type]
     method = methods.find("repeat")
     assert not method.needs_draft_model
@@ -95,7 +94,7 @@ def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyP
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, specgen.methods.factory, specgen.tune.candidates; sys.exit('torch' in sys.modules)"
+    code = "import sys, specgen.methods, specgen.tune.candidates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,11 +25,11 @@ from glide_models import GlideReference
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from native_configs import sparse
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
 from runner_checks import InterruptAt, four_layers, random_path
 from static_checks import RecordedGraphs, random_model
-from test_medusa import random_heads
 from translated_pairs import permuted
 
 import specgen
@@ -39,9 +40,9 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle_runner, glide_runner, medusa_runner
-from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.parts import eagle, early_exit, glide, medusa
 from specgen.engine.parts.feature_runner import FeatureRunner
+from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 
 
 class Made(NamedTuple):
@@ -99,10 +100,10 @@ def eager(family: str, **changes: Any) -> Made:
     return single(ModelRunner(random_model(family, **changes)))
 
 
-def early_exit(family: str, backend: str) -> Made:
+def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    both = EarlyExit(target, exit_layers_of(target, module(family)), 2)
-    return Made([both.draft, both.target], both.clear_cache)
+    made = early_exit.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    return Made([made.draft, made.target], made.clear_cache)
 
 
 def skipping(family: str, backend: str) -> Made:
@@ -117,20 +118,24 @@ def skipping(family: str, backend: str) -> Made:
 
 
 def features(family: str) -> Made:
-    return single(FeatureRunner(model(family), (0, 2, 4)))
+    return single(FeatureRunner(model(family), model(family).feature_forward((0, 2, 4)), model(family).new_cache()))
 
 
 def head(kind: str, backend: str = "native") -> Made:
     target, deepest = model("llama", backend), 99
     weights: Any
     if kind.startswith("eagle"):
-        weights, make_runners = random_head(3 if kind == "eagle3" else 1, layers=2), eagle_runner.make_runners
+        weights, make_runners = random_head(3 if kind == "eagle3" else 1, layers=2), eagle.make_runners
+        deepest = 4  # its own predictions as inputs amplify roundings
     elif kind == "glide":
-        weights, make_runners = GlideReference(module("llama"), layers=2).weights, glide_runner.make_runners
+        weights, make_runners = GlideReference(module("llama"), layers=2).weights, glide.make_runners
+        weights = replace(weights, config={key: value for key, value in weights.config.items() if key in sparse("llama")})
     else:
-        weights, make_runners, deepest = random_heads(own=True), medusa_runner.make_runners, 3
+        drawn = torch.randn(3, 33 + target.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
+        blocks = [[(rows[:32], rows[32])] for rows in drawn]
+        weights, make_runners, deepest = MedusaWeights(blocks, [rows[33:] for rows in drawn]), medusa.make_runners, 3
     made = make_runners(weights, target, ModelRunner(target), lambda: None)
-    return Made([made.draft] if kind == "medusa" else made, made.clear_cache, deepest)
+    return Made([made.draft] if kind == "medusa" else [made.target, made.draft], made.clear_cache, deepest)
 
 
 @cache
@@ -176,8 +181,8 @@ KINDS = {
     "transformers windows": Kind(lambda: single(ModelRunner(model("gemma2", "transformers")))),
     "transformers GPT-2": Kind(lambda: single(ModelRunner(model("gpt2", "transformers")))),
     "transformers Cohere": Kind(lambda: single(ModelRunner(model("cohere", "transformers")))),
-    "early exit": Kind(partial(early_exit, "llama", "native"), examples=30),
-    "early exit on transformers": Kind(partial(early_exit, "llama", "transformers")),
+    "early exit": Kind(partial(exiting, "llama", "native"), examples=30),
+    "early exit on transformers": Kind(partial(exiting, "llama", "transformers")),
     "layers skipped": Kind(partial(skipping, "gemma2", "native")),
     "layers skipped on transformers": Kind(partial(skipping, "llama", "transformers")),
     "features": Kind(partial(features, "qwen3")),

@@ -15,6 +15,8 @@ from head_checks import equal, published, refusal
 from head_layouts import LAYOUTS, features_of, sizes_of, weights_file, write_head
 from safetensors import safe_open
 from safetensors.torch import load_file
+from specgen.engine.parts.head_description import describe_head
+from specgen.engine.parts.head_files import FoundHead, check_head_folder, find_head, load_head, save_head
 from training_helpers import invoke, opened, train_command
 
 from specgen import demo
@@ -22,8 +24,6 @@ from specgen.base import paths
 from specgen.base.errors import SpecgenError
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.head_description import describe_head
-from specgen.engine.parts.head_files import FoundHead, check_head_folder, find_head, load_head, save_head
 from specgen.engine.parts.weights import EagleWeights, MedusaWeights
 
 WIDTH, LAYERS = 32, 8

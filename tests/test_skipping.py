@@ -15,7 +15,7 @@ from runner_checks import LAYERED, TOLERANCE, check, four_layers, quick
 
 import specgen
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import cache_folder
+from specgen.base.files import cache_folder
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model import Model

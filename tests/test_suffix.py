@@ -11,18 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen import methods
 from specgen.base import measurement_cache
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.decoding import suffix_index
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.length_policy import NO_SIGNALS, DraftedToken, LengthPolicy
-from specgen.decoding.length_sweep import RepeatDrafter
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.run import Run
-from specgen.decoding.suffix_drafter import SuffixDrafter
-from specgen.decoding.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixHistory, SuffixIndex
-from specgen.methods import table as methods
+from specgen.methods.length_sweep import RepeatDrafter
+from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair import drafting_knowledge
 from specgen.pair.pair import Pair
 from specgen.tune.candidates import SIMULATED, grid

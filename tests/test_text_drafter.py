@@ -17,17 +17,17 @@ from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.drafters import DraftSetup
-from specgen.decoding.policies import Fixed
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy import Fixed
 from specgen.decoding.run import Run
 from specgen.decoding.text_drafter import TextDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.retokenized_context import RetokenizedContext
 from specgen.engine.text.token_bytes import token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import table as methods
 
 TokenizerOf = Callable[[str], Tokenizer]
 
@@ -327,7 +327,7 @@ def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
     narrow.num_embeddings = max([*theirs.opening, *theirs.encode_plain("T")]) + 1
-    drafter = TextDrafter(DraftSetup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
+    drafter = TextDrafter(Setup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
     context = Context(ours.encode("T"))
     assert drafter.propose(context, Fixed(4), 4).tokens
     context.extend(ours.encode_plain("he quick dog"))
@@ -337,6 +337,6 @@ def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_
 def test_a_context_without_text_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
     """The target has begun a character, and the draft's tokenizer puts no token before a text."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("byte-level")
-    drafter = TextDrafter(DraftSetup(Oracle(theirs, TEXT), tokenizers=(ours, theirs)))  # type: ignore[arg-type]
+    drafter = TextDrafter(Setup(Oracle(theirs, TEXT), tokenizers=(ours, theirs)))  # type: ignore[arg-type]
     context = Context(ours.encode_plain("\N{SNOWMAN}")[:1])
     assert not drafter.propose(context, Fixed(4), 4).tokens

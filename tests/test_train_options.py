@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from families import CHAT_TEMPLATE, LETTERS, make_model, make_tokenizer, save
+from specgen.train.generated_text import load_batches
 from training_helpers import invoke, opened, refused, trained
 
 from specgen.base.errors import SpecgenError
 from specgen.train.corpus import chat_prompts
-from specgen.train.generated_text import load_batches
 
 SIZES = ["--steps", "1", "--window", "64", "--batch-size", "2", "--device", "cpu", "--dtype", "float32"]
 

@@ -10,6 +10,9 @@ import torch
 from families import BACKENDS, make_model, make_tokenizer, model_of, save
 from runner_checks import LAYERED, quick
 from safetensors.torch import load_file
+from specgen.engine.parts.exit_files import WEIGHTS, Description, load_exit, save_exit
+from specgen.train.exit_training import exit_outputs
+from specgen.train.training_loop import autocast_for
 from training_helpers import opened
 
 from specgen import demo
@@ -20,9 +23,6 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import Model, TrainableExit
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.early_exit import EarlyExit
-from specgen.engine.parts.exit_files import WEIGHTS, Description, load_exit, save_exit
-from specgen.train.exit_training import exit_outputs
-from specgen.train.training_loop import autocast_for
 
 LENGTH = 20  # tokens; more than the sliding windows
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding import signals
+from specgen.decoding import logits_ops
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -97,13 +97,13 @@ def test_signals_are_those_of_the_whole_distribution(small: Translation) -> None
     assert own is not None
     token = output.logits[0].argmax()
     names = frozenset({"entropy", "top_prob", "prob"})
-    found = signals.compute(names, output.logits[0], token, unpenalised=own[0])
+    found = logits_ops.signals(names, output.logits[0], token, unpenalised=own[0])
     assert found["top_prob"].item() == pytest.approx(q[3].item(), rel=1e-5)
     merged = torch.tensor([q[1] + q[2], q[0], q[3]])
     assert found["entropy"].item() == pytest.approx(-(merged * merged.log()).sum().item(), rel=1e-4)
     assert found["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
     probs = output.logits[0].softmax(dim=-1)
-    drawn = signals.compute(names, output.logits[0], token, probs, unpenalised=own[0])
+    drawn = logits_ops.signals(names, output.logits[0], token, probs, unpenalised=own[0])
     assert drawn["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
 
 

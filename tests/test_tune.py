@@ -15,15 +15,14 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, TEXTS, PairOf, finished, real
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Settings, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.acceptance_calibration import AcceptanceCalibration
-from specgen.decoding.adaptive import AdaptiveInputs
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.length_policy import LengthPolicy
-from specgen.methods import factory
-from specgen.methods.table import METHODS, resolve
+from specgen.decoding.policy import LengthPolicy
+from specgen.methods import METHODS, resolve, runs
+from specgen.methods.acceptance_calibration import AcceptanceCalibration
+from specgen.methods.adaptive import AdaptiveInputs
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
-from specgen.tune.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, trees
+from specgen.tune.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, searched_grid
 from specgen.tune.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
 from specgen.tune.recorded_drafts import Recorder, ReferenceOutput, mean_acceptance, record_reference
 from specgen.tune.request import Deadline, TuningRequest
@@ -139,13 +138,13 @@ def test_a_random_policy_draws_other_numbers_in_each_simulated_run(
 ) -> None:
     """But the same ones when the simulation is repeated."""
     seeds: list[int] = []
-    make_policy = factory.make_policy
+    make_policy = runs.make_policy
 
     def recorded(settings: Settings, seed: int, adaptive: AdaptiveInputs | None) -> LengthPolicy:
         seeds.append(seed)
         return make_policy(settings, seed, adaptive)
 
-    monkeypatch.setattr(factory, "make_policy", recorded)
+    monkeypatch.setattr(runs, "make_policy", recorded)
     found = [simulate(measurements, "beta-ts", {"alpha": 2}) for _ in range(2)]
     assert found[0].drafted == found[1].drafted
     assert found[0].new_tokens == 3 * sum(len(reference.token_ids) for reference in measurements.references)
@@ -210,7 +209,7 @@ def test_when_sampling_the_acceptance_probability_is_the_overlap(pair_of: PairOf
 
 @pytest.mark.parametrize("name", [*SIMULATED, *SEARCHED])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
-    settings = [*grid(name), *(trees() if name == "sd" else ())]
+    settings = [*grid(name), *searched_grid(name)]
     assert len({written(name, given) for given in settings}) == len(settings)
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)

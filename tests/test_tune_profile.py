@@ -23,6 +23,7 @@ from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
 import specgen
+from specgen import methods
 from specgen.base import files
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
@@ -30,8 +31,7 @@ from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune.outcome import Candidate, TuningOutcome

@@ -17,8 +17,7 @@ from rich.console import Console
 from traces import WORDS
 
 from specgen.base.energy import Energy
-from specgen.base.json_lines import json_line
-from specgen.base.sanitize import inline, one_line, streamed
+from specgen.base.text import inline, json_line, one_line, streamed
 from specgen.base.types import Draft, Round, Verdict
 from specgen.pair.figures import Summary
 from specgen.view import theme

@@ -10,8 +10,8 @@ from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, TokenStatus, Verdict
-from specgen.decoding import logits_ops, verifiers
-from specgen.decoding.verifiers import GreedyVerifier, RejectionSampling
+from specgen.decoding import logits_ops
+from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 
 
@@ -105,7 +105,7 @@ def test_candidates_that_were_not_drawn_keep_the_targets_distribution(
 ) -> None:
     """By enumeration of a chain's draws and the verifier's, with tokens drawn where needed or all at once as on a GPU."""
     target, draft, sampling = SmallRunner(1), SmallRunner(5), SamplingParams(temperature=1.0)
-    monkeypatch.setattr(verifiers, "_draws_one_by_one", lambda logits: one_by_one)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", one_by_one)
     verifier, generator = RejectionSampling(sampling, torch.device("cpu"), 0), torch.Generator()
 
     def round_() -> tuple[int, ...]:

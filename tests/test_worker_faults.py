@@ -23,7 +23,7 @@ from specgen.base.heartbeat import LONGEST_SILENCE, SilenceWatch
 from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
-from specgen.workers.thread_worker import ThreadWorker
+from specgen.workers.worker import DraftWorker
 
 GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True)
 
@@ -159,9 +159,9 @@ def test_a_worker_leaves_with_its_parent_though_the_message_it_reads_never_ends(
 # ------------------------------------------------------------------ closing
 
 
-def thread_run() -> tuple[ThreadWorker, Iterator[Any]]:
+def thread_run() -> tuple[DraftWorker, Iterator[Any]]:
     runner = TableRunner(0)
-    worker = ThreadWorker(runner)  # type: ignore[arg-type]
+    worker = DraftWorker.in_this_process(runner)  # type: ignore[arg-type]
     run = scripted_run("pearl", {"window": 3}, runner, runner, SamplingParams(max_new_tokens=40), worker=worker)
     rounds = run.rounds()
     next(rounds), next(rounds)

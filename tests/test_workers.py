@@ -19,9 +19,9 @@ from runner_checks import every
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Round, SamplingParams
-from specgen.methods import table as methods
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
 

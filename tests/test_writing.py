@@ -13,15 +13,15 @@ import torch
 from families import EOS, LETTERS, make_model, make_tokenizer, plain, save
 from runner_checks import RUN_BY, few
 from safetensors.torch import load_file, save_file
-from training_helpers import TINY, Recorder, corpus_of, opened
-
-from specgen.base.errors import SpecgenError
 from specgen.train.batched_generation import continuations
-from specgen.train.corpus import CYCLE, Corpus, Part
 from specgen.train.exit_training import train_exit
 from specgen.train.generated_text import GeneratedText, generate_texts, load_batches, save_batch
 from specgen.train.text_generation import Purpose, TextGeneration, largest_batch
 from specgen.train.training_task import TrainingStopped, TrainingTask
+from training_helpers import TINY, Recorder, corpus_of, opened
+
+from specgen.base.errors import SpecgenError
+from specgen.train.corpus import CYCLE, Corpus, Part
 
 
 @pytest.fixture(scope="module")

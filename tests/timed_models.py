@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specgen.base.types import Context, Draft
-from specgen.decoding.length_policy import Always
+from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 
 
@@ -27,7 +27,7 @@ class SlowTarget:
 class SlowDrafter:
     """Reports a fixed time per token without waiting."""
 
-    policy = Always()
+    policy = LengthPolicy()
 
     def __init__(self, token: float) -> None:
         self.token, self.seconds, self.closed = token, 0.0, False

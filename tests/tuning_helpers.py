@@ -13,7 +13,7 @@ from specgen.cli.app import app
 from specgen.compare.prompts import Prompt
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.learned_drafting import Learned
+from specgen.methods.learned_drafting import Learned
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome

@@ -1,5 +1,5 @@
-"""Reads and writes files: atomic replacement, checks that a file can be written before long work starts, locks, and YAML from
-untrusted sources. Imports no torch."""
+"""Files and the user's folders: atomic replacement, checks that a file can be written before long work starts, locks, and the
+names of what specgen keeps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import stat
 import sys
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from hashlib import sha256
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError, SpecgenError
 
-_RACES = 1000  # an output may be replaced by another process between two looks at it
-_DEEPEST = 20  # levels of nesting allowed in YAML; specgen's own files need six
-_LONG_NUMBER = re.compile(r"[-+]?\d[\w:.]{100,}", re.ASCII)  # Python does not print integers of thousands of digits
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # of a folder: no file can be added, but one that exists may be writable
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+EXIT_WEIGHTS = "exit.safetensors"
+HEAD_DESCRIPTION = "head.yaml"
 _STREAMS = {"/dev/stdout": 1, "/dev/fd/1": 1, "/proc/self/fd/1": 1, "/dev/stderr": 2, "/dev/fd/2": 2, "/proc/self/fd/2": 2}
-_LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
-_LOCK_OFFSET = 1 << 62  # beyond the end of any file: on Windows, a locked byte cannot be read by others
 
 
 @contextmanager
@@ -32,25 +32,31 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
     So `path` is always complete, the old file or the new one, even after a kill, with a full disk or with two writers at once.
     A symbolic link stays, and the file that it names is replaced; permissions stay too. What is not a regular file (a device, a
-    FIFO), and a file in a folder where none can be created, is written to and not replaced. Raises OSError.
+    FIFO) is written to and not replaced. Raises OSError.
     """
     stream = own_stream(path)
-    target = None if stream is not None else _replaceable(path)
-    part = None if target is None else _new_part(target)
-    if target is None or part is None:
+    if stream is not None or not _is_replaceable(path):
         with path.open("wb") if stream is None else BufferedWriter(stream) as file:
             yield file
         return
+    target = Path(os.path.realpath(path))
+    descriptor, part = tempfile.mkstemp(dir=target.parent, prefix=".specgen-", suffix=".part")
     try:
-        with part.open("wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _copy_permissions(target, part)
+        os.chmod(part, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
         os.replace(part, target)
     except BaseException:
-        part.unlink(missing_ok=True)
+        Path(part).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def own_stream(path: Path) -> FileIO | None:
@@ -65,55 +71,17 @@ def own_stream(path: Path) -> FileIO | None:
     return FileIO(os.dup(_STREAMS[str(path)]), "w")
 
 
-def _replaceable(path: Path) -> Path | None:
-    """Returns the file that `path` names, without symbolic links, if it is a regular file or does not exist yet. None for all
-    else, and for a file that is open but has no name (such as /dev/fd/3 of a deleted file)."""
+def _is_replaceable(path: Path) -> bool:
+    """Whether `path` names a regular file, or none yet. An open file that has lost its name, such as /dev/fd/3, is none."""
     target = Path(os.path.realpath(path))
-    for _ in range(_RACES):
-        try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):
-                return None
-            if os.path.samestat(found, target.stat()):
-                return target
-        except FileNotFoundError:
-            return target if not path.exists() else None
-    return None  # not another process's replacement each time: the name belongs to another file
+    return not path.exists() or (path.is_file() and target.exists() and path.samefile(target))
 
 
-def _new_part(target: Path) -> Path | None:
-    """Creates an empty temporary file in `target`'s folder. None if the folder takes no files, but `target` may be writable."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".specgen-", suffix=".part")
-    except OSError as error:
-        if error.errno in _CLOSED and target.exists():
-            return None
-        raise
-    os.close(descriptor)
-    return Path(name)
-
-
-def _copy_permissions(target: Path, part: Path) -> None:
-    """Gives the temporary file `part`, which only its owner can read, the permissions of `target` or of a new file."""
-    try:
-        found = target.stat()
-    except FileNotFoundError:
-        mask = os.umask(0)
-        os.umask(mask)
-        part.chmod(0o666 & ~mask)
-        return
-    if hasattr(os, "chown"):
-        with suppress(OSError):  # only an administrator may keep another user's file theirs
-            os.chown(part, found.st_uid, found.st_gid)
-    part.chmod(stat.S_IMODE(found.st_mode))
-
-
-def write_whole(path: Path, text: str, errors: str = "strict") -> None:
-    """Writes `text` to `path` in UTF-8 and atomically (see `whole_file`). Creates the folder if it is missing. `errors` is the
-    error handler of `str.encode`. Raises OSError."""
+def write_whole(path: Path, text: str) -> None:
+    """Writes `text` to `path` in UTF-8 and atomically (see `whole_file`). Creates the folder if it is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(text.encode("utf-8", errors))
+        file.write(text.encode())
 
 
 def write_pieces(path: Path, pieces: Iterable[str]) -> None:
@@ -130,33 +98,30 @@ def check_writable(path: Path, what: str) -> None:
     """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
     changed. `what` names the file in messages."""
     named, hint = f"cannot write the {what} {path}", "Name another file"
+    if str(path) in _STREAMS:
+        return
     try:
-        if (stream := own_stream(path)) is not None:
-            stream.close()
-            return
-        if path.is_socket():
-            raise SpecgenError(f"{named}: it is a socket", hint)
-        target = _replaceable(path)
         if path.is_dir():
             raise SpecgenError(f"{named}: it is a folder", "Name a file in it")
-        if target is not None and not target.parent.is_dir():
+        if path.is_socket():
+            raise SpecgenError(f"{named}: it is a socket", hint)
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
             raise SpecgenError(f"{named}: there is no folder {path.parent}", "Create it first, or name another")
-        part = None if target is None else _new_part(target)
+        if _is_replaceable(path):
+            tempfile.TemporaryFile(dir=folder).close()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpecgenError
         raise kind(f"{named}: {_reason(error)}", hint) from error
-    if part is not None:
-        part.unlink(missing_ok=True)
-    elif not os.access(path, os.W_OK):
-        raise SpecgenError(f"{named}: {os.strerror(errno.EACCES)}", hint)
 
 
 def make_writable_folder(folder: Path) -> None:
     """Creates a folder if it is missing. Raises SpecgenError if it cannot be created, or if no file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         message = f"cannot write to the folder {folder}: {_reason(error)}"
         raise SpecgenError(message, "Name another one with --out") from error
@@ -180,55 +145,104 @@ def file_identity(path: Path) -> Hashable:
         except (OSError, ValueError):
             return str(target)
         return folder.st_dev, folder.st_ino, os.path.normcase(target.name)
-    if stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or stat.S_ISDIR(found.st_mode):
-        return found.st_dev, found.st_ino
-    return None
+    return (found.st_dev, found.st_ino) if not stat.S_ISCHR(found.st_mode) and not stat.S_ISBLK(found.st_mode) else None
 
 
-def take_lock(file: FileIO) -> bool:
-    """Takes the advisory lock of a file that is open for writing. It ends when the file is closed or the process ends.
+def take_lock(path: Path) -> FileLock | None:
+    """Takes the lock of a file to write, which ends with `release` or with the process. None if another process has it.
 
-    Returns False if another process has it. Returns True without a lock if the platform or the file system has none, as some
-    network file systems.
+    The lock is a file in the folder of caches, so it is seen by the processes of this user on this machine.
     """
+    from filelock import FileLock, Timeout
+
+    name = sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    folder = cache_folder() / "locks"
+    lock = FileLock(folder / f"{name}.lock")
     try:
-        if sys.platform == "win32":
-            import msvcrt
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    except (OSError, NotImplementedError):  # a folder that cannot be written, a file system without locks
+        pass
+    return lock
 
-            file.seek(_LOCK_OFFSET)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            file.seek(0)
-        else:
-            import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        return True
-    except OSError as error:
-        return error.errno not in _LOCKED
-    return True
+def examples_file() -> Path:
+    """The path of `examples.yaml`, the prompts for the bundled pair of demo models: in the installed package, or at the top of a
+    source checkout."""
+    package = Path(__file__).parent.parent
+    inside = package / "examples.yaml"
+    return inside if inside.is_file() else package.parent / "examples.yaml"
+
+
+def data_folder() -> Path:
+    """The folder for tuning profiles and trained parts of models: the environment variable `SPECGEN_DATA`, or if it is not set a
+    folder in the user's data folder."""
+    return _user_folder("SPECGEN_DATA", "Application Support/specgen", "specgen/Data", "XDG_DATA_HOME", ".local/share")
+
+
+def cache_folder() -> Path:
+    """The folder for cached measurements, which can be deleted and measured again: the environment variable `SPECGEN_CACHE`, or
+    if it is not set a folder in the user's cache folder."""
+    return _user_folder("SPECGEN_CACHE", "Caches/specgen", "specgen/Cache", "XDG_CACHE_HOME", ".cache")
+
+
+def _user_folder(override: str, on_macos: str, on_windows: str, xdg_variable: str, xdg_default: str) -> Path:
+    if own := os.environ.get(override):
+        return Path(own)
+    home = Path(os.path.expanduser("~"))  # unlike Path.home(), works for a user without a home folder
+    if sys.platform == "darwin":
+        return home / "Library" / on_macos
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / on_windows
+    return Path(os.environ.get(xdg_variable) or home / xdg_default) / "specgen"
+
+
+def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path:
+    """The folder for what belongs to a pair of models, such as tuning profiles. Its name contains the models' names and the
+    fingerprint of the target's weights. `draft` is None if there is no draft model."""
+    names = "+".join(readable(name) for name in (target, draft) if name is not None)
+    return data_folder() / "pairs" / f"{names}-{target_fingerprint}"
+
+
+def exit_folder(target: str, target_fingerprint: str) -> Path:
+    """The folder for a target's exit layer: a trained layer after the target's first layers, so that they can draft. It does not
+    depend on the draft model."""
+    return pair_folder(target, target_fingerprint, None)
+
+
+def kept_exit(target: str, target_fingerprint: str) -> Path | None:
+    """The folder with the exit layer that was trained on this machine for a target with these weights. None if there is none."""
+    return _kept(exit_folder(target, target_fingerprint), target_fingerprint, EXIT_WEIGHTS)
+
+
+def head_folder(kind: str, target: str, target_fingerprint: str) -> Path:
+    """The folder for a target's trained head of a kind: `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
+    return pair_folder(target, target_fingerprint, None) / "heads" / kind
+
+
+def kept_head(kind: str, target: str, target_fingerprint: str) -> Path | None:
+    """The folder with the head that was trained on this machine for a target with these weights. None if there is none."""
+    return _kept(pair_folder(target, target_fingerprint, None), target_fingerprint, f"heads/{kind}/{HEAD_DESCRIPTION}")
+
+
+def _kept(own: Path, target_fingerprint: str, name: str) -> Path | None:
+    """The folder with the file `name` of a target: in its folder `own`, or in that of the same weights under another name."""
+    if (own / name).is_file():
+        return (own / name).parent
+    others = own.parent.glob(f"*-{target_fingerprint}/{name}")  # such as another path
+    return next((path.parent for path in sorted(others)), None)
+
+
+def readable(name: str) -> str:
+    """A model's name as part of a file name: the last two parts of its path, with only letters, digits, dots, underscores and
+    dashes."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]
 
 
 def load_yaml(text: str) -> Any:
-    """Parses a YAML document from an untrusted source with a safe loader and returns its content.
-
-    Aliases (which can expand without limit), deep nesting and very long numbers are refused. Raises yaml.YAMLError, with the
-    position if it is known, and ValueError for a value that does not fit its tag or a date that does not exist.
-    """
+    """Parses a YAML document with a safe loader. Raises yaml.YAMLError and ValueError. Use `schema.read` instead."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version is ten times as fast
-    depth = 0
-    for event in yaml.parse(text, Loader=loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        position: Any = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
-        if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or event.tag) and _LONG_NUMBER.fullmatch(event.value):
-            raise yaml.MarkedYAMLError(problem=f"a number of {len(event.value):,} digits", problem_mark=position)
-        if depth > _DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
-    try:
-        return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
-    except (KeyError, IndexError, AttributeError, TypeError) as error:  # for `!!bool maybe`, `!!int ''`
-        raise ValueError("a value does not fit its tag") from error
+    return yaml.safe_load(text)

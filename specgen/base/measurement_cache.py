@@ -13,8 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from specgen.base.files import write_whole
-from specgen.base.paths import cache_folder
+from specgen.base.files import cache_folder, write_whole
 
 
 def find(kind: str, key: Mapping[str, Any]) -> Any:

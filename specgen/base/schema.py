@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LARGEST = 4 << 20  # bytes of a file that `read` takes
 _DEEPEST = {"YAML": 20, "JSON": 100}  # levels of nesting; specgen's own files need six
 _LONG_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64 or int64
+_HUGE = re.compile(r"[-+]?\d[\w:.]{100,}", re.ASCII)  # Python does not print integers of thousands of digits
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
     try:
         return cast(T, _adapter(cast(Hashable, kind)).validate_json(text, strict=True))
     except ValidationError as error:
-        raise SpecgenError(f"{where}: {_first_problem(error)}", hint) from error
+        raise SpecgenError(f"{where}{_first_problem(error)}", hint) from error
 
 
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
@@ -116,6 +117,8 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
             position: Any = event.start_mark
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _HUGE.fullmatch(event.value):
+                raise yaml.MarkedYAMLError(problem=f"a number of {len(event.value):,} digits", problem_mark=position)
             if depth > _DEEPEST["YAML"]:
                 raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST['YAML']} levels of nesting", problem_mark=position)
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
@@ -136,12 +139,14 @@ def _adapter(kind: Hashable) -> TypeAdapter[Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem in a pydantic validation error as one line of text: the key, the problem and the invalid value."""
+    """The first problem in a pydantic validation error as the end of a line: the key, the problem and the invalid value."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return f" is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] not in ("missing", "value_error"):
         what += f" (it is {shown(first['input'])})"
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), what)))
+    return "".join(f": {text}" for text in (".".join(map(str, first["loc"])), what) if text)
 
 
 def shown(value: object) -> str:

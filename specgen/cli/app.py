@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from specgen.base.environment import WAIT_PASSIVELY, __version__, launch
+from specgen.base.interrupts import interrupts
+from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
 from specgen.cli.compare import compare
 from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
-from specgen.cli.interrupts import interrupt_watch
 from specgen.cli.tune import tune
 
 _NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
@@ -100,7 +100,7 @@ def _main_of_ranks() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
     end = None
     try:
-        with interrupt_watch():
+        with interrupts.watched():
             from specgen.engine.spread import processes  # imports torch, which takes seconds
 
             end = processes.end
@@ -118,7 +118,6 @@ def _main_of_ranks() -> int:
 def _main() -> int:
     """Runs the `specgen` command and returns its exit code."""
     _prepare_streams()
-    _remove_impossible_sizes()
     try:
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -130,14 +129,6 @@ def _main() -> int:
             raise
         code = usage_error(error)
     return code if isinstance(code, int) else 0
-
-
-def _remove_impossible_sizes() -> None:
-    """Removes impossible sizes of the terminal from the environment, on which Rich and Typer fail."""
-    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
-        value = os.environ.get(name, "1")
-        if not (value.isascii() and value.isdecimal() and len(value) <= 4 and int(value) > 0):
-            del os.environ[name]
 
 
 def _prepare_streams() -> None:

@@ -58,7 +58,7 @@ def compare(
     display: options.OutputOptions,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
-    from specgen.base.paths import examples_file
+    from specgen.base.files import examples_file
     from specgen.cli import overlap_notice, profile_lookup
     from specgen.cli.compare_run import Comparison
     from specgen.cli.model_options import open_pair

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from specgen.base.environment import versions
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import write_pieces
-from specgen.base.json_lines import print_json
+from specgen.base.interrupts import interrupts
+from specgen.base.machine import versions
+from specgen.base.text import print_json
 from specgen.cli.error_reporting import INTERRUPTED, report
-from specgen.cli.interrupts import Interrupts
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.machine_description import describe
 from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
@@ -52,8 +52,7 @@ class Comparison:
         display: OutputOptions,
     ) -> None:
         self._pair, self._config, self._output, self._display = pair, config, output, display
-        self._interrupts = Interrupts()
-        self._runner = Runner(pair, config, self._write_trace, self._interrupts.held)
+        self._runner = Runner(pair, config, self._write_trace, interrupts.held)
         self.results = self._runner.results
         self._runner.check()
         self._trace = trace
@@ -76,7 +75,7 @@ class Comparison:
         far are written before the error is raised."""
         interrupted, costs = False, None
         failure: SpecgenError | None = None
-        with self._interrupts as interrupts:
+        with interrupts.caught():
             try:
                 with Progress(self._err, quiet=self._display.quiet) as progress:
                     for step in self._runner.steps():

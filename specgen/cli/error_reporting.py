@@ -13,9 +13,8 @@ from typing import ParamSpec, TextIO
 import typer
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.input_files import waits_reported
-from specgen.base.sanitize import one_line
-from specgen.cli.interrupts import interrupt_watch
+from specgen.base.interrupts import interrupts
+from specgen.base.text import one_line
 
 INTERRUPTED = 130
 _LONGEST = 1000  # characters of a message
@@ -32,7 +31,7 @@ def reported(command: Callable[P, int | None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with interrupt_watch(), waits_reported(_note):
+            with interrupts.watched():
                 code = command(*args, **kwargs) or 0
             sys.stdout.flush()
         except SpecgenError as error:
@@ -74,11 +73,6 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
             line.rstrip()
             out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
             lead = " " * len(lead)
-
-
-def _note(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _brief(message: str) -> str:

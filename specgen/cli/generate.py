@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.input_files import waiting_for
+from specgen.base.interrupts import interrupts
 from specgen.base.settings import parse_pairs
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.interrupts import Interrupts
 from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
-from specgen.methods import table as methods
 from specgen.methods.method import Method
-from specgen.methods.missing_parts import no_draft_model, no_exit_layer, no_head
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,8 +84,7 @@ def generate(
         choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
         request, run = _prepared(pair, formatted, choice, params, err, record=record, quiet=quiet)
-        with closing(OutputWriter(pair, request, run, output, choice.tuned, trace)) as writer:
-            return _run(run, writer, Progress(err, quiet=quiet))
+        return _run(run, OutputWriter(pair, request, run, output, choice.tuned, trace), Progress(err, quiet=quiet))
 
 
 def _prepared(
@@ -110,7 +107,7 @@ def _prepared(
         request = pair.request(prompt, choice.method, sampling, record=record, **choice.settings)
         pair.prepare(request)
         run = pair.run(request)
-    if (unused := pair.heads.unused(chosen)) is not None and not quiet:
+    if (unused := pair.parts.unused(chosen)) is not None and not quiet:
         err.print(Text(unused), soft_wrap=True)
     return request, run
 
@@ -127,12 +124,10 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
         hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
         raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
     chosen = methods.find(name)
-    if chosen.needs_draft_model and not models.has_draft:
-        raise no_draft_model(chosen)
-    if chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer:
-        raise no_exit_layer(chosen, models.target)
-    if chosen.head and "head" not in given and models.lacks_head(chosen.head):
-        raise no_head(chosen, models.target)
+    lacks_model = chosen.needs_draft_model and not models.has_draft
+    lacks_exit = chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer
+    if lacks_model or lacks_exit or (chosen.head and "head" not in given and models.lacks_head(chosen.head)):
+        raise chosen.without_part(models.target)
     return chosen
 
 
@@ -155,8 +150,7 @@ def _standard_input(*, requested: bool) -> str:
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
-    with waiting_for("the prompt on standard input"):
-        data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
+    data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
     if len(data) > LONGEST_PROMPT:
         raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
     try:
@@ -172,7 +166,7 @@ def _run(run: Run, writer: OutputWriter, progress: Progress) -> int | None:
     from specgen.view.progress import reading_prompt
 
     interrupted = False
-    with Interrupts() as interrupts:
+    with interrupts.caught():
         try:
             with interrupts.held():
                 writer.start()

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.json_lines import print_json
+from specgen.base.text import print_json
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
-from specgen.methods import table as methods
 
 _trace = partial(typer.Option, rich_help_panel="Recorded runs")
 _pair = partial(typer.Option, rich_help_panel="A pair of models")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specgen.base.json_lines import print_json
+from specgen.base.text import print_json
 from specgen.cli.model_options import ModelOptions, disable_hub_progress, open_pair
 from specgen.cli.options import OutputOptions
 from specgen.view import pair_report as view

@@ -11,8 +11,7 @@ from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_pieces
-from specgen.base.json_lines import print_json
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line, print_json
 from specgen.cli.options import OutputOptions
 from specgen.cli.output_checks import check_outputs
 from specgen.traces.reader import TracedRun, read_trace

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import kept_exit, kept_head
+from specgen.base.files import kept_exit, kept_head
+from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli import options
-from specgen.cli.interrupts import interrupt_watch
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,7 +143,7 @@ def open_pair(
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.pair.loading import load
 
-        interrupt_watch.check()
+        interrupts.check()
         pair = load(**asdict(models), announce=loading.announce, process=process)
         if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
             pair = tuned_draft(pair, process)
@@ -153,8 +153,9 @@ def open_pair(
             pair.load_draft()
         loading.announce("warming up")
         pair.warm_up()
-        interrupt_watch.check()
-    for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
+        interrupts.check()
+    doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+    for warning in (*doubts, getattr(pair.draft, "warning", None)):
         if warning is not None and not quiet:
             err.print(Text(f"warning: {warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many

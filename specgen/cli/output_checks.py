@@ -30,8 +30,6 @@ def check_outputs(
     """
     if not any(outputs.values()):
         return
-    from specgen.view import theme  # imports Rich
-
     written: dict[Hashable, str] = {}
     streams = _redirected()
     read = [*inputs, *(_of_models(models) if models is not None else ())]
@@ -50,8 +48,6 @@ def check_outputs(
         for name, other in read:
             if other is not None and _is_read(path, other):
                 raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
-        if Path(os.path.realpath(path)).is_fifo():  # not for a pipe that the shell has opened, such as /dev/fd/63
-            theme.console(stderr=True).print(f"{option}: waiting for a program that reads the FIFO {path}")
 
 
 def _is_read(path: Path, given: Path) -> bool:

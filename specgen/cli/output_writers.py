@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError
-from specgen.base.json_lines import print_json
+from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
 from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
@@ -17,8 +17,8 @@ from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
-    from specgen.decoding.parallel import Parallel
     from specgen.decoding.run import Run
+    from specgen.methods.pearl_schedule import Parallel
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
 
@@ -114,11 +114,6 @@ class OutputWriter:
             self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
-
-    def close(self) -> None:
-        """Ends the energy measurement of a run that failed. The trace belongs to the caller."""
-        if self._meter is not None:
-            self._meter.close()
 
     @property
     def _records(self) -> bool:

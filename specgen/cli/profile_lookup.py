@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.paths import EXIT_WEIGHTS, pair_folder
+from specgen.base.files import EXIT_WEIGHTS, pair_folder
 from specgen.base.settings import written
-from specgen.methods import table as methods
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams

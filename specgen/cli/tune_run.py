@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import make_writable_folder
-from specgen.base.json_lines import print_json
-from specgen.base.paths import data_folder
-from specgen.base.sanitize import print_result
+from specgen.base.files import data_folder, make_writable_folder
+from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
 from specgen.cli import overlap_notice, profile_lookup
 from specgen.cli.model_options import ModelOptions, open_pair
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
-from specgen.methods import table as methods
-from specgen.methods.missing_parts import no_draft_model
 from specgen.tune import export as exports
 from specgen.tune.request import BY_SPEED, Objective
 from specgen.view import tune_report as view
@@ -84,7 +81,7 @@ class TuneRequest:
         known = [methods.find(name) for name in self.names or methods.METHODS]
         usable = [method for method in known if has_draft or not method.needs_draft_model]
         if all(method.name == "ar" for method in usable) and len(usable) < len(known):
-            raise no_draft_model(next(method for method in known if method.needs_draft_model))
+            raise next(method for method in known if method.needs_draft_model).without_part(None)
         engine = self.export
         if engine is not None and not any(method.name in exports.ENGINES[engine].methods for method in usable):
             without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
@@ -221,7 +218,8 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
 
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     draft = None if pair.draft is None else pair.draft.name
-    heads = {kind: exports.ExportedHead(str(folder), name) for kind, (folder, name) in pair.heads.named_elsewhere().items()}
+    found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
+    heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
     made = exports.export(
         engine,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.base.types import PHASES
 from specgen.compare.ranking import ranked
 from specgen.compare.results import Figures, MethodResult, Prediction

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
 from specgen.compare.baselines import BASELINES, baseline_settings
-from specgen.methods import table as methods
 
 REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"
@@ -60,7 +60,8 @@ class MethodSpec:
         if self.is_baseline:
             return self.name, baseline_settings(self.name, self.settings)
         method = methods.find(self.name)
-        return method.drafter, method.verifier, method.schedule, methods.resolve(method, self.settings)
+        settings = methods.resolve(method, self.settings)
+        return method.needs, method.drafter, method.verifier, method.schedule, settings.policy, settings.values
 
     @property
     def drafts_chains(self) -> bool:

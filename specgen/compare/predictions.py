@@ -12,7 +12,7 @@ from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Prediction, Results, Run, median_runs
 from specgen.decoding.costs.round_costs import Curve
 from specgen.decoding.costs.speedup import eesd_speedup
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair

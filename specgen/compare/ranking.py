@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.compare.results import MethodResult
-from specgen.methods.missing_parts import WITHOUT_A_DRAFT
+from specgen.methods.method import WITHOUT_A_DRAFT
 
 NOT_RUN = "not run"
 FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow

@@ -9,8 +9,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from specgen.base.environment import versions
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import versions
 from specgen.base.types import PHASES
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run

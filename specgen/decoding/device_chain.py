@@ -11,9 +11,8 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops, signals
-from specgen.decoding.distributions import Distributions
-from specgen.decoding.length_policy import DraftedToken
+from specgen.decoding import logits_ops
+from specgen.decoding.policy import DraftedToken
 from specgen.engine.model_runner import ModelRunner
 
 _ROWS = 16  # tokens; the host reads them before more are chosen
@@ -53,26 +52,19 @@ class DeviceChooser:
             self.row = torch.zeros(1, dtype=torch.int64, device=device)
             self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
             self.table = torch.zeros(_ROWS, 3 + self._likeliest, dtype=torch.float64, device=device)  # exact for tokens
-            width = logits_ops.few_tokens(self._sampling, rule.vocab_size) if device.type != "cpu" else 0
-            self._in_few = width > 0
-            self.drawn_from: Distributions | None = None
-            if rule.keeps_probs:
-                ids = torch.zeros(_ROWS, width, dtype=torch.int64, device=device) if width else None
-                self.drawn_from = Distributions(torch.zeros(_ROWS, width or rule.vocab_size, device=device), ids)
+            self.drawn_from = torch.zeros(_ROWS, rule.vocab_size, device=device) if rule.keeps_probs else None
         self.state: Sequence[torch.Tensor] = [self.row]
 
     def __call__(self, logits: torch.Tensor) -> None:
         logits, probs = logits[:, : self._vocab_size], None
         if self._sampling.greedy:
-            token = index = logits.argmax(dim=-1)
+            token = logits.argmax(dim=-1)
         else:
-            found = Distributions.of(logits, self._sampling, in_few=self._in_few)
-            probs = found.probs
-            index = logits_ops.draw_at(probs, self.point)
-            token = found.ids(index)
+            probs = logits_ops.warp(logits, self._sampling)
+            token = logits_ops.draw_at(probs, self.point)
             if self.drawn_from is not None:
-                self.drawn_from.write(self.row, found)
-        numbers = signals.compute(_STATISTICS, logits, index, probs)
+                self.drawn_from.index_copy_(0, self.row, probs)
+        numbers = logits_ops.signals(_STATISTICS, logits, token, probs)
         row = torch.stack([token.double(), numbers["entropy"].double(), numbers["top_prob"].double()], dim=1)
         if self._likeliest:
             row = torch.cat((row, logits_ops.likeliest(logits, self._likeliest).double()), dim=1)
@@ -108,7 +100,7 @@ class DeviceChain:
         self._eos_ids, self._vocab_size = eos_ids, vocab_size
         self._tokens: list[int] = []
         self._statistics: list[tuple[float, float]] = []  # entropy and top probability
-        self._kept: list[Distributions] = []
+        self._kept: list[torch.Tensor] = []
         self._rows = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
 
     def append(self) -> DraftedToken:
@@ -138,8 +130,7 @@ class DeviceChain:
         entropies, top_probs = zip(*statistics, strict=True)
         probs = None
         if self._kept:
-            drawn_from = Distributions.joined(self._kept).first(len(tokens))
-            probs = logits_ops.pad_probs(drawn_from.dense(self._rule.vocab_size), self._vocab_size)
+            probs = logits_ops.pad_probs(torch.cat(self._kept)[: len(tokens)], self._vocab_size)
         reason = reason if end is None else "eos"
         return Draft.chain(tokens, probs=probs, entropies=entropies, top_probs=top_probs, stop_reason=reason)
 
@@ -154,5 +145,5 @@ class DeviceChain:
             self._statistics.append((entropy, top_prob))
             self.likeliest.append(list(map(int, likeliest)))
         if (table := self._chooser.drawn_from) is not None:
-            self._kept.append(Distributions.joined([table.first(self._rows)]))  # a copy
+            self._kept.append(table[: self._rows].clone())
         self._rows = 0

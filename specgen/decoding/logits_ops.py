@@ -10,63 +10,24 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import SamplingParams
+from specgen.decoding.policy import Signals
 from specgen.engine.devices import move
 
-TIES = 64  # further tokens that may have the k-th largest logit, too, and are sorted with the top k
+_TIES = 64  # further tokens that may have the k-th largest logit, too, and are sorted with the top k
 _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Computes the distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as in transformers.
 
-    Tokens whose logit equals the k-th largest are kept, on a GPU at most `TIES` of them. Tokens cut by top-k or top-p have
-    probability exactly 0.
+    Tokens whose logit equals the k-th largest are kept. Tokens cut by top-k or top-p have probability exactly 0.
     """
-    if keeps_few(logits, sampling):
-        probs, tokens = warp_top(logits, sampling)
-        return probs.new_zeros(logits.shape).scatter_(-1, tokens, probs)
-    scores = _divided(logits, sampling.temperature)
+    scores = logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         weakest = scores.topk(sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < weakest, -torch.inf)
     probs = scores.softmax(dim=-1)
     return _nucleus(probs, sampling.top_p, sampling.top_k) if sampling.top_p < 1 else probs
-
-
-def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the logits in float32, divided by the temperature: on a GPU in one operator."""
-    if temperature == 1:
-        return logits.float()
-    if logits.is_cpu or logits.dtype == torch.float32:
-        return logits.float() / temperature
-    return logits / torch.full((1,), temperature, device=logits.device)  # float32, unlike with a Python number
-
-
-def few_tokens(sampling: SamplingParams, vocab_size: int) -> int:
-    """Returns the number of tokens to compute with on a GPU instead of the whole vocabulary, see `warp_top`; 0 if all."""
-    return sampling.top_k + TIES if 0 < sampling.top_k < vocab_size - TIES else 0
-
-
-def keeps_few(logits: torch.Tensor, sampling: SamplingParams) -> bool:
-    """Whether the distributions of these logits are computed for `few_tokens`: on a GPU."""
-    return not logits.is_cpu and few_tokens(sampling, logits.shape[-1]) > 0
-
-
-def warp_top(logits: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `warp` does as the probabilities of `top_k` + `TIES` tokens, and their ids in ascending order.
-
-    Both are [..., `top_k` + `TIES`]; some of the probabilities may be 0. Only finding these tokens takes the whole vocabulary.
-    """
-    scores, tokens = logits.topk(sampling.top_k + TIES)
-    scores = _divided(scores, sampling.temperature)
-    least = scores[..., sampling.top_k - 1 : sampling.top_k]
-    probs = scores.masked_fill(scores < least, -torch.inf).softmax(dim=-1)
-    if sampling.top_p < 1:
-        is_cut = probs.cumsum(dim=-1)[..., :-1] >= sampling.top_p
-        probs[..., 1:].masked_fill_(is_cut, 0.0)
-        probs = probs.div_(probs.sum(dim=-1, keepdim=True))
-    tokens, order = tokens.sort(dim=-1)
-    return probs.gather(-1, order), tokens
 
 
 def _nucleus(probs: torch.Tensor, top_p: float, top_k: int = 0) -> torch.Tensor:
@@ -79,8 +40,8 @@ def _nucleus(probs: torch.Tensor, top_p: float, top_k: int = 0) -> torch.Tensor:
         values, order = probs.sort(dim=-1, descending=True)
         values[..., 1:].masked_fill_(values.cumsum(dim=-1)[..., :-1] >= top_p, 0.0)
         return probs.scatter_(-1, order, values.div_(values.sum(dim=-1, keepdim=True)))
-    if 0 < top_k < vocabulary - TIES:
-        values, order = probs.topk(top_k + TIES)
+    if 0 < top_k < vocabulary - _TIES:
+        values, order = probs.topk(top_k + _TIES)
         return _cut(probs, values, order, values.cumsum(dim=-1) - values >= top_p)
     for width in (_HEAD, vocabulary) if vocabulary > _HEAD else (vocabulary,):  # a full sort dominates the time of sampling
         values, order = probs.topk(width)
@@ -97,26 +58,24 @@ def _cut(probs: torch.Tensor, values: torch.Tensor, order: torch.Tensor, is_cut:
     return kept.div_(kept.sum(dim=-1, keepdim=True))
 
 
-def draw(probs: torch.Tensor, generator: torch.Generator, tokens: torch.Tensor | None = None) -> torch.Tensor:
+def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Draws one token from each distribution [..., vocabulary], which need not sum to 1; -1 if it holds a NaN or only zeros.
 
-    With `tokens` [..., n], the ids of these tokens, the distributions are [..., n].
     Uses inversion, in float64 where the device supports it, so that rounding over a large vocabulary does not bias the draws.
     torch.multinomial draws one random number per token of the vocabulary, and its checks would synchronise a GPU.
     """
-    if probs.is_cpu and probs.shape[:-1].numel() == 1 and tokens is None:
+    if probs.is_cpu and probs.shape[:-1].numel() == 1:
         return torch.tensor(draw_on_cpu(probs.flatten(), generator)).view(probs.shape[:-1])
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     points = torch.rand(*probs.shape[:-1], 1, dtype=exact, device=probs.device, generator=generator)
-    return draw_at(probs, points, tokens)
+    return draw_at(probs, points)
 
 
-def draw_at(probs: torch.Tensor, points: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+def draw_at(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     """Returns the token of each distribution [..., vocabulary] at the `points` [..., 1] in [0, 1): `draw` with random numbers."""
     cumulative = probs.cumsum(dim=-1, dtype=points.dtype)
     total = cumulative[..., -1:]
     token = torch.searchsorted(cumulative, points * total, right=True).clamp_max_(probs.shape[-1] - 1)
-    token = token if tokens is None else tokens.gather(-1, token)
     return token.masked_fill_(~(total > 0), -1)[..., 0]
 
 
@@ -155,27 +114,6 @@ def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Pads draft distributions [..., draft vocabulary] with zeros to the target's `vocab_size`, if they are narrower."""
     missing = vocab_size - probs.shape[-1]
     return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
-
-
-def packed_width(sampling: SamplingParams, vocab_size: int) -> int:
-    """Returns how many probabilities of each row `pack` keeps with this top-k; 0 if packed rows would not be smaller."""
-    width = sampling.top_k + TIES
-    return width if sampling.top_k > 0 and 2 * width < vocab_size else 0
-
-
-def pack(probs: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the `width` largest of the probabilities [n, vocabulary], followed by their token ids: [n, 2 * `width`], float32.
-
-    Token ids are exact up to 2^24.
-    """
-    values, tokens = probs.topk(width)
-    return torch.cat((values, tokens.float()), dim=-1)
-
-
-def unpack(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns what was packed as probabilities [n, vocabulary]: 0 for tokens that are not in it."""
-    values, tokens = packed.chunk(2, dim=-1)
-    return packed.new_zeros(packed.shape[0], vocab_size).scatter_(-1, tokens.long(), values)
 
 
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
@@ -246,6 +184,50 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
     return token, abs(log(total) - weighted / total), 1 / total  # abs: rounding may leave either sign
 
 
+def signals(
+    names: Signals,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    predicted_acceptance: torch.Tensor | None = None,
+    unpenalised: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor [...] on the device.
+
+    `logits` [..., vocabulary] are the draft's, from which the tokens were chosen. `unpenalised` are its logits without penalties
+    (such as a repetition penalty); None if `logits` have none. `probs` [..., vocabulary] are the distributions that the tokens
+    were drawn from; None in greedy decoding.
+    `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest) are of the draft model's own
+    distribution: without penalties, at temperature 1, without top-k and top-p. `prob` is the token's probability in the
+    distribution it was chosen from: `probs`, or in greedy decoding `logits` at temperature 1, penalties included, as for
+    transformers' assisted generation. If `unpenalised` has further columns, for tokens that cannot be drafted, it is the token's
+    share of all of them. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
+    `entropy` and `top_prob` always come together.
+    """
+    found = {}
+    own = logits if unpenalised is None else unpenalised
+    if "entropy" in names or "top_prob" in names or ("prob" in names and probs is None and unpenalised is None):
+        found["entropy"], found["top_prob"] = entropy_and_top_prob(own)
+    if "prob" in names:
+        if probs is not None:  # gather: indexing with a tensor would synchronise with the host
+            found["prob"] = probs.gather(-1, tokens[..., None].clamp_min(0))[..., 0]
+        else:
+            found["prob"] = found["top_prob"] if unpenalised is None else entropy_and_top_prob(logits)[1]
+        if unpenalised is not None and (width := logits.shape[-1]) < unpenalised.shape[-1]:
+            found["prob"] = found["prob"] * unpenalised.float().softmax(dim=-1)[..., :width].sum(dim=-1)
+    if "margin" in names:
+        top = own.float().softmax(dim=-1).topk(2, dim=-1).values
+        found["margin"] = top[..., 0] - top[..., 1]
+    if "predicted_acceptance" in names and predicted_acceptance is not None:
+        found["predicted_acceptance"] = predicted_acceptance
+    return found
+
+
+def is_forbidden(logits: torch.Tensor) -> bool:
+    """Whether a row of logits [..., vocabulary] leaves no token: penalties forbid all."""
+    return bool((logits.amax(dim=-1) == -torch.inf).any())
+
+
 def bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Draws independent booleans that are true with these probabilities; false where a probability is NaN."""
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
@@ -274,17 +256,6 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
     kl = (q.exp() * (q.clamp_min(-1e30) - p.clamp_min(-1e30))).sum(dim=-1)
     both: list[list[float]] = torch.stack((overlap.clamp(0, 1), kl.clamp(0, 1e30))).tolist()
     return both[0], both[1]
-
-
-def to_host(*values: torch.Tensor) -> list[float]:
-    """Returns scalar tensors as Python numbers, with a single device-to-host transfer.
-
-    The transfer is in float32, so token ids are exact only up to 2^24.
-    """
-    if values[0].is_cpu:
-        return [value.item() for value in values]
-    on_host: list[float] = torch.stack([value.float() for value in values]).tolist()
-    return on_host
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:

@@ -1,4 +1,7 @@
-"""A run is the generation of one output with one method. `Run` holds the models' and method's parts, and checks where it ends."""
+"""A run is the generation of one output with one method. `Run` holds the models' and method's parts, and checks where it ends.
+
+The usual schedule of speculative decoding is here too: draft, then verify.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from typing import TYPE_CHECKING
 
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
+from specgen.decoding.costs.cost_check import CostCheck
+from specgen.decoding.drafting import Drafter, LearningDrafter
+from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.verification import Verifier, with_agreement
+from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
-    from specgen.decoding.costs.cost_check import CostCheck
     from specgen.decoding.costs.pearl_window import ParallelCosts
-    from specgen.decoding.drafters import Drafter
-    from specgen.decoding.length_policy import LengthPolicy
-    from specgen.decoding.verifiers import Verifier
     from specgen.engine.devices import DeviceTimer
+    from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import ModelRunner
 
 NO_SETTINGS = Settings(None, {})
@@ -118,19 +123,18 @@ class Run:
     def remaining(self) -> int:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
-    def prefill(self, meanwhile: Callable[[], None] | None = None) -> Round:
-        """Runs round 0: the target's forward pass over the prompt, and its first token.
-
-        `meanwhile` is called when the pass is queued: on a GPU before it is complete.
-        """
+    def prefill(self) -> Round:
+        """Runs round 0: the target's forward pass over the prompt, and its first token."""
         self.clock.start()
         output = self.target.logits(self.context)
         self.clock.lap("prefill", on_device=True)
-        if meanwhile is not None:
-            meanwhile()
-        verdict = self.verifier.verify(Draft(), output)
+        return self.commit("prefill", Draft(), self.verify(Draft(), output))
+
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        """Verifies a draft; see `Verifier.verify`. Compares both models' distributions if the draft has its logits."""
+        verdict = with_agreement(self.verifier.verify(draft, output), draft, output)
         self.clock.lap("sample")
-        return self.commit("prefill", Draft(), verdict)
+        return verdict
 
     def commit(
         self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0, *, target_passes: int = 1, unjudged: int = 0
@@ -181,3 +185,42 @@ class Run:
         elif self.stop_texts is not None and self.stop_texts.completed_by(token):
             self.finish_reason = "stop"
         return self.finish_reason is not None
+
+
+def sequential(run: Run) -> Iterator[Round]:
+    """Yields rounds that each add a draft's accepted tokens and one token of the target (Leviathan et al., Algorithm 1).
+
+    Plain decoding has empty drafts.
+    """
+    yield run.prefill()
+    has_drafted = False  # the draft model runs over the prompt in the first draft, whose time is not checked
+    try:
+        while run.finish_reason is None:
+            round_ = _draft_then_verify(run)
+            if run.check is not None:
+                drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
+                counted = drafted if has_drafted else 0
+                run.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
+                has_drafted |= drafted > 0
+            yield round_
+    finally:
+        if run.check is not None:
+            run.check.conclude()
+
+
+@inference
+def _draft_then_verify(run: Run) -> Round:
+    run.clock.start()
+    draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
+    draft = draft.with_predictions(run.policy.predictions)
+    run.clock.lap("draft")
+    run.clock.move(run.policy.take_seconds(), "draft", "policy")
+    output = run.target.logits(run.context, draft.tokens, draft.parents)
+    run.clock.lap("verify", on_device=True)
+    candidates = draft.candidates
+    unjudged = len(draft.tokens) - len(candidates.tokens)
+    verdict = run.verify(candidates, output.first(len(candidates.tokens) + 1) if unjudged else output)
+    if isinstance(run.drafter, LearningDrafter):
+        run.drafter.learn(draft, output, verdict)
+        run.clock.lap("draft")
+    return run.commit("sequential", candidates, verdict, unjudged=unjudged)

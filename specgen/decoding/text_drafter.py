@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.drafters import DraftSetup, ModelDrafter
-from specgen.decoding.length_policy import LengthPolicy
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import LengthPolicy
 from specgen.engine.inference_mode import inference
 from specgen.engine.text.retokenized_context import RetokenizedContext
 
@@ -21,15 +21,15 @@ class TextDrafter:
     they are the target's argmax, or its own draw.
     """
 
-    def __init__(self, setup: DraftSetup) -> None:
-        runner, tokenizers = setup.runner, setup.tokenizers
+    def __init__(self, setup: Setup) -> None:
+        runner, tokenizers = setup.draft, setup.tokenizers
         assert runner is not None, "this drafter runs a model"
         runner = getattr(runner, "own", runner)  # of one that answers in the target's tokens
         assert tokenizers is not None, "this drafter needs the tokenizers of both models"
         target, draft = tokenizers
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})
-        own = replace(setup, runner=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
-        self._drafter = ModelDrafter(replace(own, keep_logits=False))
+        own = replace(setup, draft=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
+        self._drafter = ModelDrafter(replace(own, record=False))
         self._retokenized = RetokenizedContext(target, draft)
         self._ends, self._num_embeddings = ends, runner.num_embeddings
         self._eos_id = target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)

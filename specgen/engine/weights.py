@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specgen.base.errors import SpecgenError
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,196 @@
+"""The decoding methods and the length policies, in the order in which they are listed, and how their settings are read.
+
+To add a method, write its row in a file of this package, with what is particular to it, and list it here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from specgen.base.errors import SpecgenError, nearest
+from specgen.base.settings import Setting, Settings, Value
+from specgen.decoding.policy import Fixed, LengthPolicy, Signals
+from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
+from specgen.methods.bild import BILD
+from specgen.methods.eagle import EAGLE, GLIDE
+from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
+from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
+from specgen.methods.lookup import LOOKUP
+from specgen.methods.medusa import MEDUSA
+from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
+from specgen.methods.mtad import JOINT, MTAD
+from specgen.methods.multi_draft import SPECINFER, SPECTR
+from specgen.methods.pearl import PEARL
+from specgen.methods.sd import CONFIDENCE, HEURISTIC, SD, Confidence, Heuristic
+from specgen.methods.selfsd import SELFSD, SelfSD
+from specgen.methods.suffix import SUFFIX
+from specgen.methods.svip import SVIP, SVIP_METHOD
+
+__all__ = ["ADAPTIVE", "DEFAULT_EXIT", "DEFAULT_HEAD", "METHODS", "POLICIES", "Choice", "Method", "find", "parse", "resolve"]
+
+DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
+ALL_METHODS = "specgen inspect --methods"
+PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_kind=COPYING, grids=({},))
+
+_ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
+_ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
+_ROWS += [MEDUSA, EAGLE, GLIDE, SELFSD]
+METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
+POLICIES: Mapping[str, type[LengthPolicy]] = {
+    policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)
+}
+
+
+def find(name: str) -> Method:
+    """Returns the method `name`. If there is none, raises SpecgenError with the most similar name."""
+    if name not in METHODS:
+        raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
+    return METHODS[name]
+
+
+def parse(written: str) -> Choice:
+    """Reads a method with settings as users write it: `svip:threshold=0.4:max_draft=12`. Raises SpecgenError."""
+    name, *pairs = (part.strip() for part in written.strip().split(":"))
+    given: dict[str, str] = {}
+    for pair in pairs:
+        setting, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not setting:
+            raise SpecgenError(
+                f"cannot read {pair!r} in {written!r}", "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7"
+            )
+        given[setting] = value
+    method = find(name)
+    return Choice(method, given, resolve(method, given))
+
+
+def signals_of(settings: Settings) -> Signals:
+    """The names of the signals that the length policy with these settings reads; empty without a policy."""
+    return POLICIES[settings.policy].signals_with(settings.values) if settings.policy is not None else frozenset()
+
+
+def is_random(settings: Settings) -> bool:
+    """Whether the length policy with these settings draws random numbers; false without a policy."""
+    return settings.policy is not None and POLICIES[settings.policy].random
+
+
+def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
+    """Returns the definitions of all settings of `method` with the length policy `policy`, by name.
+
+    The setting `policy` itself is not included. Default values are those of this method with this policy.
+    """
+    known = dict(method.settings)
+    if policy is not None:
+        known.update(POLICIES[policy].settings)
+        for name, default in method.defaults.get(policy, {}).items():
+            known[name] = replace(known[name], default=default)
+    return known
+
+
+def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
+    """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
+
+    A `k` without a `policy` means `policy=fixed` where the method's own policy is `adaptive` (`Method.k_alone`).
+    `has_predictor` says whether the exit layer has an acceptance predictor, which decides the length policy of some methods if
+    the user names none. With None (not known yet) the settings of both possible policies are accepted.
+    """
+    if method.policy_without_predictor is not None and has_predictor is None:
+        try:
+            return resolve(method, given, has_predictor=True)
+        except SpecgenError as error:
+            with suppress(SpecgenError):
+                return resolve(method, given, has_predictor=False)
+            raise error
+    wanted = dict(given)
+    policy = method.policy if has_predictor is not False else method.policy_without_predictor or method.policy
+    if method.k_alone and "k" in wanted:
+        wanted.setdefault("policy", Fixed.name)
+    if method.any_policy and "policy" in wanted:
+        policy = str(wanted.pop("policy"))
+        if policy not in POLICIES:
+            raise SpecgenError(
+                f"there is no length policy {policy!r}{nearest(policy, POLICIES)}", f"There are {', '.join(POLICIES)}"
+            )
+    known = known_settings(method, policy)
+    for name in wanted:
+        if name not in known:
+            combination = method.name if policy == method.policy else f"{method.name} with policy={policy}"
+            settable = [*(["policy"] if method.any_policy else []), *known]
+            if method.k_alone and not {"policy", "k"} & given.keys():
+                settable.append("k")
+            raise SpecgenError(
+                f"{combination} has no setting {name!r}{nearest(name, settable)}",
+                f"It has {', '.join(settable)}" if settable else "It has none",
+            )
+    if policy == Fixed.name and "depth" in known:
+        _join_k_and_depth(known, wanted)
+    values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
+    _check_signals(method, policy, values)
+    if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
+        raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
+    _check_tree(method, given, values)
+    _check_text(policy, values)
+    return Settings(policy, values)
+
+
+def _check_tree(method: Method, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if settings of a tree were `given` for a chain, or those of a chain for a tree. `values` are all.
+
+    A chain ignores a tree's setting that has its default value.
+    """
+    if values.get("width", 1) != 1 and values.get("cape"):
+        raise SpecgenError(f"cape adds candidates to a chain, and width is {values['width']}", "Take width=1, or leave cape out")
+    for name in ("nodes",) if method.grows_trees else ("depth", "nodes"):
+        if values.get("width") == 1 and name in given and values[name] not in ("auto", method.settings[name].default):
+            raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
+
+
+def _check_text(policy: str | None, values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if drafts by way of text are combined with a setting that looks at the target's tokens."""
+    if values.get("translation") != "text":
+        return
+    if policy == Adaptive.name:
+        others = ", ".join(name for name in POLICIES if name not in (Adaptive.name, CaliTS.name))
+        message = "translation=text cannot use the policy 'adaptive', which follows single tokens of the target"
+        raise SpecgenError(message, f"Use one of {others}")
+    for name, off in (("width", 1), ("cape", False)):
+        if values.get(name) != off:
+            raise SpecgenError(f"translation=text drafts a chain, and {name} is {values[name]}", f"Leave {name} out")
+
+
+def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -> None:
+    """Gives `k` and `depth` the same value if the user gave only one of them: both limit the levels of a tree.
+
+    If both are given, the smaller one ends the tree. `depth` stays `auto` where this is its default.
+    """
+    for name, other in (("k", "depth"), ("depth", "k")):
+        if name in wanted and other not in wanted and known[other].default != "auto":
+            levels = known[name].parse(name, wanted[name])
+            if isinstance(levels, int):
+                wanted[other] = min(levels, int(known[other].high))
+
+
+def available_policies(method: Method) -> list[str]:
+    """The names of the length policies that work with the method's drafter: it computes all signals that they always read.
+
+    Signals are numbers about a drafted token, such as its entropy.
+    """
+    return [name for name, policy in POLICIES.items() if policy.signals <= method.signals]
+
+
+def _check_signals(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if the policy reads a signal that the drafter does not compute, such as entropy with prompt lookup.
+
+    Signals are numbers about a drafted token. `values` are the settings by name.
+    """
+    missing = signals_of(Settings(policy, values)) - method.signals
+    if policy is None or not missing:
+        return
+    optional: Mapping[str, Signals] = POLICIES[policy].optional_signals
+    switches = [f"{name}=false" for name, signals in optional.items() if signals & missing]
+    others = [name for name in available_policies(method) if name != policy]
+    raise SpecgenError(
+        f"{method.name} cannot use the policy {policy!r}: its drafter does not compute {min(missing)}",
+        f"Use one of {', '.join([*switches, *others])}",
+    )

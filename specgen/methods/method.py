@@ -1,48 +1,84 @@
-"""What a decoding method is: a drafter, a length policy, a verifier and a schedule. Imports no torch."""
+"""What a decoding method is, as a row of the table, and a method with settings. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
-from specgen.base.settings import Setting, Settings, Value
+from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.adaptive import Adaptive
-from specgen.decoding.drafter_kinds import DrafterKind, DraftSource
+from specgen.decoding.policy import Signals
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter, Setup
+    from specgen.decoding.run import Schedule
+    from specgen.decoding.verification import Verifier
+
+NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
+HEADS = ("medusa", "eagle", "glide")
+DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
+WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
+COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
+ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
+
+Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in all combinations
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Method:
-    """A decoding method: a row of the table.
+    """A decoding method: a drafter, a length policy (the rule that ends drafts), a verifier and a schedule.
 
-    `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. `paper` names the method's source.
-    `verifier` and `schedule` are names that `factory` translates to classes. If `any_policy`, users may choose another
-    policy with `policy=NAME`; see `k_alone`. `settings` are the method's own, besides the policy's. `defaults` replace default
-    values, by the length policy that they hold with. `policy_without_predictor` replaces `policy` if the exit layer has no
-    acceptance predictor.
-    A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than plain decoding: `tune` and the
-    default `compare` leave it out. The schedule `joint` decodes greedily only.
-    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model.
+    `needs` is what it drafts with: `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of
+    `HEADS`. `drafter` makes its drafter; None: it drafts nothing itself. `verifier` and `schedule` do so for methods with one of
+    their own; None: the lossless verifiers that all others share, and `sequential`. `policy` names the length policy; None: no
+    policy ends a draft. If `any_policy`, users may choose another one with `policy=NAME`; `signals` are the numbers about a
+    drafted token that the drafter computes for it. `policy_without_predictor` replaces `policy` if the exit layer has no
+    acceptance predictor. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the length
+    policy that they hold with. `paper` names the method's source.
+
+    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model. `grows_trees`: all its drafts may be
+    trees. `decodes_greedily` only. A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than
+    plain decoding: `tune` and the default `compare` leave it out.
+
+    For `tune`: `drafts` names the way to draft in profiles. If `recorded`, settings are simulated on drafts recorded once;
+    otherwise the drafter runs for each setting. Drafts of the same length take the same time for methods of the same `cost_kind`
+    (by default `drafts`). `grids` are the values that are tried; None: those that the policy's settings list (`Setting.tuned`).
+    `searched_grids` are tried besides, by running the drafter. `stands_for` are the names of the methods that are tuned in its
+    place. `engines` are those that can run it, see `tune.export`.
     """
 
     name: str
-    drafter: DrafterKind
-    policy: str | None
     paper: str
-    lossless: bool = True
-    verifier: str = "exact"
-    schedule: str = "sequential"
+    needs: str = NOTHING
+    drafter: Callable[[Setup, Settings], Drafter] | None = None
+    verifier: Callable[[Setup, Settings], Verifier] | None = None
+    schedule: Callable[[Setup, Settings], Schedule] | None = None
+    policy: str | None = None
     any_policy: bool = False
+    signals: Signals = frozenset()
+    policy_without_predictor: str | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
-    policy_without_predictor: str | None = None
+    lossless: bool = True
+    is_parallel: bool = False
     is_yardstick: bool = False
     drafts_without_model: bool = False
+    grows_trees: bool = False
+    decodes_greedily: bool = False
+    drafts: str = "none"
+    recorded: bool = False
+    own_cost_kind: str = ""
+    grids: Sequence[Grid] | None = None
+    searched_grids: Sequence[Grid] = ()
+    stands_for: Sequence[str] = ()
+    engines: Sequence[str] = ()
 
     @property
     def uses_draft_model(self) -> bool:
-        return self.drafter.source is DraftSource.DRAFT_MODEL
+        return self.needs == DRAFT_MODEL
 
     @property
     def needs_draft_model(self) -> bool:
@@ -50,47 +86,90 @@ class Method:
 
     @property
     def needs_exit_layer(self) -> bool:
-        return self.drafter.source is DraftSource.EXIT_LAYER
+        return self.needs == EXIT
 
     @property
     def head(self) -> str:
-        """The kind of trained head that the method needs: `medusa`, `eagle` or `glide`; empty if it needs none."""
-        return self.drafter.head
+        """The kind of trained head that the method needs, one of `HEADS`; empty if it needs none."""
+        return self.needs if self.needs in HEADS else ""
 
     @property
     def skips_layers(self) -> bool:
-        return self.drafter.source is DraftSource.SKIPPED_LAYERS
+        return self.needs == SKIPPED_LAYERS
 
     @property
     def splits_target(self) -> bool:
         """Whether the method runs only some of the target's layers, which requires a model with Llama's structure."""
-        return self.needs_exit_layer or self.skips_layers
+        return self.needs in (EXIT, SKIPPED_LAYERS)
 
     @property
-    def is_parallel(self) -> bool:
-        """Whether the draft model and the target run at the same time."""
-        return self.schedule == "parallel"
+    def runs_model(self) -> bool:
+        """Whether a model, or a part of the target, drafts."""
+        return self.needs != NOTHING
 
     def may_measure(self, settings: Settings) -> bool:
         """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""
-        return self.is_parallel or self.skips_layers or settings.policy == Adaptive.name
+        return self.is_parallel or self.skips_layers or settings.policy == ADAPTIVE
 
     @property
     def cost_kind(self) -> str:
-        """A name for how long drafting takes. Methods with the same `cost_kind` need equal times for drafts of equal length."""
-        return "parallel" if self.is_parallel else self.drafter.cost_kind
+        return self.own_cost_kind or self.drafts
 
     def drafts_trees(self, settings: Settings) -> bool:
-        has_nodes = settings.values.get("nodes") != 0  # none: Medusa's heads draft a chain
-        return (self.drafter.drafts_trees and has_nodes) or settings.drafts_tree or bool(settings.values.get("cape"))
+        """Whether drafts with these settings may be trees. No `nodes`: Medusa's heads draft a chain."""
+        has_nodes = settings.values.get("nodes") != 0
+        return (self.grows_trees and has_nodes) or settings.drafts_tree or bool(settings.values.get("cape"))
 
     @property
     def k_alone(self) -> bool:
         """Whether a given `k` without a `policy` selects the policy `fixed`, because the method's own, `adaptive`, has no `k`."""
-        return self.any_policy and self.policy == Adaptive.name
+        return self.any_policy and self.policy == ADAPTIVE
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises SpecgenError if the method cannot decode with these sampling parameters."""
-        if self.schedule == "joint" and not sampling.greedy:
+        if self.decodes_greedily and not sampling.greedy:
             hint = "Take --temperature 0, or -m mtad"
             raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
+
+    def without_part(self, target: str | None) -> SpecgenError:
+        """Returns the error to raise where there is no draft model, or no trained part for the model `target`.
+
+        The hint names the command that trains one. `target` None is the bundled one, whose training text is included.
+        """
+        if self.drafts_without_model:
+            message = f"{self.name} with lookup=false needs a draft model, and there is none"
+            return SpecgenError(message, "Name one with --draft, or take lookup=true")
+        if self.uses_draft_model:
+            return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        part, option = ("n exit layer", "--exit-layer FILE") if self.needs_exit_layer else (" head", "--head FOLDER")
+        return SpecgenError(
+            f"{self.name} needs a{part} trained for the target, and there is none",
+            f"Train one with {training_command(self.needs, target)}, or name one with {option}",
+        )
+
+    def without_predictor(self) -> SpecgenError:
+        """Returns the error to raise where the exit layer has no acceptance predictor, and the length policy reads its scores."""
+        instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
+        hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
+        return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
+
+
+def training_command(part: str, target: str | None) -> str:
+    """Returns the command that trains a part of this kind (`EXIT` or one of `HEADS`) for `target`; None: the bundled one."""
+    of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
+    return f"specgen tune --train --methods {'eesd' if part == EXIT else part}{of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A method with settings. `given` are those that the user wrote, `settings` all of them, with the length policy.
+
+    Printed as users write it: `svip:threshold=0.4:max_draft=12`.
+    """
+
+    method: Method
+    given: Mapping[str, Value]
+    settings: Settings
+
+    def __str__(self) -> str:
+        return written(self.method.name, self.given)

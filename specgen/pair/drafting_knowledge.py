@@ -15,14 +15,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specgen.base import measurement_cache
-from specgen.decoding.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.drafter_kinds import LOOKUP, DraftSource
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
+from specgen.methods.method import COPYING
 from specgen.pair.request import prepared
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class DraftingKnowledge:
 
     def drafts_with_model(self, method: Method) -> bool:
         """Whether the method's drafts, or some of them, are a model's. Otherwise they are all prompt lookup's."""
-        return method.drafter.source is not DraftSource.NOTHING and (self._has_draft_model or not method.uses_draft_model)
+        return method.runs_model and (self._has_draft_model or not method.uses_draft_model)
 
     def _cost_kind(self, method: Method) -> str:
-        return method.cost_kind if self.drafts_with_model(method) else LOOKUP.cost_kind
+        return method.cost_kind if self.drafts_with_model(method) else COPYING
 
     @staticmethod
     def reads_pass_costs(request: Request) -> bool:
@@ -162,7 +162,7 @@ class DraftingKnowledge:
             measured = self._tuned_costs(request) or prepared(method, self._costs.get(self._cost_key(request)))
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
-        tuned = self.tuned_learned.get(method.drafter.name)
+        tuned = self.tuned_learned.get(method.drafts)
         prior = Learned.prior(costs, sampling.temperature, has_model=self.drafts_with_model(method))
         initial = prior if tuned is None else tuned.copy()
         key = None

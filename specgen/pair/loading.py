@@ -9,20 +9,18 @@ from pathlib import Path
 import torch
 
 from specgen import demo
-from specgen.base import environment
+from specgen.base import machine
 from specgen.base.errors import SpecgenError
 from specgen.base.types import check_backend, check_draft_dtype
-from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype, choose_dtypes
+from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
-from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
-from specgen.engine.parts.exit_files import FoundExit, load_exit
-from specgen.engine.spread.device_map import place
+from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
-from specgen.workers.process_worker import ProcessWorker
+from specgen.workers.worker import DraftWorker
 
 
 def load(
@@ -85,7 +83,7 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
 
     Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
     """
-    launched = environment.launch()
+    launched = machine.launch()
     if launched is not None:
         from specgen.engine.spread import processes
 
@@ -117,13 +115,11 @@ def _add_trained_parts(
     Closes the pair if it cannot be loaded.
     """
     try:
+        pair.parts.is_bundled = is_bundled
         if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-        else:
-            pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
-        pair.heads.is_bundled = is_bundled
+            pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
-            pair.heads.name(head_folder(head, offline, announce))
+            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
     except BaseException:
         pair.close()
         raise
@@ -186,15 +182,14 @@ def _load(
             translation = translation_between(target, model)
         except NoTokenBytes as error:
             refusal = error
-        draft = DeferredModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        draft = LoadedModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
     layer_devices = None if placement is None else placement.layer_devices
-    is_queued = _is_queued(devices[0], target.config.backend, layer_devices)
-    if draft is not None and draft.refusal is None and _needs_process(*devices, is_queued=is_queued):
-        worker = ProcessWorker(process, draft.prepared, draft.device, draft.dtype, draft.translation)
+    if draft is not None and draft.refusal is None and _needs_process(*devices):
+        worker = DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
-    load_target: WeightLoader | None = None
-    if environment.launch() is not None:
+    load_target: Loader | None = None
+    if machine.launch() is not None:
         if placement is not None:
             raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
         from specgen.engine.spread.processes import load_distributed
@@ -212,32 +207,26 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
     SpecgenError if the draft model cannot be quantised.
     """
-    assert isinstance(pair.draft, DeferredModel)
+    assert pair.draft is not None
     target, device = pair.target, pair.draft.device
     chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     translation = pair.draft.translation
-    draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
+    draft = LoadedModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
     worker = None
-    is_queued = _is_queued(target.device, target.backend, target.layer_devices)
-    if draft.refusal is None and _needs_process(target.device, device, is_queued=is_queued):
-        worker = ProcessWorker(process, draft.prepared, device, draft.dtype, translation)
+    if draft.refusal is None and _needs_process(target.device, device):
+        worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    other.parts, other.thread_choice = pair.parts, pair.thread_choice
     return other
 
 
-def _is_queued(device: torch.device, backend: str, layer_devices: Sequence[torch.device] | None) -> bool:
-    """Whether a pass of the target is queued on its GPU at once, as a CUDA graph, and not kernel by kernel."""
-    return device.type == "cuda" and backend == "native" and layer_devices is None and environment.launch() is None
-
-
-def _needs_process(target: torch.device, draft: torch.device, *, is_queued: bool) -> bool:
+def _needs_process(target: torch.device, draft: torch.device) -> bool:
     """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
 
-    Not if the target's pass `is_queued` on a GPU and leaves this process free to draft. Also not if both are on the same
-    accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one process run concurrently.
+    Not if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one
+    process run concurrently.
     """
-    return is_possible() and not is_queued and (target.type == "cpu" or target != draft)
+    return is_possible() and (target.type == "cpu" or target != draft)

@@ -14,26 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen.base import measurement_cache
-from specgen.base.environment import machine, thread_settings, versions
+from specgen import methods
+from specgen.base import measurement_cache, schema
 from specgen.base.errors import SpecgenError
-from specgen.base.files import load_yaml
-from specgen.base.paths import examples_file
+from specgen.base.files import examples_file
+from specgen.base.machine import machine, thread_settings, versions
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.decoding.parallel_timing import time_parallel_passes
 from specgen.engine.devices import device_timer
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
-from specgen.methods import table as methods
+from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
 
 if TYPE_CHECKING:
-    from specgen.decoding.components import Components
-    from specgen.decoding.parallel import DraftWorker
-    from specgen.engine.deferred_model import DraftModel
+    from specgen.decoding.drafting import Setup
     from specgen.engine.layer_skipping import SkippedLayers
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.workers.worker import DraftWorker
 
 SEARCH_SECONDS = 10.0
 
@@ -55,7 +54,7 @@ class PearlCosts:
     Runs share them if they have the same `_bucket`. Until the process ends they do not change, so that equal runs stay equal.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
         self._target, self._draft = target, draft
         self._known: dict[tuple[Any, ...], MeasuredCosts] = {}
 
@@ -63,7 +62,7 @@ class PearlCosts:
         """Returns what `measure` returned for such runs, None if it was not called. Arguments as for `measure`."""
         return self._known.get(self._bucket(worker, sampling, length, record))
 
-    def measure(self, worker: DraftWorker, components: Components, length: int) -> MeasuredCosts:
+    def measure(self, worker: DraftWorker, components: Setup, length: int) -> MeasuredCosts:
         """Returns the seconds of passes of both models while both run at once, after a context of about `length` tokens.
 
         Reads them from the measurement cache, or measures them now. `worker` runs the draft model; waits until the worker is
@@ -84,7 +83,7 @@ class PearlCosts:
         logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, self._target.has_penalties
         return longest, *logits, worker.kind, record
 
-    def _measured(self, worker: DraftWorker, components: Components, length: int, bucket: tuple[Any, ...]) -> MeasuredCosts:
+    def _measured(self, worker: DraftWorker, components: Setup, length: int, bucket: tuple[Any, ...]) -> MeasuredCosts:
         target, draft = self._target, self._draft
         assert draft is not None
         worker.ready()
@@ -101,6 +100,7 @@ class PearlCosts:
                 for model in (target, draft) if worker.kind != "process" else (target,):
                     model.model.capture_passes(length, length + widest)
 
+            assert components.target is not None
             costs = time_parallel_passes(
                 components.target, drafter, Context([1] * length), timer, widest, worker.kind == "stream", capture
             )
@@ -111,7 +111,7 @@ class PearlCosts:
         return MeasuredCosts(costs, CostCheck(lambda drafted: drafted * costs.draft_pass, costs.pass_seconds, drop))
 
 
-def conditions(*models: DraftModel) -> dict[str, Any]:
+def conditions(*models: LoadedModel) -> dict[str, Any]:
     """Returns everything but the measured work itself that changes how long the models' passes take: a part of cache keys."""
     translations = [model.translation.digest for model in models if model.translation is not None]
     return {
@@ -120,7 +120,7 @@ def conditions(*models: DraftModel) -> dict[str, Any]:
         "devices": [model.device_label for model in models],
         "dtypes": [model.dtype_name for model in models],
         "backends": [model.backend for model in models],
-        "exact": [isinstance(model, LoadedModel) and model.exact for model in models],
+        "exact": [model.exact for model in models],
         "threads": [torch.get_num_threads(), thread_settings()],
         "versions": versions(),
         "machine": machine(),
@@ -162,7 +162,7 @@ def example_prompts(target: LoadedModel) -> list[list[int]]:
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
-    for entry in load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]:
+    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]:
         if entry.get("tuning"):  # others are for comparisons
             texts.setdefault(entry["category"], entry["prompt"])
     found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]

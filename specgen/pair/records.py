@@ -11,13 +11,15 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from specgen.base.environment import versions
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import own_stream, take_lock
-from specgen.base.json_lines import json_line
+from specgen.base.machine import versions
+from specgen.base.text import json_line
 from specgen.base.types import Round
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
@@ -96,8 +98,7 @@ class TraceWriter:
 
     The file is opened and locked at once, and changed with the first line. With `resumes`, lines are added to an existing file
     after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
-    SpecgenError if the file cannot be opened, or if another process writes to it. On some network file systems there are no
-    locks, and the second process is not noticed.
+    SpecgenError if the file cannot be opened, or if another process of this user writes to it.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
@@ -113,27 +114,19 @@ class TraceWriter:
             raise SpecgenError(f"cannot {verb} the trace {path}: {error.strerror}", "Name another file") from error
 
     def _opened(self) -> FileIO:
+        self._lock: FileLock | None = None
         stream = None if self._resumes else own_stream(self._path)
         if stream is not None:
             return stream
         self._is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
         if self._resumes and not self._is_file:
             raise SpecgenError(f"cannot continue the trace {self._path}: it is not a file", "Name one that --trace wrote")
-        flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
-        while True:
-            file = FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
-            if self._is_file and not take_lock(file):
-                file.close()
+        if self._is_file:
+            self._lock = take_lock(self._path)
+            if self._lock is None:
                 raise SpecgenError(f"another process writes the trace {self._path}", "Wait for its end, or name another file")
-            if not self._is_file or self._is_at_path(file):
-                return file
-            file.close()  # deleted by the process that had the lock
-
-    def _is_at_path(self, file: FileIO) -> bool:
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
+        flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
+        return FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes one line. Raises RunError if the line cannot be written."""
@@ -162,6 +155,8 @@ class TraceWriter:
         if self._is_new and not self._is_changed and os.name == "posix":
             Path(os.path.realpath(self._path)).unlink(missing_ok=True)
         self._file.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
-from specgen.base.input_files import open_input
 from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
 from specgen.pair.figures import Summary
 
@@ -167,7 +166,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
     """
     end = number = 0
     try:
-        with open_input(path) as file:
+        with path.open("rb") as file:
             while data := file.readline(LONGEST_LINE):
                 number, end = number + 1, end + len(data)
                 where, is_complete = f"{path}, line {number:,}", data.endswith(b"\n")

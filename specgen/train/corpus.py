@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import demo
 from specgen.base.errors import SpecgenError
-from specgen.base.input_files import open_input
 
 if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
@@ -45,6 +44,7 @@ class Part(IntEnum):
 CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
 """The parts of eight documents or prompts that follow each other. Fewer than eight are all for training."""
 ALL_PARTS = frozenset(Part)
+NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 
 
 def parts_of(numbers: Sequence[int]) -> list[Part]:
@@ -227,7 +227,7 @@ def _pieces(path: Path) -> Iterator[str]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
     try:
-        with TextIOWrapper(open_input(path), encoding="utf-8") as file:
+        with TextIOWrapper(path.open("rb"), encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
                 if "\0" in line:
                     raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")

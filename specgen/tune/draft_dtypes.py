@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen.decoding.drafter_kinds import MODEL
-from specgen.methods import table as methods
+from specgen import methods
 from specgen.tune.candidates import grid
 from specgen.tune.outcome import AS_FAST, PLAIN
 from specgen.tune.recorded_drafts import mean_acceptance
@@ -36,7 +35,7 @@ def worth_rounding(pair: Pair) -> bool:
 
 def methods_with_draft(names: Sequence[str]) -> list[str]:
     """Returns those of the simulated methods that run the draft model."""
-    return [name for name in names if methods.METHODS[name].drafter is MODEL]
+    return [name for name in names if (method := methods.METHODS[name]).needs_draft_model and method.recorded]
 
 
 def merged(stored: PairMeasurements, rounded: PairMeasurements) -> PairMeasurements:
@@ -56,7 +55,7 @@ def is_faster(
     """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why."""
     both = rounded, stored
     speedups = _expected_speedups(both, "sd" if "sd" in names else names[0], deadline.share(_SIMULATION))
-    accepted = [mean_acceptance(each.drafts)[MODEL.name] for each in both]
+    accepted = [mean_acceptance(each.drafts)["model"] for each in both]
     better = AS_FAST * speedups[0] > speedups[1]
     figures = [f"{speedup:.2f}× expected with {share:.0%} accepted" for speedup, share in zip(speedups, accepted, strict=True)]
     observer.done(f"{dtype} draft: {figures[0]}, else {figures[1]}: {'taken' if better else 'not taken'}")

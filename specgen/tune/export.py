@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Value
-from specgen.decoding.adaptive import Adaptive
-from specgen.methods import table as methods
+from specgen.methods.adaptive import Adaptive
 
 if TYPE_CHECKING:
     from specgen.tune.profile import Tuned

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.tune.candidates import GivenSettings, distance_from_defaults
 
 Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed"]

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import load_yaml, write_whole
-from specgen.base.paths import pair_folder, readable
+from specgen.base.files import load_yaml, pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.decoding.learned_drafting import Learned
-from specgen.methods import table as methods
+from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
-    from specgen.engine.deferred_model import DraftModel
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.drafting_knowledge import DraftingKnowledge
     from specgen.pair.pair import Pair
 
@@ -226,18 +225,19 @@ class Profile(_StrictModel):
 
 def profile_key_of(pair: Pair) -> ProfileKey:
     """Returns the present conditions, which a profile of this pair has to match."""
-    from specgen.base.environment import machine, versions
+    from specgen.base.machine import machine, versions
     from specgen.engine.fingerprint import weights_fingerprint
 
-    def described(model: DraftModel) -> Model:
+    def described(model: LoadedModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
         return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
 
+    digests = pair.parts.digests()
     return ProfileKey(
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
-        exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
-        heads=pair.heads.digests(),
+        exit_layer=digests.pop("exit", None),
+        heads=digests,
         translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
         versions=versions(),
         machine=machine(),

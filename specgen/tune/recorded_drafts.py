@@ -19,15 +19,15 @@ import torch
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding import logits_ops, signals
-from specgen.decoding.length_policy import MODEL_SIGNALS
+from specgen.decoding import logits_ops
+from specgen.decoding.policy import MODEL_SIGNALS
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:
-    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.parts.acceptance import Predictor
     from specgen.pair.pair import Pair
 
 CONTINUATION = 16  # tokens recorded after a draft's first rejected token
@@ -224,7 +224,7 @@ def _with_signals(
     `probs` [n, vocabulary] are the probabilities that the tokens were drawn from, None in greedy decoding. `unpenalised` are the
     logits without penalties, None if `logits` have none.
     """
-    found = signals.compute(MODEL_SIGNALS, logits, tokens, probs, unpenalised=unpenalised)
+    found = logits_ops.signals(MODEL_SIGNALS, logits, tokens, probs, unpenalised=unpenalised)
     computed = {name: value.tolist() for name, value in found.items()}
     return [
         Drafted(token, dict(zip(computed, values, strict=True)))

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Round, SamplingParams
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.drafter_kinds import EXIT, MODEL
-from specgen.decoding.length_policy import Signals
-from specgen.decoding.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
-from specgen.decoding.parallel import Parallel
+from specgen.decoding.policy import Signals
+from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
+from specgen.methods.pearl_schedule import Parallel
 from specgen.tune.request import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from specgen.decoding.drafters import Drafter
+    from specgen.decoding.drafting import Drafter
     from specgen.pair.pair import Pair
     from specgen.tune.recorded_drafts import ReferenceOutput
 
@@ -38,7 +37,7 @@ NEW_TOKENS = 96  # tokens that one run generates at most
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 SHORT_PROMPT = 48  # tokens of the shorter context
 _TURNS = 2  # each kind of rounds is timed in this many turns
-_LABELS = {"echo": "the target alone", "parallel": "pearl"} | {kind.cost_kind: f"with {kind.title}" for kind in (MODEL, EXIT)}
+_LABELS = {"echo": "the target alone", "parallel": "pearl", "model": "with the draft", "exit": "with the exit layer"}
 
 
 Samples = dict[Any, list[float]]  # measured seconds, by what was measured (such as a number of tokens)
@@ -316,12 +315,12 @@ def _probes(
     token_seconds = sum(reference.seconds for reference in references) / sum(len(each.token_ids) for each in references)
     room = seconds / len(prompts)
     lengths = next((sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < room), _SWEEPS[-1])
-    exit_signals = frozenset({"predicted_acceptance"} if pair.exits.has_predictor() else ())
+    exit_signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
     given = (prompts, sampling)
     probes: dict[str, RoundProbe | ParallelProbe] = {
         "echo": RoundProbe(pair, "ar", *given, lengths=(0, *lengths), drafter=RepeatDrafter()),
-        MODEL.cost_kind: RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
-        EXIT.cost_kind: RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
+        "model": RoundProbe(pair, "sd", *given, lengths=lengths, signals=SIGNALS),
+        "exit": RoundProbe(pair, "eesd-fixed", *given, lengths=lengths, signals=exit_signals),
         "parallel": ParallelProbe(pair, *given),
     }
     return {kind: probes[kind] for kind in kinds}

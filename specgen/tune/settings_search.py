@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
-from specgen.methods.table import METHODS
+from specgen.methods import METHODS
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.candidates import GivenSettings, grid, round_robin
 from specgen.tune.outcome import Candidate, by_speed, counted, nearest_to_default

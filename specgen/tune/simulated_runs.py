@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from specgen import methods
 from specgen.base.types import Context
-from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
-from specgen.decoding.components import Components
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.drafter_kinds import DraftSource
-from specgen.decoding.drafters import LearningDrafter
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_sweep import RepeatDrafter
-from specgen.decoding.policies import is_random, signals_of
-from specgen.decoding.sequential import sequential
+from specgen.decoding.drafting import LearningDrafter, Setup
+from specgen.decoding.run import sequential
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.methods import factory
-from specgen.methods import table as methods
-from specgen.methods.missing_parts import no_draft_model
+from specgen.methods import is_random, runs, signals_of
+from specgen.methods.adaptive import Adaptive, AdaptiveInputs
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.length_sweep import RepeatDrafter
 from specgen.pair.figures import Summary
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN
@@ -40,11 +36,11 @@ if TYPE_CHECKING:
     from specgen.base.settings import Settings
     from specgen.base.types import Draft, SamplingParams, Verdict
     from specgen.decoding.costs.round_costs import RoundCosts
-    from specgen.decoding.drafters import Drafter
-    from specgen.decoding.length_policy import LengthPolicy
+    from specgen.decoding.drafting import Drafter
+    from specgen.decoding.policy import LengthPolicy
     from specgen.decoding.run import Run
-    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.parts.acceptance import Predictor
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
     from specgen.tune.recorded_drafts import ReferenceOutput
@@ -194,7 +190,7 @@ class SimulatedRuns:
         self._pair, self._references, self._sampling, self._plain = pair, references, sampling, plain
         self._probe, self._clock = probe, clock
         self._costs: dict[tuple[object, ...], RoundCosts] = {}
-        self._components: dict[tuple[DraftSource, str, int], tuple[Components, float]] = {}
+        self._components: dict[tuple[str, int], tuple[Setup, float]] = {}
 
     @inference
     def run(self, name: str, given: Mapping[str, Any]) -> Summary:
@@ -205,7 +201,7 @@ class SimulatedRuns:
         run with this pair.
         """
         method = methods.find(name)
-        settings = methods.resolve(method, given, has_predictor=self._pair.exits.has_predictor())
+        settings = methods.resolve(method, given, has_predictor=self._pair.parts.has_predictor())
         costs = self._costs_of(method, settings)
         summary, learned = Summary(name), self._prior(costs) if settings.policy == Adaptive.name else None
         for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
@@ -259,49 +255,53 @@ class SimulatedRuns:
         components = replace(components, seed=seed)
         target: Any
         verifier: Any
-        drafter = factory.make_drafter(method, settings, components)
+        drafter = runs.make_drafter(method, settings, components)
         learns = isinstance(drafter, LearningDrafter)
         # When sampling, the reference output is one random draw: it can decide about fixed drafted tokens, not about drawn ones.
         if method.lossless and not learns and (self._sampling.greedy or settings.drafts_tree):
             target, verifier = SimulatedTarget(costs, clock, reference.prefill_seconds), SimulatedVerifier(reference)
         else:
+            assert components.target is not None
             target = PricedTarget(components.target, costs, clock, reference.prefill_seconds)
-            verifier = factory.make_verifier(method, settings, components)
+            verifier = runs.make_verifier(method, settings, components)
         runner = cast("MemoisedRunner", components.draft)
         priced = (PricedLearner if learns else PricedDrafter)(drafter, runner, costs, clock, prefill_seconds)
         adaptive = None
         if learned is not None:
             adaptive = AdaptiveInputs(DraftingCosts.of_rounds(costs, _length(reference)), learned)
-        return make_run(reference, target, priced, factory.make_policy(settings, seed, adaptive), verifier, clock, sequential)
+        return make_run(reference, target, priced, runs.make_policy(settings, seed, adaptive), verifier, clock, sequential)
 
-    def _components_of(self, method: Method, number: int) -> tuple[Components, float]:
+    def _components_of(self, method: Method, number: int) -> tuple[Setup, float]:
         """Returns the parts of a run on prompt number `number`, and the seconds of the draft model's pass over the prompt.
 
         The models' outputs are kept and used again (`MemoisedRunner`).
         """
-        key = method.drafter.source, method.head, number
+        key = method.needs, number
         if key not in self._components:
             reference = self._references[number]
             draft: DraftRunner | None
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:
-                early = self._pair.exits.runners(method)
-                target, draft = early.target, early.draft
-                layer = self._pair.exit_layer
-                if layer is not None and layer.predictor is not None:
+                target, draft, _, of_exit = self._pair.parts.runners(method)
+                if of_exit is not None:
                     hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden_states
                     assert hidden is not None
-                    predictor = RecordedPredictor(layer.predictor, hidden)
+                    predictor = RecordedPredictor(of_exit.predictor, hidden)
             elif method.head:
-                target, draft = self._pair.heads.runners(method)
-            runs_draft = method.drafter.source is not DraftSource.NOTHING
+                target, draft, *_ = self._pair.parts.runners(method)
+            runs_draft = method.runs_model
             if draft is None and runs_draft:
-                raise no_draft_model(method)
+                raise method.without_part(None)
             prefill_seconds = draft_prefill_seconds(target, draft, reference) if draft is not None and runs_draft else 0.0
             memoised = cast("ModelRunner", MemoisedRunner(target)), None if draft is None else MemoisedRunner(draft)
-            components = Components(
-                *memoised, self._sampling, reference.eos_ids, target.vocab_size, 0, acceptance_predictor=predictor
+            components = Setup(
+                memoised[1],
+                self._sampling,
+                reference.eos_ids,
+                target.vocab_size,
+                target=memoised[0],
+                acceptance_predictor=predictor,
             )
             self._components[key] = components, prefill_seconds
         return self._components[key]

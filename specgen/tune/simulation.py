@@ -12,32 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
-from specgen.decoding.adaptive import Adaptive, AdaptiveInputs
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import ParallelCosts, Window, costs_of_rounds
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.decoding.drafter_kinds import DraftSource
-from specgen.decoding.drafters import DraftSetup, extend_draft
-from specgen.decoding.hybrid_drafter import HybridDrafter
-from specgen.decoding.learned_drafting import Learned
-from specgen.decoding.length_policy import DraftedToken
-from specgen.decoding.parallel import Parallel
-from specgen.decoding.policies import is_random
-from specgen.decoding.prompt_lookup import PromptLookupDrafter
-from specgen.decoding.run import Run
-from specgen.decoding.sequential import sequential
-from specgen.decoding.verifiers import match_path
+from specgen.decoding.drafting import Setup, derive_seed
+from specgen.decoding.policy import DraftedToken, extend_draft
+from specgen.decoding.run import Run, sequential
+from specgen.decoding.verification import match_path
 from specgen.engine.forward_pass import depths
 from specgen.engine.inference_mode import inference
-from specgen.methods import factory
-from specgen.methods import table as methods
+from specgen.methods import is_random, runs
+from specgen.methods.adaptive import Adaptive, AdaptiveInputs, HybridDrafter
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.lookup import PromptLookupDrafter
+from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Summary
 from specgen.pair.request import typical_length
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
-    from specgen.decoding.length_policy import LengthPolicy
+    from specgen.decoding.policy import LengthPolicy
     from specgen.decoding.run import Schedule
     from specgen.methods.method import Method
     from specgen.tune.recorded_drafts import RecordedDrafts, ReferenceOutput
@@ -238,7 +234,7 @@ def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, obje
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
     summary = Summary(name)
     if settings.policy == Adaptive.name:
-        measurements.learned.pop(method.drafter.name, None)
+        measurements.learned.pop(method.drafts, None)
     for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
         for number in range(len(measurements.references)):
             for round_ in _run(measurements, method, settings, number, run_seed(number, repeat)).rounds():
@@ -248,25 +244,25 @@ def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, obje
 
 def run_seed(number: int, repeat: int) -> int:
     """Returns the seed of a simulated run: each prompt (its number) and repeat has one of its own."""
-    return factory.derive_seed(repeat, f"prompt {number}")
+    return derive_seed(repeat, f"prompt {number}")
 
 
 def _run(measurements: PairMeasurements, method: Method, settings: Settings, number: int, seed: int) -> Run:
     reference, costs, clock = measurements.references[number], measurements.costs[method.cost_kind], SimulatedClock()
     adaptive = _adaptive_inputs(measurements, method, reference) if settings.policy == Adaptive.name else None
-    policy = factory.make_policy(settings, seed, adaptive)
+    policy = runs.make_policy(settings, seed, adaptive)
     parallel = method.is_parallel
     target = SimulatedTarget(costs, clock, reference.prefill_seconds * (measurements.slowdown if parallel else 1.0))
     schedule: Schedule = sequential
     drafter: Any
     if parallel:
-        drafter = SimulatedParallelDrafter(measurements.drafts[method.drafter.name][number], costs, clock, policy, target)
+        drafter = SimulatedParallelDrafter(measurements.drafts[method.drafts][number], costs, clock, policy, target)
         pre_verify, post_verify = (bool(settings.values[name]) for name in ("pre_verify", "post_verify"))
         schedule = Parallel(drafter, _window(measurements, settings, reference), pre_verify, post_verify)
-    elif method.drafter.source is DraftSource.NOTHING:
-        drafter = method.drafter.make(DraftSetup(None, eos_ids=reference.eos_ids), settings)
+    elif not method.runs_model:
+        drafter = runs.make_drafter(method, settings, Setup(None, eos_ids=reference.eos_ids))
     else:
-        drafter = SimulatedDrafter(measurements.drafts[method.drafter.name][number], costs, clock)
+        drafter = SimulatedDrafter(measurements.drafts[method.drafts][number], costs, clock)
         if settings.values.get("lookup"):
             drafter = HybridDrafter(PromptLookupDrafter(int(settings.values["ngram"]), reference.eos_ids), drafter)
     return make_run(reference, target, drafter, policy, SimulatedVerifier(reference), clock, schedule)
@@ -276,8 +272,8 @@ def _adaptive_inputs(measurements: PairMeasurements, method: Method, reference: 
     """Returns what the length policy `adaptive` decides by. It keeps what it learns from prompt to prompt, as in real runs."""
     length = typical_length(len(reference.prompt_ids), reference.limit)
     costs = DraftingCosts.of_rounds(measurements.costs[method.cost_kind], length)
-    prior = Learned.prior(costs, measurements.temperature, has_model=method.drafter.source is not DraftSource.NOTHING)
-    learned = measurements.learned.setdefault(method.drafter.name, prior)
+    prior = Learned.prior(costs, measurements.temperature, has_model=method.runs_model)
+    learned = measurements.learned.setdefault(method.drafts, prior)
     passes = measurements.parallel_costs if method.is_parallel else None
     slowdown = 0.0 if passes is None else passes.added_by_token / passes.single_pass
     return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, slowdown=slowdown)

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.decoding.drafter_kinds import EXIT, MODEL
-from specgen.methods import table as methods
-from specgen.methods.missing_parts import head_training_command
+from specgen.methods.method import training_command
 from specgen.pair.request import typical_length
 from specgen.tune import draft_dtypes
-from specgen.tune.candidates import SEARCHED, SIMULATED, grid, trees
+from specgen.tune.candidates import SEARCHED, SIMULATED, grid, searched_grid
 from specgen.tune.confirmation import FEWEST_PROMPTS, confirm
 from specgen.tune.outcome import PLAIN, Candidate, TuningOutcome, by_speed, counted, plain_of, shortlist
 from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 # the share that each step takes of the time that is left when it begins
 RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.45, 0.6, 0.4
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
-_DRAFTER_LABELS = {kind.name: f"{kind.title}'s" for kind in (MODEL, EXIT)}
+_DRAFTER_LABELS = {"model": "the draft's", "exit": "the exit layer's"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Selection:
         reasons = {
             name: failures[kind]
             for name in self.simulated
-            for kind in (methods.METHODS[name].cost_kind, methods.METHODS[name].drafter.name)
+            for kind in (methods.METHODS[name].cost_kind, methods.METHODS[name].drafts)
             if kind in failures
         }
         return replace(
@@ -120,11 +119,11 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return "there is no draft model"
     if method.uses_draft_model and pair.draft is not None and pair.draft.refusal is not None:
         return pair.draft.refusal.message
-    if method.needs_exit_layer and pair.exit_layer is None:
-        return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
-    if method.head and not pair.heads.has(method.head):
-        return str(pair.heads.found(method.head).refusal or f"there is no head ({head_training_command(method.head, None)})")
-    if name == "eesd-cali" and not pair.exits.has_predictor():
+    if method.needs_exit_layer and pair.parts.load("exit") is None:
+        return str(pair.parts.refusal("exit") or "there is no exit layer (specgen tune --train)")
+    if method.head and pair.parts.find(method.head) is None:
+        return str(pair.parts.refusal(method.head) or f"there is no head ({training_command(method.head, None)})")
+    if name == "eesd-cali" and not pair.parts.has_predictor():
         return "the exit layer has no predictor"
     if name == "selfsd" and not named:
         return "its layers are searched for only with --methods selfsd"
@@ -158,7 +157,7 @@ def measure_pair(
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    flags = pair.exits.has_predictor(), pair.has_flexible_window(sampling)
+    flags = pair.parts.has_predictor(), pair.has_flexible_window(sampling)
     overlap = None
     if "parallel" in measured.costs and pair.drafts_in_callers_thread:
         overlap = pair.parallel_costs(typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
@@ -198,14 +197,15 @@ def record_drafts(
 
     Returns the recorded drafts by drafter, and for each drafter that failed the reason.
     """
-    drafters = {methods.METHODS[name].drafter for name in selection.simulated}
+    drafters = {methods.METHODS[name].drafts for name in selection.simulated}
     recorders, drafts, failures = {}, {}, {}
     target, draft = pair.runners
-    if MODEL in drafters and draft is not None:
-        recorders[MODEL.name] = Recorder(target, draft, sampling)
-    if EXIT in drafters and pair.exit_layer is not None:
-        early = pair.exits.runners(methods.METHODS["eesd"])
-        recorders[EXIT.name] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
+    if "model" in drafters and draft is not None:
+        recorders["model"] = Recorder(target, draft, sampling)
+    if "exit" in drafters and pair.parts.load("exit") is not None:
+        early = pair.parts.runners(methods.METHODS["eesd"])
+        predictor = None if early.predictor is None else early.predictor.predictor
+        recorders["exit"] = Recorder(early.target, early.draft, sampling, predictor=predictor)
     for drafter, recorder in recorders.items():
         try:
             drafts[drafter] = [recorder.record(reference) for reference in references]
@@ -251,9 +251,8 @@ def _search_shapes(
 
     Returns all candidates (methods with settings), those found here included, and why methods have none.
     """
-    grids = {name: grid(name) for name in (*(["sd"] if "sd" in selection.simulated else []), *selection.searched)}
-    if "sd" in grids:
-        grids["sd"] = trees()
+    grids = {name: settings for name in selection.simulated if (settings := searched_grid(name))}
+    grids |= {name: grid(name) for name in selection.searched}
     if not grids:
         return candidates, {}
     few = _spread(measurements.references, SEARCH_PROMPTS)
@@ -289,7 +288,7 @@ def outcome_of(
 ) -> TuningOutcome:
     """Returns the outcome: the candidates, the measured costs and the acceptance, which explain the choice."""
     model = None
-    draft = measurements.costs.get(MODEL.cost_kind, measurements.costs.get(EXIT.cost_kind))
+    draft = measurements.costs.get("model", measurements.costs.get("exit"))
     if draft is not None:
         length = min(draft.verification_cost.curves)
         widths = {width: measurements.costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specgen.base.sanitize import one_line
+from specgen.base.text import one_line
 from specgen.base.types import PHASES
 from specgen.compare.columns import Column, Entry, output_text, ranked_entries, shown_columns
 from specgen.compare.ranking import NOT_RUN, as_fast_as, best, not_run, ranked, too_few_prompts

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.sanitize import inline, streamed
+from specgen.base.text import inline, streamed
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Summary
 from specgen.view.theme import ThemedConsole, one_line_text, wrapped

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specgen.methods import available_policies, known_settings
 from specgen.methods.method import Method
-from specgen.methods.table import available_policies, known_settings
 
 
 def method_line(method: Method) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.sanitize import inline, one_line
+from specgen.base.text import inline, one_line
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
 from specgen.view.theme import column_width, labelled, table

@@ -25,7 +25,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from rich.theme import Theme
 
-from specgen.base.sanitize import one_line, streamed
+from specgen.base.text import one_line, streamed
 
 PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 SHORTEST_WRAP = 12  # cells

@@ -6,29 +6,33 @@ The arguments are the file descriptor of the connection, the parent's process id
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from threading import Thread
-
-from specgen.base.heartbeat import beat_while_parent_lives
-from specgen.workers.shared_flags import SharedFlags
 
 
 def main() -> None:
     """Answers requests until the parent process closes the connection or dies. Ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, parent, memory = map(int, sys.argv[1:])
-    flags = SharedFlags(memory)
-    Thread(
-        target=beat_while_parent_lives, args=(flags.beat, parent), daemon=True
-    ).start()  # before the imports, which take seconds
+    Thread(target=_end_with, args=(parent,), daemon=True).start()  # before the imports, which take seconds
     gc.disable()  # a tenth of the time that the imports take
-    from specgen.workers.worker_loop import serve
+    from specgen.workers.server import serve
+    from specgen.workers.shared import SharedWords
 
     gc.freeze()
     gc.enable()
-    serve(Connection(descriptor), memory, flags)
+    serve(Connection(descriptor), memory, SharedWords(memory))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process with its parent, whatever its main thread does. Another child may hold the connection open."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 if __name__ == "__main__":

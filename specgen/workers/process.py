@@ -1,6 +1,8 @@
 """Starts and ends the draft worker (the process that runs the draft model), and exchanges messages with it.
 
-Imports no torch, so that the worker can start while this process still imports torch.
+A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and its arguments. The answer is a
+pair: serial number, and what the function returned, or a SpecgenError. Imports no torch, so that the worker can start while this
+process still imports torch.
 """
 
 from __future__ import annotations
@@ -13,23 +15,21 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from threading import Event, Thread
 from typing import IO, Any
 
-from specgen.base import heartbeat
-from specgen.base.environment import WAIT_PASSIVELY
 from specgen.base.errors import RunError, SpecgenError
+from specgen.base.machine import WAIT_PASSIVELY
 from specgen.base.prefill_progress import prefill_reports
-from specgen.workers.shared_flags import SIZE, SharedFlags
+from specgen.workers.shared import SIZE, SharedWords
 
 _POLL = 1e-3  # seconds between two looks at the shared memory
+_LOOK = 1.0  # seconds between two looks at how far the worker is with a long prompt
 _PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
-_SMALL = 4096  # bytes of a message that the connection takes even if the worker does not read
 WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
 
@@ -43,14 +43,14 @@ class DraftProcess:
 
     Unlike with `multiprocessing`, the user's script is not run again in the child, which has no stdin or terminal and ignores
     Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason.
-    `memory` is the descriptor of the file that parent and child share as memory. `flags` are numbers in it.
+    `memory` is the descriptor of the file that parent and child share as memory, `words` are numbers in it.
     """
 
     def __init__(self) -> None:
         try:
             self.memory = _nameless_file()
             os.ftruncate(self.memory, SIZE)
-            self.flags = SharedFlags(self.memory)
+            self.words = SharedWords(self.memory)
             self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`
             self._connection, theirs = Pipe()
             with theirs:
@@ -67,106 +67,62 @@ class DraftProcess:
             raise cannot_start(error) from error
         self.is_wanted = True  # False once the pair of models is closed
         self._serial = 0
-        self._ready = False
+        self._answers: dict[int, Any] = {}  # received, but not yet asked for
         self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
 
     @property
     def alive(self) -> bool:
         return self._close.alive and self._process.poll() is None
 
-    def send(self, request: object) -> int:
-        """Send a request from `workers.messages`. Returns its serial number. Raises RunError if the worker has ended."""
+    def send(self, name: str, *arguments: object) -> int:
+        """Asks for a call of `DraftServer`. Returns the request's serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
-            message = pickle.dumps((self._serial, request))  # `Connection.send` would take longer to pickle it
-            if len(message) <= _SMALL:
-                self._connection.send_bytes(message)
-            else:
-                self._send_long(message)
-            self.flags.ask(self._serial)
+            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` takes longer to pickle
+            self.words.ask(self._serial)
         return self._serial
 
-    def _send_long(self, message: bytes) -> None:
-        """Sends a message for which the connection may have no room until the worker reads, which a stalled worker never does."""
-        sent, errors = Event(), []
-
-        def send() -> None:
-            try:
-                self._connection.send_bytes(message)
-            except OSError as error:
-                errors.append(error)
-            sent.set()
-
-        Thread(target=send, daemon=True).start()
-        self._wait(sent.wait)
-        if errors:
-            raise errors[0]
-
-    def receive(self, serial: int, run: int = 0) -> Any:
-        """Waits for the answer to the request with this serial number and returns it. Skips answers to earlier requests.
-
-        Raises an error that the worker reports for this request, or for the request that began its `run` (0: no run).
-        """
+    def receive(self, serial: int) -> Any:
+        """Waits for the answer to the request with this serial number and returns it. Raises the error that it may be."""
         with self._exchange():
-            while True:
-                if not self.flags.await_answer(serial):
-                    self._wait(self._connection.poll)
+            while serial not in self._answers:
+                if not self.words.await_answer(serial):
+                    while not self._connection.poll(_LOOK):
+                        self._report_prefill()
                 answered, answer = self._connection.recv()
-                if isinstance(answer, SpecgenError) and answered in (serial, run):
-                    self._log.truncate(0)  # reported here, so not again when the worker ends
-                    raise answer
-                if answered == serial:
-                    return answer
+                self._answers[answered] = answer
+        answer = self._answers.pop(serial)
+        if isinstance(answer, SpecgenError):
+            self._log.truncate(0)  # reported here, so not again when the worker ends
+            raise answer
+        return answer
 
-    def drafted(self, serial: int, count: int) -> list[int]:
-        """Waits until the draft requested by `serial` has `count` tokens, and returns them.
-
-        Returns fewer if the draft is complete, or if an error is to be received.
-        """
+    def shown(self, serial: int, count: int) -> list[int]:
+        """Waits until the draft of this request has `count` tokens, and returns them; fewer if it is complete."""
         with self._exchange():
-            self._wait(lambda _: self.flags.await_tokens(serial, count) or self._connection.poll(_POLL))
-        return self.flags.shown(serial, count)
+            while not (self.words.await_tokens(serial, count) or self._connection.poll(_POLL)):
+                self._report_prefill()
+        return self.words.shown(serial, count)
 
-    def _wait(self, happened: Callable[[float], bool]) -> None:
-        """Waits until `happened` returns True; it waits itself for at most the seconds that it is given.
+    def cut(self, serial: int) -> None:
+        """Ends the draft of this request after the token that is being drafted."""
+        self.words.cut(serial)
 
-        However long that takes: only if the worker shows no sign of life for too long, ends it and raises RunError. Passes on how
-        far the worker is with a long prompt.
-        """
-        silence = heartbeat.SilenceWatch(lambda: self.flags.beats)
-        while not happened(heartbeat.LOOK):
-            done, total = self.flags.prefilled
-            if done < total:
-                prefill_reports.report(id(self), done, total)
-            if silence.is_over():
-                self.close()
-                raise RunError(f"the draft worker gave no sign of life for {heartbeat.LONGEST_SILENCE:g} seconds", WITHOUT)
+    def _report_prefill(self) -> None:
+        done, total = self.words.prefilled
+        if done < total:
+            prefill_reports.report(id(self), done, total)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
         """Wraps a use of the connection. If it is interrupted, ends the worker, because the connection is then unusable."""
         try:
             yield
-        except SpecgenError:
-            raise
         except (EOFError, OSError):
             raise self._died() from None
         except BaseException:
             self.close()
             raise
-
-    def wait_ready(self, serial: int) -> None:
-        """Waits until the worker has loaded its model; `serial` is the number of the `LoadModel` request.
-
-        Raises SpecgenError, and ends the worker, if the model cannot be loaded.
-        """
-        if not self._ready:
-            try:
-                self.receive(serial)
-            except SpecgenError:
-                self.close()  # it cannot draft without a model
-                raise
-            self._ready = True
 
     def close(self) -> None:
         """Kills the worker process. It holds no state that is needed later."""

@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specgen
+from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policies import POLICIES
-from specgen.methods import table as methods
+from specgen.methods import POLICIES
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
@@ -187,7 +187,7 @@ class Measurement:
 def _recorder(pair: Pair, drafter: str, sampling: SamplingParams) -> Recorder:
     if drafter != "exit":
         return Recorder(*pair.runners, sampling, sampling.seed or 0)
-    early = pair.exits.runners(methods.find(METHODS[drafter]))
+    early = pair.parts.runners(methods.find(METHODS[drafter]))
     return Recorder(early.target, early.draft, sampling, sampling.seed or 0)
 
 

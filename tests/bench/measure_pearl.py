@@ -21,7 +21,7 @@ import specgen
 from specgen.base.types import Round, SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.parallel import Parallel
+from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Summary
 
 PLAIN, AUTO = "ar", "pearl"

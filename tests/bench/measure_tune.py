@@ -20,7 +20,7 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
 from specgen.pair.pair import Pair
-from specgen.tune.candidates import SEARCHED, SIMULATED, grid, trees
+from specgen.tune.candidates import SEARCHED, SIMULATED, grid, searched_grid
 from specgen.tune.outcome import TuningOutcome
 from specgen.tune.request import Deadline, TuningRequest
 from specgen.tune.simulated_runs import SimulatedRuns
@@ -62,7 +62,11 @@ def main() -> None:
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in (*selection.simulated, *selection.searched)]
         specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]
-        specs += [written("sd", given) for given in trees()[:: -(-len(trees()) // options.settings)] if "sd" in names]
+        specs += [
+            written("sd", given)
+            for given in searched_grid("sd")[:: -(-len(searched_grid("sd")) // options.settings)]
+            if "sd" in names
+        ]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         expected = {}

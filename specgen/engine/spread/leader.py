@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager, nullcontext, suppress
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.interrupts import interrupts
 from specgen.engine.spread.messages import Operation, send
 from specgen.engine.spread.ranks import LostRankError, Ranks
 
@@ -47,7 +45,7 @@ class Leader:
         raise RunError, as does the block if another rank has ended.
         """
         self.check()
-        with _held_interrupts(holds):
+        with interrupts.held() if holds else nullcontext():
             self.in_call = True
             try:
                 if self._dropped:
@@ -81,26 +79,3 @@ class Leader:
             self.failure = self.CLOSED
             with suppress(LostRankError):  # they have ended already
                 send(self.ranks, Operation.END, ())
-
-
-@contextmanager
-def _held_interrupts(holds: bool) -> Iterator[None]:
-    """Delays a first Ctrl-C to the end of the block. A second one is handled at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if not holds or not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[tuple[int, FrameType | None]] = []
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        pending.append((signum, frame))
-        if len(pending) > 1:
-            before(signum, frame)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pending:
-        before(*pending[0])

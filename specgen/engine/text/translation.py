@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
-from specgen.base.files import load_yaml
-from specgen.base.paths import examples_file
+from specgen.base import schema
+from specgen.base.files import examples_file
 from specgen.engine.text.token_bytes import TokenBytes, token_bytes
 from specgen.engine.text.tokenizer import ANCHORS, Tokenizer
 
@@ -275,7 +275,7 @@ def covered_tokens(ours: TokenBytes, theirs: TokenBytes, ids: Sequence[int], fir
 
 def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:
     """Counts the covered tokens of the texts in examples.yaml. Raises NoTokenBytes as `token_overlap` does."""
-    entries = load_yaml(examples_file().read_text(encoding="utf-8"))["prompts"]
+    entries = schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]
     return token_overlap(target, draft, (entry["prompt"] for entry in entries))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from specgen.base.sanitize import inline
+from specgen.base.text import inline
 
 if TYPE_CHECKING:
     from markupsafe import Markup

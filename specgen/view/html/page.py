@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.sanitize import inline, streamed
+from specgen.base.text import inline, streamed
 from specgen.view.html.charts import percent, tick_step
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specgen.base.sanitize import inline
+from specgen.base.text import inline
 from specgen.base.types import TokenStatus
 from specgen.pair.figures import Summary
 from specgen.traces.reader import TracedRound, TracedRun

@@ -1,0 +1,171 @@
+"""Length policies: the rules that decide after each drafted token whether the draft continues. Imports no torch.
+
+A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It works with any drafter that
+computes the signals it reads (EESD Table 5). The token stays in the draft whatever the policy decides: dropping a token because
+of its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import MappingProxyType
+from typing import ClassVar
+
+from specgen.base.settings import Setting, Value
+
+Signals = frozenset[str]
+DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  # of any draft model: see `logits_ops.signals`
+MODEL_SIGNALS: Signals = DRAFT_SIGNALS | {"predicted_acceptance"}
+MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
+NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
+
+
+def comparison(value: float, sign: str, limit: float) -> str:
+    """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
+    for digits in range(2, 9):
+        first, second = f"{value:.{digits}f}", f"{limit:.{digits}f}"
+        if first != second:
+            break
+    return f"{first} {sign} {second}"
+
+
+@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
+class DraftedToken:
+    """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
+
+    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`. For a tree it is the
+    likeliest token of a level, and `nodes` is the number of tokens that the level adds to the draft.
+    """
+
+    position: int
+    signals: Mapping[str, float] = field(default_factory=dict)
+    nodes: int = 1
+
+    def __getitem__(self, signal: str) -> float:
+        """Returns the signal of this name. Raises LookupError if it was not computed."""
+        if signal not in self.signals:
+            computed = ", ".join(self.signals) or "none"
+            raise LookupError(f"the length policy reads the signal {signal!r}, which was not computed (computed: {computed})")
+        return self.signals[signal]
+
+
+class LengthPolicy:
+    """Decides when a draft ends. `reason` says in a few words why the last draft ended. This base never ends one.
+
+    `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
+    constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
+    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true. It reads the
+    `preferred_signals` only where the drafter computes them. `predictions` are the acceptance probabilities that it predicted for
+    the tokens of the last draft, if it predicts any. `seconds` is how long the policy and the acceptance predictor have taken
+    since `take_seconds` was called.
+    """
+
+    name: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, Setting]] = {}
+    random: ClassVar[bool] = False
+    signals: Signals = frozenset()
+    optional_signals: ClassVar[Mapping[str, Signals]] = {}
+    preferred_signals: ClassVar[Signals] = frozenset()
+    predictions: Sequence[float] = ()
+    reason: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def signals_with(cls, values: Mapping[str, Value]) -> Signals:
+        """The names of the signals that a policy with these settings reads."""
+        return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
+
+    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+        """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
+
+        In PEARL the draft would follow `unverified` drafted tokens. `signals` are those of the first token that are known before
+        it is drafted. If not `is_last`, another drafter of this round follows, for which the policy decides again after a no.
+        """
+        return True
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        """Whether to draft another token after this one."""
+        return True
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted.
+
+        Called after each round but the pass over the prompt, also after one without a draft. In PEARL the draft's last tokens may
+        be verified in later rounds.
+        """
+
+    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
+        """Learns from what prompt lookup found in the last round, also if nothing of it was drafted.
+
+        The first `agreed` tokens of the copied text, found after `match_length` equal tokens, equal the tokens that followed in
+        the context. `ended`: the copied token after them did not.
+        """
+
+    def state(self) -> Mapping[str, float] | None:
+        """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
+        return None
+
+    def take_seconds(self) -> float:
+        """Returns `seconds` and sets it to 0."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def _below(self, limit: int, token: DraftedToken) -> bool:
+        self.reason = f"limit {limit}"
+        return token.position < limit
+
+
+class Fixed(LengthPolicy):
+    """Ends each draft after k tokens (Leviathan et al. 2023)."""
+
+    name = "fixed"
+    source = "Leviathan et al. 2023"
+    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, 1000, tuned=range(1, 17))}
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._below(self.k, token)
+
+
+def longest_draft_setting(default: int, *tuned: int) -> Setting:
+    """The setting `max_draft` of a policy: its default, and the values that `tune` tries."""
+    return Setting(default, "longest draft", 1, 1000, tuned=tuned)
+
+
+def extend_draft(
+    policy: LengthPolicy,
+    limit: int,
+    extend: Callable[[int], DraftedToken | str],
+    *,
+    unverified: int = 0,
+    known: Mapping[str, float] = NO_SIGNALS,
+    is_last: bool = True,
+) -> str:
+    """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
+
+    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
+    returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
+    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). `known` are the first token's
+    signals that are known before it is drafted; for `is_last` see `LengthPolicy.starts_draft`. The time that the policy takes is
+    added to `policy.seconds`.
+    """
+    start = perf_counter()
+    drafts = policy.starts_draft(unverified=unverified, signals=known, is_last=is_last)
+    policy.seconds += perf_counter() - start
+    if not drafts:
+        return policy.reason
+    for position in range(1, limit + 1):
+        token = extend(position)
+        if isinstance(token, str):
+            return token
+        start = perf_counter()
+        keeps_drafting = policy.keep_drafting(token)
+        policy.seconds += perf_counter() - start
+        if not keeps_drafting:
+            return policy.reason
+    return "length"

@@ -1,0 +1,235 @@
+"""Token trees: what all drafts with several candidates at a position grow, and the drafter of the likeliest continuations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft
+from specgen.decoding import logits_ops
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Scores, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.engine.devices import upload
+from specgen.engine.inference_mode import inference
+
+
+class Tree:
+    """Nodes in the order in which they were added: their `tokens` and the numbers of their `parents` (-1: the context)."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}  # by parent and token
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int) -> int:
+        """Returns the child of node `parent` that has this token. Adds it if there is none."""
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def extend(self, parent: int, tokens: Iterable[int]) -> list[int]:
+        """Adds a path of tokens after node `parent`, where it is missing, and returns its nodes."""
+        path: list[int] = []
+        for token in tokens:
+            parent = self.add(parent, token)
+            path.append(parent)
+        return path
+
+    def path(self, node: int) -> list[int]:
+        """The nodes on the path from the context to `node`, including it; empty if `node` is -1."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+
+class DraftTree(Tree):
+    """A tree that a draft model grows level by level. Its KV cache holds the nodes, so each is computed only once.
+
+    `hidden` [nodes, width] and `unpenalised` [nodes, ...] belong to the last logits: see `ModelOutput.hidden_states`, and
+    `ModelOutput.unpenalised_part`. They are None if the runner returns none, and if the logits have no penalties.
+    """
+
+    def __init__(self, setup: Setup, context: Context) -> None:
+        super().__init__()
+        assert setup.draft is not None
+        self.hidden: torch.Tensor | None = None
+        self.unpenalised: torch.Tensor | None = None
+        self._runner, self._setup, self._context = setup.draft, setup, context
+        self._logits: list[torch.Tensor] = []  # without penalties; row i is after node i - 1
+
+    def add(self, parent: int, token: int) -> int:
+        """Adds a token, as in any tree. Raises RunError if it is -1, which means that the logits held a NaN."""
+        return super().add(parent, logits_ops.valid_token(token, "draft"))
+
+    def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:
+        """Runs the draft model on all nodes added since the last call. Returns the logits [nodes, vocabulary] after `nodes`.
+
+        `nodes` are some of these. The first call, with [-1], returns the logits after the context. None: penalties forbid all
+        tokens after one of the nodes, where drafts end.
+        """
+        first = sum(map(len, self._logits)) - 1
+        output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
+        logits, own = output.logits[:, : self._setup.vocab_size], output.unpenalised_part(self._setup.vocab_size)
+        self._logits.append((logits if own is None else own).clone())  # valid until the runner's next call
+        hidden, rows = output.hidden_states, [node - first for node in nodes]
+        if rows != list(range(len(logits))):
+            selected = upload(torch.tensor(rows), logits.device)
+            logits = logits[selected]
+            hidden, own = (None if each is None else each[selected] for each in (hidden, own))
+        self.hidden, self.unpenalised = hidden, own
+        return None if own is not None and logits_ops.is_forbidden(logits) else logits
+
+    def signals(
+        self,
+        names: Signals,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        score: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Computes signals of `tokens` [n], chosen from the `rows` [n] of the last logits (or of `probs`): see `logits_ops`."""
+        if not names:
+            return {}
+        row, own, drawn_from = (
+            None if each is None else each.index_select(0, rows) for each in (logits, self.unpenalised, probs)
+        )
+        assert row is not None
+        return logits_ops.signals(names, row, tokens, drawn_from, score, own)
+
+    def draft(self, reason: str, nodes: Sequence[int] | None = None, **fields: Any) -> Draft:
+        """Returns some of the nodes, each after its parent, as a draft with the nodes in this order; None: all.
+
+        `reason` says why the draft ended; `fields` are further fields of `Draft` by name.
+        """
+        nodes = range(len(self.tokens)) if nodes is None else nodes
+        if not nodes:
+            return Draft(stop_reason=reason, **fields)
+        at = {node: position for position, node in enumerate((-1, *nodes), -1)}
+        parents = [self.parents[node] for node in nodes]
+        origins = sorted({*parents})
+        logits = torch.cat(self._logits)
+        rows = logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)]
+        statistics: list[list[float]] = torch.stack(logits_ops.entropy_and_top_prob(rows)).tolist()  # one transfer
+        if math.isnan(sum(statistics[0])):
+            raise nan_logits("draft")
+        entropies, top_probs = (dict(zip(origins, each, strict=True)) for each in statistics)
+        kept = upload(torch.tensor([parent + 1 for parent in parents]), logits.device) if self._setup.record else None
+        return Draft(
+            [self.tokens[node] for node in nodes],
+            [at[parent] for parent in parents],
+            entropies=[entropies[parent] for parent in parents],
+            top_probs=[top_probs[parent] for parent in parents],
+            stop_reason=reason,
+            logits=None if kept is None else logits[kept, : self._setup.vocab_size],
+            **fields,
+        )
+
+
+class _Candidate(NamedTuple):
+    """A token that may be in the draft, after `parent`, and the log-likelihood (nats) of the path to it.
+
+    `parent` is a node of the tree that the draft model runs (-1: the context), and so is `node`, the candidate's own; None: the
+    tree does not have the candidate.
+    """
+
+    parent: int
+    token: int
+    log_likelihood: float
+    node: int | None
+
+
+class TopKTreeDrafter(DraftModelUser):
+    """Drafts a tree of the likeliest continuations: several candidates at each position (EESD, section 5.7, and EAGLE-2).
+
+    Each level has the `width` likeliest continuations of the previous level, by the whole path's probability. Without `nodes`,
+    these are the draft. With `nodes`, the tree is EAGLE-2's dynamic tree (sections 4.1 and 4.2): the draft has the `nodes`
+    likeliest of all tokens that were candidates for a level, the `width` likeliest after each node that was continued; of equally
+    likely ones, the earlier level's, then the likelier node's. Fewer, if the draft ends early.
+    Probabilities are those at temperature 1. No node is drawn at random, even if the target samples. The length policy sees only
+    the likeliest node of each level, after the whole level is in the tree.
+    """
+
+    def __init__(self, setup: Setup, *, width: int, depth: int | None = None, nodes: int | None = None) -> None:
+        super().__init__(setup, depth=depth)
+        self._width, self._nodes = width, nodes
+
+    @inference
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        limit = self._room(context, limit)
+        if limit < 1:
+            return Draft()
+        scores = self._scores(policy, context)
+        tree, candidates = DraftTree(self._setup, context), list[_Candidate]()
+        alive = [(-1, 0.0)]  # the nodes that the next level continues, and the log-likelihoods (nats) of their paths
+
+        def extend(position: int) -> DraftedToken | str:
+            before = len(candidates)
+            values = self._level(tree, alive, candidates, policy.signals, scores, position)
+            if values is None:
+                return NO_CANDIDATES
+            most = len(candidates) if self._nodes is None else self._nodes
+            added = min(len(candidates), most) - min(before, most)
+            return DraftedToken(position, values, added) if alive else "eos"
+
+        reason = self._reason(extend_draft(policy, limit, extend), limit)
+        if self._nodes is None:
+            return tree.draft(reason)
+        by_likelihood = sorted(range(len(candidates)), key=lambda number: -candidates[number].log_likelihood)  # stable
+        chosen = [candidates[number] for number in sorted(by_likelihood[: self._nodes])]
+        return tree.draft(reason, [tree.add(each.parent, each.token) if each.node is None else each.node for each in chosen])
+
+    def _level(
+        self,
+        tree: DraftTree,
+        alive: list[tuple[int, float]],
+        candidates: list[_Candidate],
+        read: Signals,
+        scores: Scores | None,
+        position: int,
+    ) -> dict[str, float] | None:
+        """Adds the candidates for the level with this number, with one forward pass and one transfer to the host.
+
+        `alive` becomes the nodes of this level that do not end the output. Returns the signals in `read` of the level's likeliest
+        node; None if there are no candidates. `scores` is the acceptance predictor's function, None if the policy reads none.
+        """
+        logits = tree.next_logits([node for node, _ in alive])
+        if logits is None:
+            return None
+        values, tokens = logits.float().log_softmax(dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
+        before = upload(torch.tensor([value for _, value in alive]), logits.device)
+        best, positions = (values.clamp_max_(0.0) + before[:, None]).flatten().sort(descending=True, stable=True)  # <= parent's
+        if self._nodes is None:
+            best, positions = best[: self._width], positions[: self._width]
+        chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
+        origins = positions // tokens.shape[1]
+        score = None
+        if scores is not None and tree.hidden is not None:
+            score = scores(tree.hidden.index_select(0, origins[:1])[0], position)[None]
+        computed = tree.signals(read, logits, origins[:1], chosen[:1], score=score)
+        on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
+        size = len(positions)
+        continued, count = list(alive), 0
+        alive.clear()
+        for token, origin, value in zip(*(on_host[start : start + size] for start in (0, size, 2 * size)), strict=True):
+            if value == -math.inf:
+                break
+            (parent, _), node = continued[int(origin)], None
+            if count < self._width:
+                node, count = tree.add(parent, int(token)), count + 1
+                if token not in self._eos_ids:
+                    alive.append((node, value))
+            candidates.append(_Candidate(parent, int(token), value, node))
+        found = dict(zip(computed, on_host[3 * size :], strict=True))
+        return {name: found[name] for name in read if name in found}

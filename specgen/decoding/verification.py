@@ -1,0 +1,162 @@
+"""Verifiers decide which drafted tokens are accepted, and choose the correction or bonus token that follows them.
+
+A verifier works on the device. It copies the result (token ids and counts) to the host once for each draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
+from specgen.decoding import logits_ops
+from specgen.engine.devices import move, upload
+from specgen.engine.inference_mode import inference
+
+if TYPE_CHECKING:
+    from specgen.engine.forward_pass import ModelOutput
+
+
+class Verifier(Protocol):
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        """Verifies a draft. `output` holds the target's logits [nodes + 1, vocabulary] after the context and after each node.
+
+        The logits after a chain's last token may be missing; a fully accepted draft then gets no bonus token.
+        """
+
+
+class GreedyVerifier:
+    """Accepts drafted tokens as long as each is the target's argmax: greedy decoding, for chains and trees."""
+
+    @inference
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        choices, tied = logits_ops.argmax_and_ties(output.logits)
+        verdict = match_path(draft, choices.__getitem__, len(choices))
+        if not any(tied):
+            return verdict
+        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.path) + (verdict.token is not None)]
+        return replace(verdict, ties=sum(tied[row] for row in rows))
+
+
+class RejectionSampling:
+    """Verifies drawn tokens by rejection sampling and all others by the target's own draws. Lossless, for chains and trees.
+
+    p are the target's probabilities and q the draft's, after temperature, top-k and top-p. The draft's first nodes, as many as it
+    has `probs`, are a chain drawn from q: token i of them is accepted with probability min(1, p_i / q_i); after a rejection the
+    target draws its token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023), after the whole chain from p. No other node was
+    drawn: if one of them follows there and has this token, it is accepted, the target draws a token after it from p, and so on.
+    A node's children that were not drawn are so accepted with the sum of their p, as by rejection sampling with q = 1 for each.
+    """
+
+    def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
+        self._sampling = sampling
+        self._generator = logits_ops.make_generator(device, seed)
+
+    @inference
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        logits, drawn = output.logits, 0 if draft.probs is None else len(draft.probs)
+        rows = logits.shape[0]
+        after = own_tokens(logits, self._sampling, self._generator)
+        if not drawn:
+            return match_path(draft, after, rows)
+        accepted, token = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
+        return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
+
+    def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> tuple[int, int]:
+        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them."""
+        target, length = logits_ops.warp(logits, self._sampling), len(drafted)
+        tokens, draft_probs = upload(torch.tensor(drafted), logits.device), move(probs, logits.device)
+        p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
+        fresh = torch.rand(length, generator=self._generator, device=logits.device)
+        accepted = (fresh * q < p).cumprod(dim=0).sum()
+        after = target.index_select(0, accepted.clamp_max(len(logits) - 1)[None])
+        # after the last token no draft was rejected, so that the residual there is p
+        drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])
+        residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
+        residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
+        # a NaN rejects its token, so it is noticed here
+        token = logits_ops.draw(residual, self._generator)
+        count, own = torch.cat((accepted[None], token)).tolist()
+        return count, own
+
+
+def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdict:
+    """Returns the verdict with how close target's and draft's distributions are at each drafted token; without logits, as it is.
+
+    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. Drafts such as those of
+    prompt lookup have no logits, and others only if they were asked to keep them.
+    """
+    if draft.logits is None:
+        return verdict
+    before = output.model_logits
+    if draft.is_chain:
+        before = before[: len(draft.tokens)]
+    else:
+        before = before[upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)]
+    return replace(verdict, agreement=DistributionOverlap(*logits_ops.overlap_and_kl(before, draft.logits)))
+
+
+def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
+    """Returns a function that draws a model's token for a row of its logits [rows, vocabulary]; -1 if the row holds a NaN.
+
+    It may be called once for each row. On a CPU only the rows on the path are drawn; a GPU draws all with the first call, for a
+    single transfer.
+    """
+    if logits.is_cpu:
+        return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
+    tokens: list[int] = []
+
+    def drawn(row: int) -> int:
+        if not tokens:
+            tokens.extend(logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist())
+        return tokens[row]
+
+    return drawn
+
+
+def accept_prefix(
+    draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+) -> Verdict:
+    """Returns the verdict that accepts a chain's first `count` tokens and lets the target choose the token after them.
+
+    `count` is an integer scalar on the device. `output` holds the target's logits after the context and after each token.
+    """
+    logits = output.logits.index_select(0, count[None])[0]
+    accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
+    return make_verdict(draft, range(accepted), own)
+
+
+def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int = 0, accepted: int = 0) -> Verdict:
+    """Returns the verdict that accepts the path of drafted tokens on which each equals the target's choice.
+
+    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row` - 1. It is only called for
+    rows on the path, once for each. There are `rows` of them: the one after a chain's last node may be missing. Of the first
+    `drawn` nodes, a chain, the first `accepted` are accepted already and the others are not.
+    """
+    path = list(range(accepted))
+    if accepted == rows:
+        return Verdict(tuple(path))
+    node = accepted - 1
+    token = logits_ops.valid_token(choice(accepted), "target")
+    for child in range(drawn, len(draft.tokens)):  # parents precede their children, so one loop follows the path
+        if draft.parents[child] == node and draft.tokens[child] == token:
+            path.append(child)
+            node = child
+            if child + 1 == rows:
+                return Verdict(tuple(path))
+            token = logits_ops.valid_token(choice(child + 1), "target")
+    return make_verdict(draft, path, token)
+
+
+def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
+    """Returns the verdict that accepts the nodes of `path`, followed by the target's `token`.
+
+    The token is a bonus if the path ends at a leaf, otherwise a correction; neither for an empty draft. Raises RunError if the
+    token is -1, which means that the target's logits held a NaN.
+    """
+    last = path[-1] if path else -1
+    source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"
+    return Verdict(tuple(path), logits_ops.valid_token(token, "target"), source)

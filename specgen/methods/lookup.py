@@ -1,0 +1,121 @@
+"""Prompt lookup: a draft is copied from the context, after an earlier occurrence of its last tokens (Saxena 2023).
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import Context, Draft
+from specgen.decoding.policy import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
+from specgen.methods.method import COPYING, Method
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Setup
+
+
+class PromptLookupDrafter:
+    """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
+
+    This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
+    the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
+    not depend on the context's length.
+    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies, at most
+    `LONGEST_MATCH` and the tokens of the draft. The policy learns from each match whether it was drafted or not.
+    """
+
+    LONGEST_MATCH = 32
+
+    def __init__(self, ngram: int, eos_ids: Collection[int]) -> None:
+        self._ngram = ngram
+        self._eos_ids = eos_ids
+        self._continuations: dict[tuple[int, ...], int] = {}
+        self._context: Context | None = None
+        self._indexed = 0
+        self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
+        """Drafts as `Drafter.propose` does. For `is_last` see `LengthPolicy.starts_draft`."""
+        self._index(context)
+        self._compare_last(context, policy)
+        start = self._match(context)
+        if limit < 1 or start is None:
+            return Draft()
+        matched = self._matching_tokens(context, start)
+        self._last = len(context), start, matched
+        tokens: list[int] = []
+
+        def extend(position: int) -> DraftedToken | str:
+            source = start + position - 1
+            tokens.append(context.ids[source] if source < len(context) else tokens[source - len(context)])
+            eos = tokens[-1] in self._eos_ids
+            return "eos" if eos else DraftedToken(position, {MATCH_LENGTH: matched + position - 1})
+
+        reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: matched}, is_last=is_last)
+        return Draft.chain(tokens, stop_reason=reason)
+
+    def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
+        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        if self._last is None:
+            return
+        length, start, matched = self._last
+        self._last = None
+        joined = len(context) - length
+        agreed = next((count for count in range(joined) if context.ids[start + count] != context.ids[length + count]), joined)
+        begin = perf_counter()
+        policy.observe_match(matched, agreed, ended=agreed < joined)
+        policy.seconds += perf_counter() - begin
+
+    def _matching_tokens(self, context: Context, start: int) -> int:
+        """Returns how many tokens at the context's end equal those before position `start`, at most `LONGEST_MATCH`."""
+        ids, end = context.ids, len(context)
+        longest = min(start, self.LONGEST_MATCH)
+        return next((count for count in range(longest) if ids[start - 1 - count] != ids[end - 1 - count]), longest)
+
+    def _index(self, context: Context) -> None:
+        """Adds the context's new tokens to the index: each is the continuation of the n-grams that end just before it."""
+        if context is not self._context:
+            self._context, self._indexed, self._last = context, 0, None
+            self._continuations.clear()
+        for position in range(self._indexed, len(context)):
+            for length in range(1, min(self._ngram, position) + 1):
+                self._continuations[tuple(context.ids[position - length : position])] = position
+        self._indexed = len(context)
+
+    def _match(self, context: Context) -> int | None:
+        """Finds the longest n-gram at the context's end that occurred before. Returns the position after its latest occurrence.
+
+        None if not even the last token occurred before.
+        """
+        grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
+        return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
+
+
+def ngram_setting(default: int) -> dict[str, Setting]:
+    return {"ngram": Setting(default, "longest n-gram to look up", 1, 32)}
+
+
+def lookup_drafter(setup: Setup, settings: Settings) -> PromptLookupDrafter:
+    return PromptLookupDrafter(int(settings.values["ngram"]), setup.eos_ids)
+
+
+_NGRAMS = (1, 2, 3, 4)
+LOOKUP = Method(
+    "lookup",
+    "prompt lookup, Saxena 2023",
+    drafter=lookup_drafter,
+    policy="adaptive",
+    any_policy=True,
+    signals=frozenset({MATCH_LENGTH}),
+    settings=ngram_setting(3),
+    defaults={"fixed": {"k": 10}},
+    drafts="lookup",
+    recorded=True,
+    own_cost_kind=COPYING,
+    grids=({"ngram": _NGRAMS}, {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS}),  # with the policy `adaptive`, and `fixed`
+    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+)

@@ -1,0 +1,142 @@
+"""Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023), and transformers' length policies.
+
+Other files take from here how a model drafts, token by token or as a tree, and the settings of that. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from specgen.base.settings import Setting, Settings
+from specgen.decoding.policy import DRAFT_SIGNALS, DraftedToken, LengthPolicy, comparison, longest_draft_setting
+from specgen.methods.method import DRAFT_MODEL, Grid, Method
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter, Setup
+
+CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
+CAPE_GRID: Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
+_TRANSLATION = {
+    "translation": Setting(
+        "tokens",
+        "for a draft model with another tokenizer: by the tokens that both have (TLI), or by text, encoded again (SLEM)",
+        choices=("tokens", "text"),
+    )
+}
+
+
+def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
+    """The settings of trees with these defaults. A `depth` of `auto` leaves the number of levels to the length policy."""
+    levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
+    return {
+        "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
+        "depth": Setting(depth, levels, 1, 64, None if isinstance(depth, int) else "auto"),
+        "nodes": Setting(nodes, "keep this many of all candidates, as EAGLE-2; auto: the width at each level", 1, 1024, "auto"),
+    }
+
+
+def model_drafter(setup: Setup, settings: Settings) -> Drafter:
+    """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
+    if settings.drafts_text:
+        from specgen.decoding.text_drafter import TextDrafter
+
+        return TextDrafter(setup)
+    depth, nodes = (None if (value := settings.values.get(name, "auto")) == "auto" else int(value) for name in ("depth", "nodes"))
+    if settings.drafts_tree:
+        from specgen.decoding.tree import TopKTreeDrafter
+
+        return TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=depth, nodes=nodes)
+    if settings.values.get("cape"):
+        from specgen.methods.cape import CapeDrafter
+
+        return CapeDrafter(setup, depth=depth)
+    from specgen.decoding.drafting import ModelDrafter
+
+    return ModelDrafter(setup, depth=depth)
+
+
+class Heuristic(LengthPolicy):
+    """The schedule of transformers: after a fully accepted draft the next is two tokens longer, otherwise one shorter.
+
+    The length stays between 1 and `max_draft`.
+    """
+
+    name = "heuristic"
+    source = "transformers' schedule"
+    settings: ClassVar = {
+        "k": Setting(5, "tokens in the first draft", 1, 1000, tuned=(2, 3, 5, 8)),
+        "max_draft": longest_draft_setting(40, 4, 6, 8, 12, 20, 40),
+    }
+
+    def __init__(self, k: int, max_draft: int) -> None:
+        self.k, self.max_draft = min(k, max_draft), max_draft
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._below(self.k, token)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.k = min(self.k + 2, self.max_draft) if accepted == drafted else max(self.k - 1, 1)
+
+    def state(self) -> Mapping[str, float]:
+        return {"k": self.k}
+
+
+class Confidence(LengthPolicy):
+    """Stops after a token whose draft probability is below the threshold (transformers' dynamic length)."""
+
+    name = "confidence"
+    source = "transformers' dynamic length"
+    signals = frozenset({"prob"})
+    settings: ClassVar = {
+        "threshold": Setting(
+            0.4,
+            "stop after a token with a lower probability than this",
+            0,
+            1,
+            tuned=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+        ),
+        "max_draft": longest_draft_setting(20, 4, 6, 8, 12, 20),
+    }
+
+    def __init__(self, threshold: float, max_draft: int) -> None:
+        self.threshold, self.max_draft = threshold, max_draft
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        if (prob := token["prob"]) < self.threshold:
+            self.reason = f"prob {comparison(prob, '<', self.threshold)}"
+            return False
+        return self._below(self.max_draft, token)
+
+
+def chain_method(policy: str, paper: str, engines: Sequence[str] = ()) -> Method:
+    """The method that has a draft model's chains end by this length policy, of the same name."""
+    return Method(
+        policy,
+        paper,
+        DRAFT_MODEL,
+        model_drafter,
+        policy=policy,
+        signals=DRAFT_SIGNALS,
+        drafts="model",
+        recorded=True,
+        engines=engines,
+    )
+
+
+_TREES: list[Grid] = [{"width": (width,), "depth": (depth,), "k": (depth,)} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
+SD = replace(
+    chain_method("fixed", "Leviathan et al. 2023"),
+    name="sd",
+    any_policy=True,
+    settings=tree_settings(1, "auto") | CAPE | _TRANSLATION,
+    searched_grids=(
+        *_TREES,
+        CAPE_GRID,
+    ),  # the largest tree first: its outputs are kept, and used again for the smaller ones in it
+    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx"),
+)
+HEURISTIC = chain_method("heuristic", "transformers' assisted generation", ("transformers",))
+CONFIDENCE = chain_method("confidence", "transformers' assisted generation", ("transformers", "llama.cpp"))

@@ -1,0 +1,295 @@
+"""Drafts the most frequent continuation of the context's longest earlier match (SuffixDecoding, Oliaro et al. 2024).
+
+An index of n-grams replaces the paper's suffix trees (section 3): it costs the same for each token, where a tree of depth D takes
+D steps. A match of more than three tokens is found by comparing tokens backwards. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import Context, Draft
+from specgen.decoding.policy import MATCH_LENGTH, DraftedToken, LengthPolicy, comparison, extend_draft
+from specgen.methods.method import COPYING, Method
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Setup
+
+LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
+MOST_OCCURRENCES = 16  # the latest ones of an n-gram, which are compared with the context; 64 gain nothing and cost more
+HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
+_BORDER = -1  # between two stored sequences; no token has this id
+# The acceptance of a token was fitted on outputs of the bundled target: its odds are about _ODDS times
+# the number of equal tokens before it, times (occurrences with this token) / (occurrences with another one + 1).
+_ODDS = 0.45
+
+
+class SuffixIndex:
+    """Token sequences, with the positions where each n-gram of one to three tokens ended. Tokens are only ever appended.
+
+    Each n-gram's last position is kept in a dictionary, and for each position the one before it of the same n-gram, for each n.
+    """
+
+    NGRAMS = (3, 2, 1)
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._last: dict[int | tuple[int, ...], int] = {}
+        self._previous: tuple[list[int], list[int], list[int]] = ([], [], [])  # 0: none
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the sequence."""
+        last, (ones, twos, threes) = self._last, self._previous
+        first, second = [_BORDER, _BORDER, *self.ids[-2:]][-2:]
+        for end, token in enumerate(tokens, len(self.ids) + 1):  # one step for each token, so the three lengths are written out
+            pair, triple = (second, token), (first, second, token)
+            ones.append(last.get(token, 0))
+            twos.append(last.get(pair, 0))
+            threes.append(last.get(triple, 0))
+            last[token] = last[pair] = last[triple] = end
+            first, second = second, token
+        self.ids.extend(tokens)
+
+    def end_sequence(self) -> None:
+        """Ends the sequence: the tokens appended after this are another one's, and no match contains tokens of both."""
+        self.ids.append(_BORDER)
+        for previous in self._previous:
+            previous.append(0)
+
+    def find(self, ids: Sequence[int]) -> Continuation | None:
+        """Returns what followed the longest earlier match of the last tokens of `ids`. None if the last one did not occur before.
+
+        An occurrence that nothing follows does not count: this is the context's own end, or that of a stored sequence. Only the
+        latest `MOST_OCCURRENCES` of the longest n-gram are compared with the context.
+        """
+        for length in self.NGRAMS:
+            if length <= len(ids) and (positions := self._positions(ids, length)):
+                return self._longest(ids, positions, length)
+        return None
+
+    def _positions(self, ids: Sequence[int], length: int) -> list[int]:
+        """Returns the positions after the latest occurrences of the last `length` tokens of `ids`, the latest first."""
+        found: list[int] = []
+        own, previous = self.ids, self._previous[length - 1]
+        position = self._last.get(ids[-1] if length == 1 else tuple(ids[-length:]), 0)
+        while position and len(found) < MOST_OCCURRENCES:
+            if position < len(own) and own[position] != _BORDER:
+                found.append(position)
+            position = previous[position - 1]
+        return found
+
+    def _longest(self, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
+        """Returns what follows those of the `positions` before which most tokens equal the last ones of `ids`."""
+        own, tail = self.ids, list(ids[-LONGEST_MATCH:])
+        longest, found = length, list[int]()
+        for position in positions:
+            if position >= len(tail) and own[position - len(tail) : position] == tail:
+                matched = len(tail)
+            else:
+                matched, most = length, min(position, len(tail))
+                while matched < most and own[position - 1 - matched] == tail[-1 - matched]:
+                    matched += 1
+            if matched > longest:
+                longest, found = matched, []
+            if matched == longest:
+                found.append(position)
+        return Continuation(own, found, longest)
+
+
+class Continuation:
+    """The most frequent continuation of earlier occurrences, computed token by token as it is needed.
+
+    `tokens` are those computed so far, `probs` the estimated probability of each to be accepted if those before it are. After
+    each token only the occurrences that continue with it count; of equally frequent tokens the latest is taken. A continuation
+    that reaches the end of the indexed tokens continues with its own tokens. `match_length` is at most `LONGEST_MATCH`.
+    """
+
+    def __init__(self, ids: Sequence[int], positions: Sequence[int], match_length: int) -> None:
+        self.match_length = match_length
+        self.tokens: list[int] = []
+        self.probs: list[float] = []
+        self._ids, self._length, self._positions = ids, len(ids), positions
+
+    def extend(self) -> bool:
+        """Computes one more token. Returns False if nothing follows."""
+        drafted = len(self.tokens)
+        following = [self._at(position + drafted) for position in self._positions]
+        counted = [token for token in following if token != _BORDER]
+        if not counted:
+            return False
+        token, count = counted[0], counted.count(counted[0])
+        if 2 * count < len(counted):  # otherwise no other token is more frequent
+            token, count = Counter(counted).most_common(1)[0]
+        odds = _ODDS * (self.match_length + drafted) * count / (len(counted) - count + 1)
+        self.probs.append(odds / (1 + odds))
+        self.tokens.append(token)
+        if count < len(following):
+            self._positions = [position for position, other in zip(self._positions, following, strict=True) if other == token]
+        return True
+
+    def agreement(self, ids: Sequence[int]) -> tuple[int, bool]:
+        """Returns how many tokens of the continuation equal the first ones of `ids`, and whether the one after them differs.
+
+        Computes more of the continuation if needed.
+        """
+        for position, token in enumerate(ids):
+            if position == len(self.tokens) and not self.extend():
+                return position, False
+            if self.tokens[position] != token:
+                return position, True
+        return len(ids), False
+
+    def _at(self, position: int) -> int:
+        return self._ids[position] if position < self._length else self.tokens[position - self._length]
+
+
+class SuffixHistory:
+    """The outputs of earlier runs, in memory only: at most `budget` tokens, in two generations.
+
+    New outputs go to the young generation. When it has half of the budget it becomes the old one, and the old one is dropped. The
+    output of a run is added when the next one begins.
+    """
+
+    def __init__(self, budget: int = HISTORY_TOKENS) -> None:
+        self._most = budget // 2
+        self.clear()
+
+    def clear(self) -> None:
+        self._young, self._old = SuffixIndex(), SuffixIndex()
+        self._running: Context | None = None
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def begin(self, context: Context) -> None:
+        """Adds the output of the run before this one. `context` is this run's, which is added when another one begins.
+
+        If runs take turns, only what each had generated when the next one began is added.
+        """
+        if self._running is not None:
+            self.add(self._running.ids[self._running.prompt_length :])
+        self._running = context
+
+    def add(self, output: Sequence[int]) -> None:
+        """Adds an output, or its last tokens if it does not fit in a generation."""
+        output = output[-max(self._most - 1, 0) :]  # one for the border
+        if not output or self._most < 2:
+            return
+        if len(self._young) + len(output) + 1 > self._most:
+            self._old, self._young = self._young, SuffixIndex()
+        self._young.extend(output)
+        self._young.end_sequence()
+
+    def find(self, ids: Sequence[int]) -> Continuation | None:
+        """Returns what followed the longest match in the outputs, the newer generation's of two equally long ones."""
+        return longest(self._young.find(ids), self._old.find(ids))
+
+
+def longest(*found: Continuation | None) -> Continuation | None:
+    """Returns the continuation with the longest match, the first of equally long ones. None if all are None."""
+    return max((each for each in found if each is not None), key=lambda each: each.match_length, default=None)
+
+
+class SuffixDrafter:
+    """Drafts a chain: after each token the one that followed most often where the context's last tokens occurred before.
+
+    It looks in the context and, if given, in a `history` of earlier outputs. The longest match counts, the context's of equally
+    long ones. A draft has at most `factor` times as many tokens as the match, and ends before the product of its tokens'
+    estimated probabilities falls below `min_prob` (section 3.2 of the paper).
+    The probabilities are not the paper's shares of occurrences. There the present end of the text, which nothing follows yet,
+    counts as an occurrence: one earlier occurrence gives 1/2, n equal ones give n / (n + 1), however long the match. Here they
+    are fitted to what is accepted, and depend on the match's length.
+    A token's signal `match_length` is the number of tokens before it that equal those before the earlier occurrence, and `prob`
+    its estimated probability. The policy learns from each match whether it was drafted or not.
+    """
+
+    def __init__(self, min_prob: float, factor: float, eos_ids: Collection[int], history: SuffixHistory | None = None) -> None:
+        self._min_prob, self._factor, self._eos_ids, self._history = min_prob, factor, eos_ids, history
+        self._context: Context | None = None
+        self._index = SuffixIndex()
+        self._last: Continuation | None = None
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        if context is not self._context:
+            self._begin(context)
+        known = len(self._index)
+        self._compare_last(context, known, policy)
+        self._index.extend(context.ids[known:])
+        if limit < 1 or (found := self._find(context)) is None:
+            return Draft()
+        self._last = found
+        length = found.match_length
+        most = int(self._factor * length)
+        tokens: list[int] = []
+        path = 1.0
+
+        def extend(position: int) -> DraftedToken | str:
+            nonlocal path
+            if position > most:
+                return f"match of {length}"
+            if not found.extend():
+                return "end of match"
+            token, prob = found.tokens[-1], found.probs[-1]
+            path *= prob
+            if path < self._min_prob:
+                return f"path {comparison(path, '<', self._min_prob)}"
+            tokens.append(token)
+            if token in self._eos_ids:
+                return "eos"
+            return DraftedToken(position, {MATCH_LENGTH: length + position - 1, "prob": prob})
+
+        reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: length})
+        return Draft.chain(tokens, stop_reason=reason)
+
+    def _begin(self, context: Context) -> None:
+        self._context, self._index, self._last = context, SuffixIndex(), None
+        if self._history is not None:
+            self._history.begin(context)
+
+    def _find(self, context: Context) -> Continuation | None:
+        found = self._index.find(context.ids)
+        return found if self._history is None else longest(found, self._history.find(context.ids))
+
+    def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
+        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        if self._last is None:
+            return
+        agreed, ended = self._last.agreement(context.ids[known:])
+        begin = perf_counter()
+        policy.observe_match(self._last.match_length, agreed, ended=ended)
+        policy.seconds += perf_counter() - begin
+        self._last = None
+
+
+def suffix_drafter(setup: Setup, settings: Settings) -> SuffixDrafter:
+    min_prob, factor = (float(settings.values[name]) for name in ("min_prob", "factor"))
+    return SuffixDrafter(min_prob, factor, setup.eos_ids, setup.history)
+
+
+SUFFIX = Method(
+    "suffix",
+    "SuffixDecoding, Oliaro et al. 2024",
+    drafter=suffix_drafter,
+    policy="adaptive",
+    any_policy=True,
+    signals=frozenset({MATCH_LENGTH, "prob"}),
+    settings={
+        "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
+        "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
+        "history": Setting(
+            False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
+        ),
+    },
+    drafts="suffix",
+    recorded=True,
+    own_cost_kind=COPYING,
+    grids=({"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},),
+    engines=("vllm",),
+)

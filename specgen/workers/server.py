@@ -1,0 +1,197 @@
+"""Drafts for the runs of a pair of models, as they ask for it: in a process of its own, in a thread, or on a CUDA stream."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.prefill_progress import prefill_reports
+from specgen.base.settings import Settings
+from specgen.base.types import Context
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import LengthPolicy
+from specgen.engine.devices import DTYPES
+from specgen.engine.inference_mode import inference
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_loading import ModelSource, describe, load_weights
+from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.timing import pick_threads
+from specgen.methods.learned_drafting import Learned
+from specgen.methods.method import ADAPTIVE
+from specgen.methods.runs import make_policy
+from specgen.workers.shared import SharedDrafts, SharedWords
+
+
+class Drafted(NamedTuple):  # pickled faster than a dataclass
+    """A drafted chain: its tokens, and other fields of `Draft` by name. Tensors among them go through shared memory, if any.
+
+    `seconds` is the time that drafting took. `policy_state` is what the length policy had learned before the draft, where this
+    depends on what only the worker knows; otherwise None.
+    """
+
+    tokens: Sequence[int]
+    fields: Mapping[str, Any]
+    seconds: float
+    policy_state: Mapping[str, float] | None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is kept for one run: the generation of one output."""
+
+    context: Context
+    drafter: ModelDrafter
+    policy: LengthPolicy
+    shared: SharedDrafts | None
+
+
+class DraftServer:
+    """Keeps the draft model and the active runs (outputs being generated) between requests.
+
+    `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory and `words` are the
+    numbers in it; None without another process.
+    """
+
+    def __init__(self, runner: Any = None, memory: int | None = None, words: SharedWords | None = None) -> None:
+        self._runner, self._memory, self._words = runner, memory, words
+        self._model: Any = None
+        self._translation: Any = None
+        self._runs: dict[int, _Run] = {}
+        self._learned: dict[Hashable, Learned] = {}  # by `AdaptiveInputs.key`
+
+    def load(self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any) -> None:
+        """Loads the model of a folder. `threads` is the number of CPU threads to use; for `translation` see `DraftWorker`."""
+        torch.set_num_threads(threads)
+        self._runner = None  # of a model loaded before
+        self._model = load_weights(describe(Path(source.location), source), DTYPES[dtype], torch.device(device))
+        self._translation = translation
+        runner = ModelRunner(self._model)
+
+        def a_draft() -> None:
+            for length in range(4):
+                runner.logits(Context([0, 1]), [1] * length, start=length)
+
+        a_draft()
+        if device == "cpu":
+            pick_threads(a_draft)  # at most as many as set above
+
+    @inference
+    def begin(
+        self, run: int, prompt_ids: Sequence[int], settings: Settings, setup: Setup, window: int, offset: int, penalties: Any
+    ) -> None:
+        """Makes the run's drafter and length policy, and runs the draft model over the prompt.
+
+        `run` is the run's number in later requests, `window` the largest number of tokens in a draft. `offset` (bytes) is where
+        the run's part of the shared memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
+        if it has no penalties, and if the runner has them already.
+        """
+        if self._runner is None:
+            processor = None
+            if penalties is not None:
+                generation, eos_ids = penalties
+                processor = PenaltyProcessor(generation, eos_ids, setup.vocab_size, self._model.device)
+            if self._translation is None:
+                self._runner = ModelRunner(self._model, processor)
+            else:
+                self._runner = TranslatedRunner(ModelRunner(self._model), self._translation, processor)
+        if setup.capacity:
+            self._runner.reserve(setup.capacity)
+        shared = None
+        if self._memory is not None:
+            shared = SharedDrafts(setup, window)
+            shared.map(self._memory, offset)
+        context = Context(prompt_ids)
+        if room(self._runner, context) > 0:
+            self._runner.logits(context)
+        if (adaptive := setup.adaptive) is not None and adaptive.key is not None:
+            adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))
+        drafter = ModelDrafter(replace(setup, draft=self._runner))
+        self._runs[run] = _Run(context, drafter, make_policy(settings, setup.seed, adaptive), shared)
+
+    @inference
+    def draft(
+        self,
+        run: int,
+        committed: Sequence[int],
+        unverified: Sequence[int],
+        observed: Sequence[tuple[int, int]],
+        limit: int,
+        slot: int,
+        *,
+        show: Callable[[int, int], bool],
+    ) -> Drafted:
+        """Drafts at most `limit` tokens.
+
+        `committed` are the output's new tokens since the last request; `unverified` are drafted tokens after them that the target
+        is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy.
+        The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one. `show` gets
+        each token's number, from 0, and the token. If it returns False, the draft ends.
+        """
+        start = time.perf_counter()
+        if run not in self._runs:  # why it could not begin was reported as the answer to `begin`
+            raise RunError("the draft worker could not begin this run")
+        of_run = self._runs[run]
+        policy = of_run.policy
+        if committed:
+            of_run.context.extend(committed)
+        for drafted, accepted in observed:
+            policy.observe(drafted, accepted)
+        state = policy.state() if policy.name == ADAPTIVE else None
+        draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, show)
+        draft = draft.with_predictions(policy.predictions)
+        names = ("entropies", "top_probs", "stop_reason", "predicted", "probs", "logits")
+        fields = {name: getattr(draft, name) for name in names}
+        if of_run.shared is not None and draft.tokens:
+            of_run.shared.write(slot, len(draft.tokens), fields)
+            fields["probs"] = fields["logits"] = None
+        return Drafted(draft.tokens, fields, time.perf_counter() - start, state)
+
+    def end(self, run: int) -> None:
+        """Ends a run."""
+        self._runs.pop(run, None)
+
+    def forget(self) -> None:
+        """Clears the draft model's KV cache."""
+        if self._runner is not None:
+            self._runner.clear_cache()
+
+
+def serve(connection: Connection, memory: int, words: SharedWords) -> None:
+    """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues.
+
+    `memory` is the descriptor of the shared memory, `words` are the numbers in it.
+    """
+    server, serial, name = DraftServer(None, memory, words), 0, ""
+    with suppress(EOFError, OSError), prefill_reports.to(lambda _, done, total: words.prefill(done, total)):
+        while True:
+            if name == "draft":
+                words.await_request(serial)  # `recv` would let this process sleep
+            serial, name, arguments = connection.recv()
+            options = {"show": partial(words.show, serial)} if name == "draft" else {}
+            try:
+                answer = getattr(server, name)(*arguments, **options)
+            except Exception as error:  # noqa: BLE001  every failure is reported to the pair
+                traceback.print_exc()
+                answer = _reportable(error)
+            connection.send_bytes(pickle.dumps((serial, answer)))
+            words.answer(serial)
+
+
+def _reportable(error: Exception) -> SpecgenError:
+    if isinstance(error, SpecgenError):
+        return error
+    if is_out_of_memory(error):
+        return RunError("the draft worker ran out of memory", "Try a smaller model")
+    return RunError(f"the draft worker failed: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
