@@ -52,11 +52,8 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
     import torch
 
     import specgen
-    from specgen.base import heartbeat
 
     torch.set_num_threads(1)
-    if "TEST_SILENCE" in environment:
-        heartbeat.LONGEST_SILENCE = float(environment["TEST_SILENCE"])
     pairs: dict[Any, specgen.Pair] = {}
     if requests is None:
         if "TEST_PASSES" in environment:
@@ -76,24 +73,20 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
 
 
 def _run_out_of_memory(passes: int) -> None:
-    """Lets this process fail at a forward pass after some of them, as torch does where memory is short."""
-    from specgen.engine.spread.sharded_model import ShardedLayer
+    """Lets this process fail at a layer after some passes through layers, as torch does where memory is short."""
+    from specgen.engine.spread.shards import ShardedLayer
 
     left, run = iter(range(passes)), ShardedLayer.__call__
 
-    def run_or_fail(*arguments: Any, **options: Any) -> None:
+    def run_or_fail(*arguments: Any, **options: Any) -> Any:
         if next(left, None) is None:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
-        run(*arguments, **options)
+        return run(*arguments, **options)
 
     ShardedLayer.__call__ = run_or_fail  # type: ignore[method-assign]
 
 
 class _Answers:
-    @staticmethod
-    def plan(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> None:
-        pair.run(pair.request(prompt, method, sampling, **settings))
-
     @staticmethod
     def generate(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> Any:
         pair.prepare(pair.request(prompt, method, sampling, **settings))
@@ -105,11 +98,11 @@ class _Answers:
 
     @staticmethod
     def facts(pair: Any) -> dict[str, Any]:
-        """The size of rank 0's weights and KV cache, and of the models' in words."""
-        model, cache = pair.target.model, pair._target_runner.cache
+        """The sizes of rank 0's part, and the whole model's parameters."""
+        model = pair.target.model
         return {
             "parameters": model.num_parameters,
-            "kv_heads": cache.local.data.shape[2],
+            "kv_heads": model.local.architecture.num_kv_heads,
             "heads": model.local.architecture.num_heads,
             "embedding": list(model.local.parts.embedding.shape),
         }
@@ -118,32 +111,23 @@ class _Answers:
 class RankPair:
     """Two processes that hold targets together. Each request names the models as (target, draft).
 
-    `silence` is the number of seconds without a sign of life after which the second process counts as lost. `of_second` are
-    further environment variables of the second process.
+    `of_second` are further environment variables of the second process.
     """
 
-    def __init__(self, silence: float | None = None, **of_second: str) -> None:
+    def __init__(self, **of_second: str) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()
         first, second = environments()
-        first |= {} if silence is None else {"TEST_SILENCE": str(silence)}
-        second |= of_second
         self.processes = [
             _FORKSERVER.Process(target=_serve, args=(environment, requests))
-            for environment, requests in ((first, theirs), (second, None))
+            for environment, requests in ((first, theirs), (second | of_second, None))
         ]
         for process in self.processes:
             process.start()
         theirs.close()
 
-    def start(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> None:
-        self._requests.send((models, what, *arguments))
-
-    def answered(self, seconds: float) -> bool:
-        return self._requests.poll(seconds)
-
     def ask(self, models: tuple[str | None, str | None], what: str, *arguments: Any) -> Any:
-        self.start(models, what, *arguments)
-        assert self.answered(60), "no answer"
+        self._requests.send((models, what, *arguments))
+        assert self._requests.poll(60), "no answer"
         answer = self._requests.recv()
         if isinstance(answer, Exception):
             raise answer

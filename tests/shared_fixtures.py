@@ -19,7 +19,6 @@ from processes import ForkedWorker
 from recipe.train_pair import train_tokenizer
 
 import specgen
-from specgen.pair.drafting_knowledge import DraftingKnowledge
 from specgen.pair.pair import Pair
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
@@ -59,7 +58,7 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
     def made(family: str, draft: str, backend: str = "auto") -> Pair:
         role = "target" if draft == "itself" else draft
         pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
-        pair._process_worker = None  # PEARL's drafts in a thread: as many processes as there are pairs would take minutes
+        pair._worker = None  # PEARL's drafts in a thread: as many processes as there are pairs would take minutes
         return pair
 
     return made
@@ -70,8 +69,7 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
     """A pair of which nothing is known, with an empty cache of measurements."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
-    monkeypatch.setattr(pair, "knowledge", DraftingKnowledge(dict, has_draft_model=True))
-    return pair
+    return Pair(pair.target, pair.draft)
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +83,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_pair() -> Pair:
     pair = specgen.load(device="cpu", dtype="float32")
-    pair._process_worker = None  # as above
+    pair._worker = None  # as above
     return pair
 
 

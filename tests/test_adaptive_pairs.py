@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import specgen
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.pair import drafting_knowledge
+from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
@@ -81,7 +82,7 @@ def test_in_pearl_the_worker_keeps_what_it_learned(load: Callable[[], Pair]) -> 
     assert first[0] != first[-1], "the state comes from the worker"
     assert first[0] != second[0], "the second run begins with what the first one learned"
     assert states(SEEDED) == seeded, "the same seed, the same drafts"
-    [learned] = pair.knowledge._learned.values()
+    [learned] = pair._knowledge._learned.values()
     assert learned.token.information == 0, "the copy in this process saw no token and learned nothing"
 
 
@@ -99,9 +100,9 @@ def test_costs_are_measured_once_and_kept_in_the_cache(
     monkeypatch.setattr(CostCheck, "conclude", lambda *_: None)  # these times are not the machine's
     first, second = load(), load()
     for pair, count in ((first, 1), (first, 1), (second, 1)):
-        costs = pair.generate(PROMPT, "adaptive", GREEDY, verify_cost=0.5) and pair.knowledge
+        pair.generate(PROMPT, "adaptive", GREEDY, verify_cost=0.5)
         assert len(measured) == count
-        [found] = costs._costs.values()
+        [found] = pair.measurements._known.values()
         assert found.verification_cost.at(5, 16) == 0.012
     second.generate(PROMPT, "adaptive", SamplingParams(max_new_tokens=5, temperature=1.0, top_k=5, top_p=0.9))
     assert len(measured) == 2, "other work on the logits"
@@ -115,7 +116,7 @@ def test_costs_in_the_cache_that_make_no_sense_are_measured_again(
     load: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = {"drafting": {"16": {"0": "x"}}, "judging": {}}
-    monkeypatch.setattr(drafting_knowledge.measurement_cache, "find", lambda *_: broken)
+    monkeypatch.setattr(measurements, "_stored", lambda: {"rounds": defaultdict(lambda: broken)})
     measured: list[object] = []
 
     def times(run: object, **_: object) -> RoundCosts:
@@ -138,8 +139,8 @@ def test_a_draft_model_that_follows_only_part_of_the_context(tmp_path: Path, mon
             ids = prompt(seed)
             result = pair.generate(ids, "adaptive", SamplingParams(max_new_tokens=count))
             assert result.token_ids == plain(target, ids, count)
-        assert len(pair.knowledge._costs) == 2, "two lengths of the context"
-        for costs in pair.knowledge._costs.values():
+        assert len(pair.measurements._known) == 2, "two lengths of the context"
+        for costs in pair.measurements._known.values():
             assert set(next(iter(costs.draft_cost.curves.values())).points) == {0, 1, 4, 8}
             assert costs.verification_cost.at(1, 1) > 0
 
@@ -150,10 +151,10 @@ def test_pearl_with_a_given_window_measures_what_it_needs(
 ) -> None:
     """What verification costs, unless a setting says it. Drafting is free beside the target's pass."""
     pair = load()
-    monkeypatch.setattr(pair, "_process_worker", None)
+    monkeypatch.setattr(pair, "_worker", None)
     ids = pair.generate(PROMPT, "ar", GREEDY).token_ids
     assert pair.generate(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).token_ids == ids
-    assert bool(pair._pearl_costs._known) == (not given_)
+    assert bool(pair.measurements._known) == (not given_)
     policy: Any = pair.run(pair.request(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_)).policy
     assert policy._costs.draft == 0
     assert policy._costs.verification.at(1) == given_.get("verify_cost", policy._costs.verification.at(1))

@@ -17,7 +17,7 @@ from specgen.decoding.policy import DraftedToken
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.methods.drafting_guard import LONGEST_PAUSE
 from specgen.methods.learned_drafting import Learned
-from specgen.pair import drafting_knowledge
+from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 from specgen.tune.simulation import SimulatedClock, SimulatedDrafter
 
@@ -94,34 +94,20 @@ def test_copied_tokens_are_no_drafts_of_the_model() -> None:
     assert added[first] == 0, "the model's first draft includes its prefill"
 
 
-def test_costs_of_another_exit_layer_are_measured(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[object] = []
-
-    def times(run: object, **_: object) -> RoundCosts:
-        measured.append(run)
-        return RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
-
-    monkeypatch.setattr(drafting_knowledge, "time_rounds", times)
-    request: Any = near.request(PROMPT, "adaptive")
-    for part, count in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
-        near.knowledge.measure(request, run_of(near), 200, part)
-        assert len(measured) == count
-
-
 def test_a_draft_model_that_could_not_be_timed_is_not_taken_to_be_free(near: Pair, tmp_path: Path) -> None:
     """For instance because the timed context has a token that its vocabulary lacks. A later process tries again."""
     run = near.run(near.request(PROMPT, "adaptive", SamplingParams(max_new_tokens=60), lookup=False, **COSTS))
     never: Any = SimpleNamespace(propose=lambda *_: Draft())
     request: Any = near.request(PROMPT, "adaptive")
-    near.knowledge.measure(request, lambda *_, **__: replace(run, drafter=never), 200)
-    assert near.knowledge.inputs(request, None).costs.draft == pytest.approx(1.0)
-    assert not (tmp_path / "cache" / "rounds").exists()
+    near._knowledge.measure(request, lambda *_, **__: replace(run, drafter=never), 200)
+    assert near._knowledge.inputs(request, None).costs.draft == pytest.approx(1.0)
+    assert not measurements._stored()
 
 
 def test_bild_is_timed_with_drafts_of_all_lengths(near: Pair) -> None:
     """It ends drafts by itself, before the lengths that are to be timed."""
     request: Any = near.request(PROMPT, "bild", policy="adaptive")
-    costs = drafting_knowledge.time_rounds(near.knowledge._timed_run(request, run_of(near), 200))
+    costs = drafting_knowledge.time_rounds(near._knowledge._timed_run(request, run_of(near), 200))
     assert set(next(iter(costs.draft_cost.curves.values())).points) == {0, 1, 4, 8}
 
 

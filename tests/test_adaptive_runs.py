@@ -22,6 +22,7 @@ from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Summary
+from specgen.pair.pair import runners
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
 from specgen.workers.worker import DraftWorker
@@ -123,7 +124,7 @@ def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
 def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own signals, though the policy has seen the tokens that are cut off where the target's pass ends."""
     pair = pair_of("llama", "near")
-    target, draft = pair.runners
+    target, draft = runners(pair)
     assert draft is not None
     reference = record_reference(pair, PROMPTS[0], GREEDY_SAMPLING)
     recorded = Recorder(target, draft, GREEDY_SAMPLING).record(reference)

@@ -23,6 +23,7 @@ from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.spread import placement
 from specgen.engine.spread.placement import Room, model_memory, place
+from specgen.pair.pair import devices
 from specgen.tune.pair_inspection import model_facts
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def test_a_target_on_two_devices_generates_what_one_does(machine: list[Room]) ->
         expected = single.generate(PROMPT, method="ar", sampling=GREEDY).token_ids
     with fake_devices(), specgen.load(device="auto-map") as pair:
         assert pair.target.layer_devices == [fake(0)] * 7 + [fake(1)] * 5
-        assert pair.devices()[:2] == [fake(0), fake(1)]
+        assert devices(pair)[:2] == [fake(0), fake(1)]
         assert pair.target.device_label == "7 layers on privateuseone:0, 5 layers on privateuseone:1"
         assert pair.generate(PROMPT, method="svip", sampling=GREEDY).token_ids == expected
         assert pair.generate(PROMPT, method="eesd-tree", sampling=GREEDY).token_ids == expected

@@ -18,7 +18,7 @@ import specgen
 from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import NO_NODES
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 
 LIMIT = 24
 SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
 def limited(pair_of: Callable[..., Pair]) -> Iterator[Pair]:
     folders = [str(model.folder) for model in (pair_of("llama", "near").target, pair_of("llama", "near").draft) if model]
     with specgen.load(*folders, device="cpu", dtype="float32", context=LIMIT) as pair:
-        pair._process_worker = None
+        pair._worker = None
         yield pair
 
 
@@ -42,7 +42,7 @@ def test_output_ends_at_the_context_limit(limited: Pair, pair_of: Callable[..., 
 
 
 def test_caches_are_reserved_for_the_limit_alone(limited: Pair) -> None:
-    target, draft = limited.runners
+    target, draft = runners(limited)
     assert draft is not None
     target.cache.capacity = draft.cache.capacity = 0
     assert limited.request([1, 5, 6], "sd", SAMPLING).context_ends
@@ -118,7 +118,7 @@ def test_a_prompt_takes_its_cache_and_one_chunk(
     folder = save(make_model("llama", max_position_embeddings=512, intermediate_size=40), tmp_path / "long")
     length, allocations = 421, Allocations()
     with specgen.load(folder, folder, device="cpu", dtype="float32", backend=backend) as pair:
-        pair.load_draft()
+        runners(pair)
         cache = pair.target.model.shape.kv_bytes_per_token(4) * capacity // buffers
         sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
         run = pair.run(pair.request([5 + number % 7 for number in range(length)], "sd", sampling, k=3))

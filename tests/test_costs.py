@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,18 +10,13 @@ from typing import Any, cast
 import pytest
 from timed_models import SlowDrafter, SlowTarget
 
-import specgen
-from specgen import demo
-from specgen.base import measurement_cache
 from specgen.base.files import cache_folder
-from specgen.base.types import Context, SamplingParams
+from specgen.base.types import Context
 from specgen.cli.output_writers import _window
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import eesd_speedup
 from specgen.methods.pearl_timing import time_parallel_passes
-from specgen.pair import preparation
-from specgen.tune.pair_inspection import measure_parallel
 
 
 @pytest.mark.parametrize(
@@ -82,45 +75,6 @@ def test_costs_follow_a_machine_that_is_slower() -> None:
     assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, "times that fall, as short measurements may, are never below zero"
 
 
-KEY = {"models": ["a", "b"], "context": 64}
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "new"))
-    return tmp_path / "new"
-
-
-def test_measurements_are_kept_by_what_they_hold_for(cache: Path) -> None:
-    assert measurement_cache.find("costs", KEY) is None
-    for value in ({"draft_pass": 0.002}, {"draft_pass": 0.003}):
-        measurement_cache.keep("costs", KEY, value)
-        assert measurement_cache.find("costs", KEY) == value
-    assert measurement_cache.find("costs", KEY | {"context": 128}) is None
-    assert measurement_cache.find("skips", KEY) is None
-    assert [path.suffix for path in (cache / "costs").iterdir()] == [".json"]
-
-
-def test_a_cache_that_cannot_be_read_or_written_is_ignored(cache: Path) -> None:
-    measurement_cache.keep("costs", KEY, {"draft_pass": 0.002})
-    (path,) = (cache / "costs").iterdir()
-    path.write_text(path.read_text()[:40])
-    assert measurement_cache.find("costs", KEY) is None
-    path.unlink()
-    path.mkdir()
-    measurement_cache.keep("costs", KEY, {})
-    assert measurement_cache.find("costs", KEY) is None
-
-
-@pytest.mark.parametrize("field", ["draft_pass", "target_pass", "width", "single_pass"])
-@pytest.mark.parametrize("value", [None, "fast", -1, math.inf])
-def test_cached_pass_times_have_to_be_positive_numbers(field: str, value: object) -> None:
-    written: dict[str, object] = asdict(ParallelCosts(0.002, 0.017, 0.012, 8, 64))
-    assert preparation._valid_costs(written) is not None
-    assert preparation._valid_costs(written | {field: value}) is None
-    assert preparation._valid_costs(None) is None
-
-
 def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
@@ -128,60 +82,6 @@ def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "specgen"
-
-
-def test_the_bundled_pair_is_measured_once(demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
-    sampling = SamplingParams(max_new_tokens=16)
-    demo_pair.prepare(demo_pair.request("def f(x):", "pearl", sampling))
-    run = demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling))
-    costs = run.costs
-    assert costs is not None
-    assert run.settings.values["window"] == costs.window.size == max(1, round(costs.ratio))
-    monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: pytest.fail("measured again"))
-    for known in ({}, demo_pair._pearl_costs._known):  # from the file, from memory
-        monkeypatch.setattr(demo_pair._pearl_costs, "_known", known)
-        demo_pair.prepare(demo_pair.request("def f(x):", "pearl", sampling))
-        assert demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling)).costs == costs
-    assert demo_pair.run(demo_pair.request("def f(x):", "pearl", sampling, window=3)).costs is None
-
-
-def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with specgen.load(device="cpu", dtype="float32") as pair:
-        pair.prepare(pair.request("def f(x):", "sd"))
-        for started in (
-            "workers.worker.DraftProcess",
-            "pair.preparation.time_parallel_passes",
-            "pair.preparation.search_skips",
-        ):
-            monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a plan starts or measures something"))
-        monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a plan runs a model"))
-        settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
-        measured = [name for name, method in specgen.METHODS.items() if method.policy == "adaptive"]
-        settings |= {name: {"draft_cost": 0.1, "verify_cost": 0.02} for name in measured}
-        for name, method in specgen.METHODS.items():
-            if not method.head or demo.head_folder(method.head).is_dir():
-                pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
-        for method in settings:
-            with pytest.raises(specgen.SpecgenError, match=f"{method} is not prepared"):
-                pair.run(pair.request("def f(x):", method))
-        assert pair._thread_worker is None
-        assert pair._process_worker is None or pair._process_worker._channel is None
-
-
-def test_inspect_announces_the_window_that_a_run_uses(
-    demo_pair: specgen.Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(demo_pair._pearl_costs, "_known", {})
-    monkeypatch.setattr("specgen.pair.preparation.time_parallel_passes", lambda *_: ParallelCosts(0.002, 0.0176, 0.012, 9, 256))
-    prompt, sampling = [5] * 200, SamplingParams(max_new_tokens=100)
-    demo_pair.prepare(demo_pair.request(prompt, "pearl", sampling))
-    announced = measure_parallel(demo_pair, lambda _: None)
-    assert announced is not None
-    assert demo_pair.run(demo_pair.request(prompt, "pearl", sampling)).settings.values["window"] == announced.window.size == 9
 
 
 def test_eesd_speedup_by_hand() -> None:

@@ -21,7 +21,7 @@ from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods.first_acceptance import FirstAcceptance
 from specgen.methods.learned_drafting import Learned
-from specgen.pair import drafting_knowledge
+from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 
@@ -115,14 +115,14 @@ def test_a_profile_replaces_the_measurement(near: Pair, monkeypatch: pytest.Monk
     profiles.save(profiles.from_outcome(made, profiles.profile_key_of(near)), tmp_path)
     found = profile_lookup.find(near, SAMPLING, tmp_path, Console(), quiet=True)
     assert found is not None
-    assert near.knowledge.tuned_costs == {"model": costs()}
-    assert near.knowledge.tuned_learned["model"].first.weights == learned.first.weights
-    assert near.knowledge.tuned_learned["model"].worth == pytest.approx(learned.worth, rel=1e-4)
+    assert near.measurements.tuned_costs == {"model": costs()}
+    assert near.measurements.tuned_learned["model"].first.weights == learned.first.weights
+    assert near.measurements.tuned_learned["model"].worth == pytest.approx(learned.worth, rel=1e-4)
     first = next(round_ for round_ in near.generate(PROMPT, "adaptive", SAMPLING).rounds if round_.mode == "sequential")
     assert (first.draft.stop_reason or "").startswith("no draft: gain 0.0"), "first tokens were hardly ever accepted"
     older = found.model_copy(update={"measured": found.measured.model_copy(update={"learned": {}})})
-    older.inform(near.knowledge)
-    assert near.knowledge.tuned_learned == {}
+    older.inform(near.measurements)
+    assert near.measurements.tuned_learned == {}
 
 
 @pytest.mark.parametrize(("factor", "stays"), [(1e6, False), (1e-6, False), (None, True)])
@@ -138,7 +138,7 @@ def test_costs_that_do_not_fit_the_clock_are_measured_again_by_later_processes(
     for _ in range(3):
         rounds += len(near.generate(PROMPT, "adaptive", SAMPLING).rounds) - 1
     assert rounds > FEWEST_ROUNDS
-    assert len(list((tmp_path / "cache" / "rounds").iterdir())) == stays
+    assert len(measurements._stored()["rounds"]) == stays
 
 
 def test_each_round_is_checked_but_not_the_first_draft() -> None:

@@ -177,8 +177,8 @@ def test_adaptive_measures_each_head(headed: Pair, heads: Path, tmp_path: Path, 
     sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
     for folder in ("auto", str(heads / "other")):
         headed.generate(PROMPT, "eagle", sampling, policy="adaptive", head=folder)
-    assert len(headed.knowledge._costs) == 2
-    assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
+    assert len(headed.measurements._known) == 2
+    assert len(json.loads((tmp_path / "cache" / "measurements.json").read_text())["rounds"]) == 2
 
 
 def test_a_head_that_the_method_does_not_use_is_named(pair: tuple[str, ...], heads: Path) -> None:

@@ -10,7 +10,6 @@ from random import Random
 import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen.base import measurement_cache
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.costs.drafting_costs import DraftingCosts
@@ -22,7 +21,7 @@ from specgen.methods.first_acceptance import FirstAcceptance
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.lookup import PromptLookupDrafter
 from specgen.methods.lookup_gain import LearnedLookup, best_plan
-from specgen.pair import drafting_knowledge
+from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 
 STEPS = Curve({0: 0.0, 1: 0.3, 3: 0.3, 4: 0.7, 7: 0.7, 8: 1.0})  # a target pass gets longer in jumps
@@ -208,8 +207,7 @@ def test_timed_rounds_draft_with_the_model_or_copy_a_token(pair_of: Callable[...
         return RoundCosts(table, table)
 
     monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
-    monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
-    monkeypatch.setattr(measurement_cache, "keep", lambda *_: None)
+    monkeypatch.setattr(measurements, "_stored", dict)
     shared = pair_of("llama", "near")
     for draft in (shared.draft, None):
         pair = Pair(shared.target, draft)

@@ -104,7 +104,7 @@ def test_an_unusable_exit_counts_as_none(pair: tuple[str, str]) -> None:
 
 
 def test_the_users_exit_comes_before_the_bundled_one(demo_pair: specgen.Pair) -> None:
-    assert demo_pair.exit_layer is not None
+    assert demo_pair.exits.default is not None
     bundled = model_folder(str(demo_pair.target.folder), None, True, False, lambda _: None)
     own = exit_folder("demo/target", weights_fingerprint(bundled))
     described = Description("demo/target", weights_fingerprint(bundled), 2)

@@ -56,7 +56,7 @@ def test_each_run_has_the_exit_that_it_names(folder: Path, pair: Pair) -> None:
         assert [token for round_ in run.rounds() for token in round_.token_ids] == expected
     with pytest.raises(SpecgenError, match="needs an exit layer trained for the target, and there is none"):
         pair.generate(PROMPT, "eesd", sampling)
-    pair.exit_layer = pair.exits.get(str(folder / "second"))  # type: ignore[assignment]
+    pair.exits.default = pair.exits.get(str(folder / "second"))  # type: ignore[assignment]
     assert pair.run(pair.request(PROMPT, "eesd-fixed", sampling)).settings.values["exit"] == "auto"
 
 

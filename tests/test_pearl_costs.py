@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from families import make_model, save
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +20,7 @@ from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS
 
 import specgen
-from specgen.base import measurement_cache
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import SpeedupModel
@@ -34,7 +30,7 @@ from specgen.methods.adaptive import Adaptive
 from specgen.methods.pearl_schedule import Parallel
 from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair import preparation
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 from specgen.tune import pair_inspection, simulation
 from specgen.tune.candidates import grid
 from specgen.tune.recorded_drafts import Recorder, record_reference
@@ -53,8 +49,7 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
     """A pair of which nothing is known, with an empty cache of measurements."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
-    monkeypatch.setattr(pair._pearl_costs, "_known", {})
-    return pair
+    return Pair(pair.target, pair.draft)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
@@ -66,7 +61,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
 
 def simulated_window(pair: Pair, *, flexible: bool, overlap: ParallelCosts | None = None) -> Window:
     """The window of a simulated run in tuning, with `window=auto`, the default."""
-    target, draft = pair.runners
+    target, draft = runners(pair)
     assert draft is not None
     reference = record_reference(pair, PROMPTS[0], GREEDY)
     drafts = {"model": [Recorder(target, draft, GREEDY).record(reference)]}
@@ -82,7 +77,7 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
     costs = timed(monkeypatch)
     monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: costs)
-    monkeypatch.setattr(near, "has_flexible_window", lambda sampling: flexible)
+    monkeypatch.setattr("specgen.pair.pair.has_flexible_window", lambda *_: flexible)
     alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
     announced = pair_inspection.measure_parallel(near, lambda _: None)
     assert announced is not None
@@ -152,8 +147,8 @@ def scaled_size(costs: ParallelCosts) -> int:
 def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float | None, cost: float, near: Pair) -> None:
     measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
     costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
-    request = near._request(PROMPTS[0], "pearl", GREEDY, {"policy": "adaptive"})
-    inputs = near.knowledge.inputs(request, costs)
+    request = near.request(PROMPTS[0], "pearl", GREEDY, policy="adaptive")
+    inputs = near._knowledge.inputs(request, costs)
     assert inputs.slowdown == pytest.approx(cost)
     assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
 
@@ -190,83 +185,6 @@ def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
     assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (4, pytest.approx(2.75 + 0.25))
 
 
-# ------------------------------------------------------------------ the cache of costs
-
-COSTS = ParallelCosts(DRAFT, 0.0176, 0.012, 9, 64)
-
-
-def keys_of(monkeypatch: pytest.MonkeyPatch, pair: Pair, **given: Any) -> list[Any]:
-    """The keys under which costs for a run and the fastest layers to skip are looked up now."""
-    keys: list[Any] = []
-    found = {"costs": asdict(COSTS), "skips": "1"}
-    with monkeypatch.context() as patch:
-        patch.setattr(measurement_cache, "find", lambda kind, key: keys.append((kind, key)) or found[kind])
-        patch.setattr(pair._pearl_costs, "_known", {})
-        pair.parallel_costs(given.pop("length", 40), SamplingParams(**given.pop("sampling", {})), **given)
-        preparation.fastest_skips(pair.target, lambda *_: 1.0)
-    return keys
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"record": True}, {"sampling": {"temperature": 1}}, {"sampling": {"temperature": 1, "top_k": 5}}, {"length": 100}],
-    ids=str,
-)
-def test_costs_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    before, now = keys_of(monkeypatch, near), keys_of(monkeypatch, near, **given)
-    assert before[0] != now[0]
-    assert before[1] == now[1], "the layers to skip do not depend on it"
-    assert keys_of(monkeypatch, near, **given) == now
-
-
-@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "threads", "cores"])
-def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
-    before = keys_of(monkeypatch, near)
-    if changed in ("exact", "backend"):
-        other = copy(near.target)
-        setattr(other, changed, True if changed == "exact" else "transformers")
-        monkeypatch.setattr(near, "target", other)
-        monkeypatch.setattr(near._pearl_costs, "_target", other)
-    elif changed == "dtype_name":
-        monkeypatch.setattr(near.target, "dtype_name", "bfloat16")
-    elif changed == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
-    elif changed == "cores":
-        monkeypatch.setattr("specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False)
-    else:
-        monkeypatch.setenv(changed, "17")
-    now = keys_of(monkeypatch, near)
-    assert [key for key in now if key in before] == []
-
-
-def check(costs: ParallelCosts = COSTS) -> tuple[CostCheck, list[str]]:
-    dropped: list[str] = []
-    drafting = lambda drafted: drafted * costs.draft_pass  # noqa: E731
-    return CostCheck(drafting, costs.pass_seconds, lambda: dropped.append("dropped")), dropped
-
-
-@pytest.mark.parametrize(("draft", "target"), [(1, 1), (1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
-def test_costs_that_runs_contradict_are_dropped_once(draft: float, target: float) -> None:
-    found, dropped = check()
-    for _ in range(FEWEST_ROUNDS):
-        found.conclude()
-        assert not dropped, "too few rounds"
-        found.add(4, 4 * draft * COSTS.draft_pass, 5, target * (COSTS.single_pass + COSTS.target_pass) / 2)
-    for _ in range(2):
-        found.conclude()
-    fits = all(1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR for ratio in (draft, target))
-    assert dropped == ([] if fits else ["dropped"])
-
-
-def test_a_machine_that_is_slow_now_and_then_contradicts_nothing() -> None:
-    found, dropped = check()
-    for number in range(50):
-        slow = 20 if number % 3 == 0 else 1
-        found.add(0 if number % 7 == 0 else 3, 3 * slow * COSTS.draft_pass, 1, slow * COSTS.single_pass)
-    found.conclude()
-    assert not dropped
-
-
 def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
     """Numbers of drafted tokens and widths of passes, of a draft and a target that agree."""
     added: list[tuple[int, float, int, float]] = []
@@ -287,30 +205,13 @@ def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
         assert concluded.pop() == len(added)
 
 
-@pytest.mark.parametrize(("pass_seconds", "stays"), [(1e6, False), (None, True)])
-def test_the_next_process_measures_again_and_this_one_keeps_its_window(
-    near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pass_seconds: float | None, stays: bool
-) -> None:
-    """Passes of a million seconds are contradicted by any machine. What the clock of a run says is then put in its place."""
-    kept = ParallelCosts(DRAFT, 0.004, 0.004, 2, 64) if pass_seconds is None else ParallelCosts(5e5, 1e6, 1e6, 2, 64)
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: kept)
-    if pass_seconds is None:
-        monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # no round: nothing is known
-    sampling = SamplingParams(max_new_tokens=60, temperature=1, seed=4, ignore_eos=True)
-    first = near.generate(PROMPTS[0], "pearl", sampling)
-    assert len(first.rounds) > FEWEST_ROUNDS
-    assert len(list((tmp_path / "cache" / "costs").iterdir())) == stays
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: pytest.fail("measured again"))
-    assert near.generate(PROMPTS[0], "pearl", sampling).token_ids == first.token_ids
-
-
 @pytest.mark.parametrize("shorter", ["target", "draft"])
 def test_pearl_that_drafts_nothing_has_no_costs_and_says_so(tmp_path: Path, shorter: str) -> None:
     """Where a context has no room for drafts. Tuning leaves PEARL out then."""
     length = {"target": {}, "draft": {}} | {shorter: {"max_position_embeddings": 9}}
     folders = [save(make_model("llama", **length[role]), tmp_path / role) for role in length]
     with specgen.load(*folders, device="cpu", dtype="float32") as pair:
-        pair._process_worker = None
+        pair._worker = None
         probe = ParallelProbe(pair, [[5, 9, 7, 3, 11, 5, 9, 7]], GREEDY)
         with pytest.raises(specgen.SpecgenError, match="pearl drafts nothing"):
             probe.run(Deadline.after(3, count().__next__))

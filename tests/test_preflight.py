@@ -313,7 +313,7 @@ def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest
         assert pair_inspection.engine_choices(pair).threads is None
         pair.warm_up()
         choices = pair_inspection.engine_choices(pair)
-    assert choices.threads == pair.thread_choice
+    assert choices.threads == pair.measurements.threads
     assert choices.threads is not None
     assert choices.threads.reason == "OMP_NUM_THREADS is set"
     assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer

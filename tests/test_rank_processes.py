@@ -20,21 +20,22 @@ from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
 
 PROMPT = [1, 20, 5, 9, 14, 33, 7, 5, 9, 14]
+TEXT = "def fibonacci(n):\n"
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-FAMILIES = ("llama", "olmo2", "gemma2", "gemma", "phi3")
-METHODS: list[tuple[str, dict[str, object]]] = [
-    ("ar", {}),
-    ("sd", {"k": 4, "width": 2}),
-    ("svip", {}),
-    ("lookup", {}),
-    ("suffix", {}),
-    ("pearl", {"window": 3}),
-    ("selfsd", {"skip": "1"}),
-    ("specinfer", {"k": 3, "drafts": 2}),
-    ("mtad", {"k": 3, "beams": 2}),
-    ("lookahead", {"window": 3, "ngram": 3}),
+RUNS: list[tuple[str, str, dict[str, object], SamplingParams]] = [
+    *((family, "sd", {"k": 3, "width": 2}, GREEDY) for family in ("llama", "olmo2", "gemma2", "phi3")),
+    ("llama", "svip", {}, DRAWN),
+    ("llama", "lookup", {}, GREEDY),
+    ("llama", "specinfer", {"k": 3, "drafts": 2}, GREEDY),
 ]
+SLOW: list[tuple[str, str, dict[str, object], SamplingParams]] = [
+    ("llama", "pearl", {"window": 3}, GREEDY),
+    ("llama", "selfsd", {"skip": "1"}, GREEDY),
+    ("llama", "mtad", {"k": 3, "beams": 2}, GREEDY),
+    ("llama", "lookahead", {"window": 3, "ngram": 3}, GREEDY),
+]
+RUNS_AND_SLOW = [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)]
 
 
 @pytest.fixture(scope="session")
@@ -48,57 +49,40 @@ def folders(pair: Pair) -> tuple[str | None, str | None]:
     return str(pair.target.folder), None if pair.draft is None else str(pair.draft.folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_processes_give_one_process_output(ranks: RankPair, pair_of: Callable[..., Pair], family: str) -> None:
-    pair = pair_of(family, "near")
-    for method, settings, sampling in (("sd", {"k": 3, "width": 2}, GREEDY), ("svip", {}, DRAWN)):
-        expected = pair.generate(PROMPT, method, sampling, **settings).token_ids
-        assert ranks.ask(folders(pair), "generate", PROMPT, method, sampling, settings) == expected
-
-
-_SLOW = ("pearl", "selfsd", "mtad", "lookahead", "medusa", "eesd")
-
-
-def marked(name: str, *values: object) -> Any:
-    return pytest.param(name, *values, id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
-
-
-@pytest.mark.parametrize(("method", "settings"), [marked(*each) for each in METHODS])
-def test_every_kind_of_drafting_works_on_two_processes(
-    ranks: RankPair, pair_of: Callable[..., Pair], method: str, settings: dict[str, object]
+@pytest.mark.parametrize(("family", "method", "settings", "sampling"), RUNS_AND_SLOW)
+def test_two_processes_give_one_process_output(
+    ranks: RankPair, pair_of: Callable[..., Pair], family: str, method: str, settings: Any, sampling: SamplingParams
 ) -> None:
-    pair = pair_of("llama", "near")
-    expected = pair.generate(PROMPT, method, GREEDY, **settings).token_ids
-    assert ranks.ask(folders(pair), "generate", PROMPT, method, GREEDY, settings) == expected
+    pair = pair_of(family, "near")
+    expected = pair.generate(PROMPT, method, sampling, **settings).token_ids
+    assert ranks.ask(folders(pair), "generate", PROMPT, method, sampling, settings) == expected
+    assert ranks.ask(folders(pair), "likelihood", PROMPT, [4, 5, 6]) == pytest.approx(
+        pair.log_likelihood(PROMPT, [4, 5, 6]), abs=1e-3
+    )
 
 
-@pytest.mark.parametrize("method", [marked(name) for name in ("eesd", "eesd-tree", "medusa", "eagle")])
+@pytest.mark.parametrize(
+    "method", ["eesd-tree", "eagle", *(pytest.param(each, marks=pytest.mark.slow) for each in ("eesd", "medusa"))]
+)
 def test_trained_parts_work_on_two_processes(ranks: RankPair, demo_pair: Pair, method: str) -> None:
     """Those of the bundled target: on rank 0 alone, from hidden states, embeddings and an LM head that are shared."""
-    text = "def fibonacci(n):\n"
-    expected = demo_pair.generate(text, method, GREEDY).token_ids
-    assert ranks.ask((None, None), "generate", text, method, GREEDY, {}) == expected
+    expected = demo_pair.generate(TEXT, method, GREEDY).token_ids
+    assert ranks.ask((None, None), "generate", TEXT, method, GREEDY, {}) == expected
 
 
-def test_glide_is_refused_before_any_output(ranks: RankPair) -> None:
+def test_what_cannot_run_is_refused_and_the_processes_stay_in_step(ranks: RankPair, pair_of: Callable[..., Pair]) -> None:
     with pytest.raises(specgen.SpecgenError, match="glide reads the target's keys"):
-        ranks.ask((None, None), "plan", "def f():", "glide", GREEDY, {})
-    assert ranks.ask((None, None), "generate", "def f():", "ar", GREEDY, {}), "the processes are still in step"
+        ranks.ask((None, None), "generate", TEXT, "glide", GREEDY, {})
+    with pytest.raises(specgen.SpecgenError, match=r"cannot be split over torchrun's processes.*without torchrun"):
+        ranks.ask(folders(pair_of("gpt2", "near")), "generate", PROMPT, "ar", GREEDY, {})
+    assert ranks.ask((None, None), "generate", TEXT, "ar", GREEDY, {})
 
 
 def test_each_process_holds_its_part(ranks: RankPair, pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("llama", "near")
-    whole = pair.target.model
     ranks.ask(folders(pair), "generate", PROMPT, "ar", GREEDY, {})
-    facts = ranks.ask(folders(pair), "facts")
-    assert facts == {"parameters": whole.num_parameters, "kv_heads": 1, "heads": 2, "embedding": [48, 32]}
-    expected = pair.log_likelihood(PROMPT, [4, 5, 6])
-    assert ranks.ask(folders(pair), "likelihood", PROMPT, [4, 5, 6]) == pytest.approx(expected, abs=1e-3)
-
-
-def test_transformers_models_are_refused_in_one_line(ranks: RankPair, pair_of: Callable[..., Pair]) -> None:
-    with pytest.raises(specgen.SpecgenError, match=r"cannot be split over torchrun's processes.*without torchrun"):
-        ranks.ask(folders(pair_of("gpt2", "near")), "generate", PROMPT, "ar", GREEDY, {})
+    parameters = pair.target.model.num_parameters
+    assert ranks.ask(folders(pair), "facts") == {"parameters": parameters, "kv_heads": 1, "heads": 2, "embedding": [48, 32]}
 
 
 # ------------------------------------------------------------------ ends
@@ -123,10 +107,9 @@ def ended(started: list[Forked]) -> tuple[int, bytes, bytes]:
     return code, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_death_of_another_process_is_one_line(number: signal.Signals) -> None:
+def test_the_death_of_another_process_is_one_line() -> None:
     started, _ = running()
-    started[1].send_signal(number)
+    started[1].send_signal(signal.SIGKILL)
     code, _, err = ended(started)
     assert (code, err.count(b"\n")) == (1, 1), err
     assert err.startswith(b"error: the run on 2 processes has ended: another of torchrun's processes has ended")
@@ -141,7 +124,6 @@ def test_ctrl_c_ends_both_processes() -> None:
     assert (first + out).endswith(b"\n")
 
 
-@pytest.mark.slow
 def test_the_first_process_killed_leaves_none() -> None:
     started, _ = running()
     started[0].send_signal(signal.SIGKILL)
@@ -150,45 +132,20 @@ def test_the_first_process_killed_leaves_none() -> None:
 
 def test_bad_input_is_one_line() -> None:
     started = commands("generate", "-t", "/nonexistent/model", "hello")
-    code, out, err = started[0].wait(15), *started[0].communicate(1)
+    code, out, err = ended(started)
     assert (code, out, err.count(b"\n")) == (2, b"", 1)
-    assert started[1].wait(5) == 0, "process 1 does not wait for a store that process 0 no longer serves"
+    assert started[1].wait(5) == 0
 
 
-def test_a_process_that_runs_out_of_memory_is_one_line(pair_of: Callable[..., Pair]) -> None:
+def test_a_process_that_runs_out_of_memory_says_so_and_ends_the_run(
+    pair_of: Callable[..., Pair], capfd: pytest.CaptureFixture[str]
+) -> None:
     models = folders(pair_of("llama", "near"))
     pair = RankPair(TEST_PASSES="40")
     for _ in range(2):
-        with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: process 1: out of memory"):
+        with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: another of torchrun's processes has ended"):
             pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
-    assert pair.close() == [0, 0]
-
-
-@pytest.mark.slow
-def test_bad_input_is_passed_on_to_a_process_that_is_late() -> None:
-    started = commands("generate", "-t", "/nonexistent/model", "hello")
-    started[1].send_signal(signal.SIGSTOP)
-    stderr: Any = started[0].stderr
-    assert os.read(stderr.fileno(), 6) == b"error:"
-    assert not wait_until(lambda: started[0].poll() is not None, 2), "process 0 waits for process 1"
-    started[1].send_signal(signal.SIGCONT)
-    assert [process.wait(15) for process in started] == [2, 0]
-
-
-@pytest.mark.slow
-def test_a_process_that_stands_still_ends_the_run() -> None:
-    pair = RankPair(silence=3)
-    try:
-        assert pair.ask((None, None), "generate", PROMPT, "ar", GREEDY, {})
-        pair.start((None, None), "generate", PROMPT, "ar", SamplingParams(max_new_tokens=900, ignore_eos=True), {})
-        assert not pair.answered(0.2)
-        assert pair.processes[1].pid is not None
-        os.kill(pair.processes[1].pid, signal.SIGSTOP)
-        assert wait_until(lambda: pair.processes[0].exitcode is not None, 30)
-        assert pair.processes[0].exitcode == 1
-    finally:
-        for process in pair.processes:
-            process.kill()
+    assert pair.close() == [0, 1]
 
 
 # ------------------------------------------------------------------ torchrun itself
@@ -216,7 +173,7 @@ def test_torchrun_runs_a_command_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchrun_leaves_no_process(number: signal.Signals) -> None:
     run = torchrun(*LONG)
     assert run.stdout is not None
@@ -224,9 +181,8 @@ def test_a_signal_to_torchrun_leaves_no_process(number: signal.Signals) -> None:
     children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     assert len(children) == 2
     run.send_signal(number)
-    _, err = run.communicate(timeout=60)
+    run.communicate(timeout=60)
     assert wait_until(lambda: not any(map(is_running, children)))
-    assert len(own_lines(err)) == (number != signal.SIGINT)
 
 
 @pytest.mark.gpu

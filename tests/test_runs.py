@@ -63,7 +63,7 @@ def several_ends(models_folder: Path) -> Pair:
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
     pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair._process_worker = None
+    pair._worker = None
     return with_exit(pair, 1)
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import copy
 import random
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, make_model, model_of, save
+from families import BACKENDS, make_model, model_of
 from runner_checks import LAYERED, TOLERANCE, check, four_layers, quick
 
-import specgen
 from specgen.base.errors import SpecgenError
-from specgen.base.files import cache_folder
-from specgen.base.types import Context, SamplingParams
+from specgen.base.types import Context
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.pair.pair import Pair
-from specgen.pair.skip_search import search_skips
+from specgen.pair.preparation import search_skips
 
 
 def test_skipped_layers_are_parsed_and_printed() -> None:
@@ -97,26 +93,6 @@ def test_trees_are_refused(backend: str) -> None:
     runner = LayerSkippingRunner(ModelRunner(model), model, SkippedLayers.parse("1", 3))
     with pytest.raises(SpecgenError, match="no trees"):
         runner.logits(Context([1, 5]), [6, 7], [-1, -1])
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Pair:
-    return specgen.load(save(make_model("llama", num_hidden_layers=4), tmp_path / "target"), device="cpu", dtype="float32")
-
-
-def test_a_search_result_is_cached_for_this_machine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.pair.preparation.SEARCH_SECONDS", 0.0)
-    sampling = SamplingParams(max_new_tokens=12)
-    pair.prepare(pair.request([1, 5, 6], "selfsd", sampling))
-    first = pair.run(pair.request([1, 5, 6], "selfsd", sampling)).settings.values["skip"]
-    monkeypatch.setattr("specgen.pair.preparation.search_skips", lambda *_: pytest.fail("it was searched for already"))
-    monkeypatch.setattr(pair, "_fastest_skips", None)
-    pair.prepare(pair.request([1, 5, 6], "selfsd", sampling))
-    assert pair.run(pair.request([1, 5, 6], "selfsd", sampling)).settings.values["skip"] == first
-    assert SkippedLayers.parse(str(first), 4).attention
-    assert list((cache_folder() / "skips").iterdir())
-    expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
-    assert pair.generate([1, 5, 6], "selfsd", sampling).token_ids == expected
 
 
 def test_the_search_finds_the_fastest_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen import methods
-from specgen.base import measurement_cache
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
@@ -21,7 +20,7 @@ from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.run import Run
 from specgen.methods.length_sweep import RepeatDrafter
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
-from specgen.pair import drafting_knowledge
+from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 from specgen.tune.candidates import SIMULATED, grid
 
@@ -220,7 +219,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
         timed.append(run)
         return RoundCosts(CostTable({1: Curve({0: 0.0, 1: 0.0})}), CostTable({1: Curve({1: 1.0, 2: 1.01})}))
 
-    monkeypatch.setattr(measurement_cache, "find", lambda *_: None)
+    monkeypatch.setattr(measurements, "_stored", dict)
     monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
     pair.prepare(pair.request([3, 5], "suffix", replace(sampled, seed=None), history=True))
     assert len(timed) == 1

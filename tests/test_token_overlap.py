@@ -224,7 +224,7 @@ def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
 def test_greedy_output_is_plain_decodings(folders: Folders, draft: str) -> None:
     """On models, whose drafts by way of their text are cut, refused and accepted; and with no memory of the run before."""
     pair = specgen.load(folders("byte-level"), folders(draft), device="cpu", dtype="float32")
-    pair._process_worker = None
+    pair._worker = None
     given = {"the quick brown": {"k": 6}, "日本語 def fibonacci(n": {"policy": "svip"}, "a": {"k": 1}}
     for prompt, settings in given.items():
         sampling = SamplingParams(max_new_tokens=24)

@@ -17,7 +17,7 @@ from specgen import demo
 from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 
 METHODS = [
     *("sd:k=4", "heuristic", "confidence", "svip", "adaptive:draft_cost=0.1:verify_cost=0.05", "beta-ts"),
@@ -39,7 +39,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair
     def made(kind: str) -> Pair:
         folder = DRAFTS[kind](tmp_path_factory.mktemp("translated") / kind)
         pair = specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
-        pair._process_worker = None  # PEARL drafts in a thread
+        pair._worker = None  # PEARL drafts in a thread
         return pair
 
     return made
@@ -93,7 +93,7 @@ def test_pearl_in_a_process_of_its_own(translated: Callable[[str], Pair], demo_p
     here = translated("sentencepiece")
     assert here.draft is not None
     with specgen.load(str(demo.folder("target")), str(here.draft.folder), device="cpu", dtype="float32") as pair:
-        assert pair._process_worker is not None
+        assert pair._worker is not None
         for temperature in (0.0, 0.8):
             found, wanted = (run(each, "pearl:window=3", PROMPTS[0], temperature=temperature, seed=3) for each in (pair, here))
             assert found.token_ids == wanted.token_ids
@@ -106,7 +106,7 @@ def test_the_drafts_context_limit_is_counted_in_its_own_tokens(
     translated: Callable[[str], Pair], demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = translated("merges")
-    runner = pair.runners[1]
+    runner = runners(pair)[1]
     assert isinstance(runner, TranslatedRunner)
     prompt = demo_pair.tokenizer.encode(PROMPTS[1] * 2)
     own = runner._translated(Context(prompt))

@@ -20,7 +20,7 @@ from specgen.decoding.policy import LengthPolicy
 from specgen.methods import METHODS, resolve, runs
 from specgen.methods.acceptance_calibration import AcceptanceCalibration
 from specgen.methods.adaptive import AdaptiveInputs
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 from specgen.tune import tuner
 from specgen.tune.candidates import SEARCHED, SIMULATED, distance_from_defaults, grid, searched_grid
 from specgen.tune.outcome import Candidate, TuningOutcome, nearest_to_default, shortlist
@@ -39,7 +39,7 @@ def near(pair_of: PairOf) -> Pair:
 
 @cache
 def measured(pair: Pair, sampling: SamplingParams = GREEDY) -> PairMeasurements:
-    target, draft = pair.runners
+    target, draft = runners(pair)
     assert draft is not None
     references = [record_reference(pair, prompt, sampling) for prompt in PROMPTS]
     recorder = Recorder(target, draft, sampling)
@@ -186,7 +186,7 @@ def test_adaptive_learns_from_prompt_to_prompt_of_one_simulation(
 
 
 def test_an_output_that_ends_early_is_simulated_to_its_end(near: Pair) -> None:
-    target, draft = near.runners
+    target, draft = runners(near)
     assert draft is not None
     ended = ReferenceOutput([5, 9], [7, 3, EOS], 24, frozenset({EOS}), 0.1, 0.2)
     recorded = Recorder(target, draft, GREEDY).record(ended)
@@ -382,7 +382,7 @@ def test_a_tuning_without_any_of_the_named_methods_is_refused(near: Pair, monkey
 
 
 def test_a_draft_model_with_too_short_a_context_is_refused(near: Pair) -> None:
-    target, draft = near.runners
+    target, draft = runners(near)
     assert draft is not None
     long = ReferenceOutput([1] * 100, [2] * 24, 24, frozenset(), 0.1, 0.2)
     with pytest.raises(SpecgenError, match="cannot follow"):

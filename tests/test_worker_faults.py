@@ -36,8 +36,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def process_of(pair: Pair) -> int:
-    assert pair._process_worker is not None
-    return pair._process_worker.ready()._process.pid
+    assert pair._worker is not None
+    return pair._worker.ready()._process.pid
 
 
 # ------------------------------------------------------------------ stalls
@@ -115,8 +115,8 @@ def test_a_process_that_never_beats_is_not_waited_for(monkeypatch: pytest.Monkey
 
 @posix
 def test_the_worker_shows_signs_of_life(apart: Pair) -> None:
-    assert apart._process_worker is not None
-    flags = apart._process_worker.ready().flags
+    assert apart._worker is not None
+    flags = apart._worker.ready().flags
     before = flags.beats
     assert wait_until(lambda: flags.beats > before, 60)
 
@@ -203,8 +203,8 @@ def test_a_worker_that_dies_after_the_last_round_costs_no_result(apart: Pair) ->
     while len(tokens) < 60:
         tokens += next(run).token_ids
     pid = process_of(apart)
-    assert apart._process_worker is not None
-    process = apart._process_worker.ready()
+    assert apart._worker is not None
+    process = apart._worker.ready()
     process._connection.close()  # what a worker that dies between `alive` and `send` looks like
     assert list(run) == []
     assert not is_running(pid)

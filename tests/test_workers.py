@@ -22,7 +22,7 @@ import specgen
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Round, SamplingParams
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, pass_costs
 from specgen.workers.process import DraftProcess
 
 
@@ -39,7 +39,7 @@ def apart(folders: tuple[str, str]) -> Iterator[Pair]:
 
 
 def process_of(pair: Pair) -> int:
-    worker = pair._process_worker
+    worker = pair._worker
     assert worker is not None
     return worker.ready()._process.pid
 
@@ -57,7 +57,7 @@ def test_a_process_and_a_thread_give_the_same_rounds(
     """The output does not depend on where the draft runs or how long it takes; penalties apply to it too."""
     there = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
     assert there.summary["acceptance_rate"] > 0.3
-    monkeypatch.setattr(apart, "_process_worker", None)
+    monkeypatch.setattr(apart, "_worker", None)
     here = apart.generate(PROMPT, "pearl", sampling, window=4, **given_)
     assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
     assert figures(there.rounds) == pytest.approx(figures(here.rounds), abs=1e-4)
@@ -111,7 +111,7 @@ def test_a_run_that_is_left_early_leaves_the_worker_usable(apart: Pair) -> None:
 def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: str) -> None:
     if moment == "before":
         os.kill(process_of(apart), signal.SIGKILL)
-        assert wait_until(lambda: not apart._process_worker._process.alive)  # type: ignore[union-attr]
+        assert wait_until(lambda: not apart._worker._process.alive)  # type: ignore[union-attr]
     else:
         run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
         next(run), next(run)
@@ -142,7 +142,7 @@ def test_the_worker_leaves_with_its_parent_however_that_ends(folders: tuple[str,
 import specgen, sys, time
 pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
 pair.generate([1, 7, 9], "pearl", window=3)
-print(pair._process_worker.ready()._process.pid, flush=True)
+print(pair._worker.ready()._process.pid, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -202,7 +202,7 @@ def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
     model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
     folder = save(model, tmp_path)
     with specgen.load(folder, folder, device="cpu", dtype="float32") as pair:
-        pair._process_worker = None
+        pair._worker = None
         for window in (1, 3, 4, 7):
             for ids in ([5] * 8, [5, 9, 11, 7, 30, 8]):
                 sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -276,7 +276,7 @@ def test_the_workers_idle_threads_leave_their_cores_to_others(
 @pytest.mark.usefixtures("puppet")
 def test_the_worker_runs_the_forward_pass_that_the_pair_was_loaded_with(folders: tuple[str, str]) -> None:
     with specgen.load(*folders, device="cpu", dtype="float32", backend="transformers") as pair:
-        worker = pair._process_worker
+        worker = pair._worker
         assert worker is not None
         assert worker._load.backend == "transformers"
 
@@ -332,7 +332,7 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders:
         with pytest.raises(SpecgenError, match="the pair of models is closed"):
             use(request)
     with pytest.raises(SpecgenError, match="the pair of models is closed"):
-        pair.parallel_costs(4)
+        pass_costs(pair, 4)
 
 
 @posix
@@ -363,7 +363,7 @@ def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, mon
 
 @posix
 def test_a_run_whose_failed_beginning_another_run_has_skipped_says_so(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker: Any = apart._process_worker
+    worker: Any = apart._worker
     make: Any = worker.drafter
 
     def without_settings(*given: Any) -> Any:
@@ -439,4 +439,4 @@ def test_a_draft_on_another_device_than_the_targets(folders: tuple[str, str], dr
         for sampling in (SAMPLED, replace(SAMPLED, top_k=3)):
             first, second = (pair.generate(PROMPT, "pearl", sampling, window=4).token_ids for _ in range(2))
             assert first == second
-        assert (pair._process_worker is None) == (backend == "native")
+        assert (pair._worker is None) == (backend == "native")

@@ -4,10 +4,6 @@ what to do about it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 
 class SpecgenError(Exception):
@@ -52,13 +48,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first problem in a pydantic validation error as one line of text: the key, the problem and the invalid value."""
-    first = error.errors(include_url=False)[0]
-    what = first["msg"].removeprefix("Value error, ")
-    if first["type"] not in ("missing", "value_error"):
-        value = " ".join(repr(first["input"]).split())
-        what += f" (it is {value if len(value) <= 40 else value[:39] + '…'})"
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), what)))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from specgen.base.errors import RunError, SpecgenError
 
@@ -239,10 +239,3 @@ def readable(name: str) -> str:
     """A model's name as part of a file name: the last two parts of its path, with only letters, digits, dots, underscores and
     dashes."""
     return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]
-
-
-def load_yaml(text: str) -> Any:
-    """Parses a YAML document with a safe loader. Raises yaml.YAMLError and ValueError. Use `schema.read` instead."""
-    import yaml
-
-    return yaml.safe_load(text)

@@ -101,10 +101,10 @@ def _main_of_ranks() -> int:
     end = None
     try:
         with interrupts.watched():
-            from specgen.engine.spread import processes  # imports torch, which takes seconds
+            from specgen.engine.spread import ranks  # imports torch, which takes seconds
 
-            end = processes.end
-            processes.follow_unless_first()
+            end = ranks.end
+            ranks.follow_unless_first()
         return _main()
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -15,7 +15,6 @@ from specgen.base.files import kept_exit, kept_head
 from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli import options
-from specgen.methods import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,12 +146,7 @@ def open_pair(
         pair = load(**asdict(models), announce=loading.announce, process=process)
         if tuned_draft is not None and models.draft_dtype is None and models.has_draft:
             pair = tuned_draft(pair, process)
-        runs_here = sequential or (parallel and pair.drafts_here(METHODS["pearl"]))
-        if pair.draft is not None and pair.draft.refusal is None and runs_here:
-            loading.announce(f"loading {pair.draft.name}")
-            pair.load_draft()
-        loading.announce("warming up")
-        pair.warm_up()
+        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
         interrupts.check()
     doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
     for warning in (*doubts, getattr(pair.draft, "warning", None)):

@@ -13,6 +13,7 @@ from specgen.base.types import QUANTISED, Round
 from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
+from specgen.pair.pair import capture_seconds, devices
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
@@ -44,9 +45,9 @@ class OutputWriter:
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
-        self._captured = pair.capture_seconds  # before the run
+        self._captured = capture_seconds(pair)  # before the run
         self._trace_error: RunError | None = None
-        self._meter = energy_meter_for(pair.devices(request.method)) if output.energy else None
+        self._meter = energy_meter_for(devices(pair, request.method)) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
             self._rounds = RoundsView(
@@ -100,7 +101,7 @@ class OutputWriter:
         """
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
-        self._summary.capture_seconds = self._pair.capture_seconds - self._captured
+        self._summary.capture_seconds = capture_seconds(self._pair) - self._captured
         if self._output.perplexity or not self._request.method.lossless:
             token_ids = self._summary.token_ids
             self._summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, token_ids))

@@ -102,7 +102,7 @@ def find(
     elif (why := _other_sampling(profile, sampling)) is not None:
         _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
     else:
-        profile.inform(pair.knowledge)
+        profile.inform(pair.measurements)
         return profile
     return None
 

@@ -16,9 +16,11 @@ def describe(pair: Pair) -> list[tuple[str, str]]:
     target and the draft model (if there is one)."""
     import torch
 
+    from specgen.pair.pair import devices
+
     described = [("Machine", machine_in_words())]
     device = pair.target.device
-    gpus = [each for each in dict.fromkeys(pair.devices()) if each.type == "cuda"]
+    gpus = [each for each in dict.fromkeys(devices(pair)) if each.type == "cuda"]
     if gpus:
         described.append(("GPU", ", ".join(torch.cuda.get_device_name(gpu) for gpu in gpus)))
     threads = torch.get_num_threads()

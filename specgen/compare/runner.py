@@ -31,6 +31,7 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
+from specgen.pair.pair import capture_passes, devices
 from specgen.pair.request import RESERVED
 from specgen.traces.reader import TracedRound, TracedRun
 
@@ -84,7 +85,7 @@ class Runner:
         self.seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
         self._ids: dict[int, list[int]] = {}
-        self._meter = energy_meter_for(pair.devices()) if config.energy else None
+        self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
@@ -137,7 +138,7 @@ class Runner:
         for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
-            self.pair.capture_passes(shortest, longest)
+            capture_passes(self.pair, shortest, longest)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):

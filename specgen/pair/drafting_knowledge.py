@@ -6,6 +6,7 @@ first run and stored in the user's cache folder. What is learned stays from run 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specgen.base import measurement_cache
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import ParallelCosts
@@ -28,8 +28,10 @@ from specgen.pair.request import prepared
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.methods.method import Method
+    from specgen.pair.measurements import Measurements
     from specgen.pair.request import Request
 
+_ROUNDS_KIND = "rounds"  # of measurements
 LENGTHS = (1, 4, 8, 0)  # tokens in the timed drafts; the first one is not 0, so that the draft model's prefill warms up
 NEW_TOKENS = 160  # of a timed run, at most
 _ROUNDS = 6  # timed with each length, at most
@@ -55,18 +57,11 @@ Key = tuple[Any, ...]
 class DraftingKnowledge:
     """The costs of drafting and what `adaptive` has learned, for one pair of models.
 
-    `conditions` returns everything about the models and the machine that changes the costs; `has_draft_model` says whether the
-    pair has a draft model, which `adaptive` can do without. `tuned_costs` are seconds of rounds by `Method.cost_kind`, and
-    `tuned_learned` what `adaptive` learned during tuning, by the drafter's name; both come from a profile, and are empty without
-    one.
+    `has_draft_model` says whether the pair has a draft model, which `adaptive` can do without.
     """
 
-    def __init__(self, conditions: Callable[[], Mapping[str, Any]], *, has_draft_model: bool) -> None:
-        self._conditions, self._has_draft_model = conditions, has_draft_model
-        self.tuned_costs: Mapping[str, RoundCosts] = {}
-        self.tuned_learned: Mapping[str, Learned] = {}
-        self._costs: dict[Key, RoundCosts] = {}
-        self._checks: dict[Key, CostCheck] = {}
+    def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
+        self._measurements, self._has_draft_model = measurements, has_draft_model
         self._learned: dict[Key, Learned] = {}
 
     def drafts_with_model(self, method: Method) -> bool:
@@ -84,7 +79,7 @@ class DraftingKnowledge:
 
     def lacks_costs(self, request: Request) -> bool:
         """Whether `measure` has to be called before `inputs`: the run's policy is `adaptive`, and its costs are not known."""
-        return self._measures_costs(request) and self._cost_key(request) not in self._costs
+        return self._measures_costs(request) and self._measurements.find(_ROUNDS_KIND, self._cost_key(request)) is None
 
     def _measures_costs(self, request: Request) -> bool:
         """Whether the run's policy is `adaptive` with costs that `measure` finds: of the method's rounds, not from a profile."""
@@ -106,22 +101,16 @@ class DraftingKnowledge:
         `run_of` makes a run, with the arguments of `Pair.request`. `context_limit` (tokens) is that of the models. `part`
         identifies the part of the target that drafts, if one does. `capture` captures passes, see `Pair.capture_passes`.
         """
-        key = self._cost_key(request)
-        stored = {**self._conditions(), "rounds": [str(each) for each in key], "part": part}
-        costs = _costs_of(measurement_cache.find("rounds", stored))
-        if costs is None:
+
+        def timed() -> RoundCosts:
             run = self._timed_run(request, run_of, context_limit)
-            capturing = partial(capture, len(run.context), len(run.context) + run.limit)
-            costs = time_rounds(run, before=capturing)
-            if any(max(curve.points) for curve in costs.draft_cost.curves.values()):
-                measurement_cache.keep("rounds", stored, costs.as_dict())
-            else:  # the draft model could not follow this one context: its tokens are taken to cost as much as the target's
-                costs = replace(costs, draft_cost=_table({0: [0.0], 1: [costs.verification_cost.at(1, 0)]}, 0))
-        self._costs[key] = costs
-        length = _context_length(request)
-        drafting = partial(costs.draft_cost.at, context_length=length)
-        verification = partial(costs.verification_cost.at, context_length=length)
-        self._checks[key] = CostCheck(drafting, verification, partial(measurement_cache.drop, "rounds", stored))
+            costs = time_rounds(run, before=partial(capture, len(run.context), len(run.context) + run.limit))
+            if not any(max(curve.points) for curve in costs.draft_cost.curves.values()):
+                return replace(costs, draft_cost=_table({0: [0.0], 1: [math.inf]}, 0))  # it could not follow this one context
+            return costs
+
+        key = self._cost_key(request)
+        self._measurements.get(_ROUNDS_KIND, key, timed, RoundCosts.of_dict, RoundCosts.as_dict, about=part)
 
     def _timed_run(self, request: Request, run_of: Callable[..., Run], context_limit: int) -> Run:
         """Returns a run like the one requested, of `NEW_TOKENS` tokens if they fit. Without a model it always drafts."""
@@ -139,7 +128,19 @@ class DraftingKnowledge:
 
         If they do not fit the times of rounds, later processes measure again.
         """
-        return self._checks.get(self._cost_key(request)) if self._measures_costs(request) else None
+        if not self._measures_costs(request):
+            return None
+        key, length = self._cost_key(request), _context_length(request)
+        costs = self._costs(request)
+        drafting = partial(costs.draft_cost.at, context_length=length)
+        return self._measurements.check(_ROUNDS_KIND, key, drafting, partial(costs.verification_cost.at, context_length=length))
+
+    def _costs(self, request: Request) -> RoundCosts:
+        """Returns the costs found by `measure`. A draft model that could not be timed is taken to cost as much as the target."""
+        costs: RoundCosts = prepared(request.method, self._measurements.find(_ROUNDS_KIND, self._cost_key(request)))
+        if any(math.inf in curve.points.values() for curve in costs.draft_cost.curves.values()):
+            return replace(costs, draft_cost=_table({0: [0.0], 1: [costs.verification_cost.at(1, 0)]}, 0))
+        return costs
 
     def inputs(self, request: Request, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
@@ -159,10 +160,10 @@ class DraftingKnowledge:
         elif method.is_parallel or AUTO not in given:
             costs = DraftingCosts.linear(0.0, 0.0)  # the settings replace them
         else:
-            measured = self._tuned_costs(request) or prepared(method, self._costs.get(self._cost_key(request)))
+            measured = self._tuned_costs(request) or self._costs(request)
             costs = DraftingCosts.of_rounds(measured, request.typical_length)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
-        tuned = self.tuned_learned.get(method.drafts)
+        tuned = self._measurements.tuned_learned.get(method.drafts)
         prior = Learned.prior(costs, sampling.temperature, has_model=self.drafts_with_model(method))
         initial = prior if tuned is None else tuned.copy()
         key = None
@@ -175,7 +176,7 @@ class DraftingKnowledge:
         """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
         if request.method.drafts_trees(request.settings):
             return None
-        return self.tuned_costs.get(self._cost_kind(request.method))
+        return self._measurements.tuned_costs.get(self._cost_kind(request.method))
 
     def _cost_key(self, request: Request) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""
@@ -234,11 +235,3 @@ def time_rounds(
 
 def _table(seconds: Mapping[int, list[float]], length: int) -> CostTable:
     return CostTable({length: Curve({tokens: median(each) for tokens, each in sorted(seconds.items())})})
-
-
-def _costs_of(stored: Any) -> RoundCosts | None:
-    """Returns costs read from the cache; None if they are missing or not valid."""
-    try:
-        return RoundCosts.of_dict(stored)
-    except (ValueError, TypeError):
-        return None

@@ -85,10 +85,10 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
     """
     launched = machine.launch()
     if launched is not None:
-        from specgen.engine.spread import processes
+        from specgen.engine.spread import ranks
 
-        processes.follow_unless_first()
-        device = processes.device_of_rank(launched, device)
+        ranks.follow_unless_first()
+        device = ranks.device_of_rank(launched, device)
     target_device = pick_device(device)
     if exact and target_device.type not in ("cpu", "cuda"):
         raise _not_exact(f"the target would run on {target_device}")
@@ -192,7 +192,7 @@ def _load(
     if machine.launch() is not None:
         if placement is not None:
             raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
-        from specgen.engine.spread.processes import load_distributed
+        from specgen.engine.spread.ranks import load_distributed
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
@@ -219,7 +219,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.parts, other.thread_choice = pair.parts, pair.thread_choice
+    other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
     return other
 
 

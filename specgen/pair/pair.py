@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,17 +25,17 @@ from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.engine.timing import ThreadChoice, pick_threads
+from specgen.engine.timing import pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
-from specgen.pair.figures import Summary, speed_without_prefill
+from specgen.pair.figures import Summary
+from specgen.pair.measurements import Key, Measurements
 from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
-from specgen.pair.skip_search import NEW_TOKENS
 from specgen.workers.worker import DraftWorker
 
 
@@ -46,46 +47,17 @@ class Pair:
     """
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
+        self.measurements = Measurements(target, draft)
         self._is_closed = False
         self._reserved = 0  # tokens
-        self._process_worker = worker
-        self._thread_worker: DraftWorker | None = None
-        self.tokenizer = target.tokenizer
+        self._worker = worker
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
-        self.parts = PartStore(target, self._target_runner, self._penalties)
         self._draft_runner: ModelRunner | TranslatedRunner | None = None
-        self._skipping: dict[str, LayerSkippingRunner] = {}
-        self._pearl_costs = preparation.PearlCosts(target, draft)
-        self._fastest_skips: str | None = None
+        self.parts = PartStore(target, self._target_runner, self._penalties)
+        self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        models = [model for model in (target, draft) if model is not None]
-        self.knowledge = DraftingKnowledge(lambda: preparation.conditions(*models), has_draft_model=draft is not None)
-        self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
-
-    @property
-    def runners(self) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
-        """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
-        self.load_draft()
-        return self._target_runner, self._draft_runner
-
-    def load_draft(self) -> None:
-        """Loads the draft model's weights in this process, unless it has done so or there is none. Else the first use does it."""
-        if self._draft_runner is None and self.draft is not None:  # with the target's penalties: it has to predict their effect
-            self._draft_runner = self.draft.draft_runner(self._penalties(self.draft.device))
-
-    def drafts_here(self, method: Method) -> bool:
-        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
-        in_worker = method.is_parallel and self._process_worker is not None
-        return self.draft is not None and method.uses_draft_model and not in_worker
-
-    def devices(self, method: Method | None = None) -> list[torch.device]:
-        """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
-        return [device for model in self._models(method) for device in model.devices]
-
-    def _models(self, method: Method | None) -> list[LoadedModel]:
-        uses_draft = method is None or method.uses_draft_model
-        return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
+        self._knowledge = DraftingKnowledge(self.measurements, has_draft_model=draft is not None)
 
     # runs
 
@@ -165,23 +137,24 @@ class Pair:
         are `auto`. Results of earlier calls, also of other processes on this machine, are reused.
         """
         self._check_open()
-        if self.drafts_here(request.method):
-            self.load_draft()
-        if request.method.is_parallel and (worker := self._worker) is not None:
-            if request.settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
-                self.parallel_costs(request.typical_length, request.sampling, record=request.record)
-            worker.ready()
-        if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
-            self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
-        if self.knowledge.lacks_costs(request):
-            part = self.parts.digest(request.method, name_in(request.settings.values))
-            part = self._fastest_skips if request.method.skips_layers else part
-            limit = min(model.context_limit for model in self._models(request.method))
+        method, values = request.method, request.settings.values
+        if self._drafts_here(method):
+            runners(self)
+        if method.is_parallel and self.draft is not None:
+            if values["window"] == "auto" or self._knowledge.reads_pass_costs(request):
+                pass_costs(self, request.typical_length, request.sampling, record=request.record)
+            draft_worker(self).ready()
+        if values.get("skip") == "auto":
+            preparation.find_skips(self.measurements, self.target, partial(skipping_speed, self))
+        if self._knowledge.lacks_costs(request):
+            part = self.parts.digest(method, name_in(values))
+            part = self.measurements.find(preparation.SKIPS, ()) if method.skips_layers else part
+            limit = min(model.context_limit for model in _models(self, method))
 
             def run_of(*arguments: Any, **settings: Any) -> Run:
                 return self.run(self.request(*arguments, **settings))
 
-            self.knowledge.measure(request, run_of, limit, part, self.capture_passes)
+            self._knowledge.measure(request, run_of, limit, part, partial(capture_passes, self))
 
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes. Decodes and measures nothing itself.
@@ -195,42 +168,36 @@ class Pair:
         eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
         components = self._components(method, sampling, request.capacity)
         components = replace(components, seed=seed, eos_ids=eos_ids, record=request.record)
-        measured = passes = None
+        passes = None
+        is_measured = method.is_parallel and settings.values["window"] == "auto"
         if method.needs_exit_layer or method.head:
             components = self._with_trained_part(components, method, settings)
         elif method.skips_layers:
             if settings.values["skip"] == "auto":
-                settings = settings.with_value("skip", prepared(method, self._fastest_skips))
-            components = replace(components, draft=self.skipping_runner(str(settings.values["skip"])))
+                skips = prepared(method, self.measurements.find(preparation.SKIPS, ()))
+                settings = settings.with_value("skip", skips)
+            components = replace(components, draft=self._skipping_runner(str(settings.values["skip"])))
         elif method.is_parallel and self.draft is not None:
-            worker = self._worker
-            assert worker is not None
-            components = replace(components, worker=worker)
-            if settings.values["window"] == "auto" or self.knowledge.reads_pass_costs(request):
-                found = self._pearl_costs.find(worker, sampling, request.typical_length, record=request.record)
-                passes = prepared(method, found)
-            if settings.values["window"] == "auto":
-                measured, is_flexible = passes, self.has_flexible_window(sampling)
-                assert measured is not None
-                components = replace(components, window=measured.costs.run_window(is_flexible=is_flexible))
-                settings = settings.with_value("window", measured.costs.window.size)
+            components = replace(components, worker=draft_worker(self))
+            key = self._passes_key(request.typical_length, sampling, record=request.record)
+            if is_measured or self._knowledge.reads_pass_costs(request):
+                passes = prepared(method, self.measurements.find(preparation.PASSES, key))
+        check = self._knowledge.check(request)
+        if is_measured and passes is not None:
+            window = passes.run_window(is_flexible=has_flexible_window(self, sampling))
+            components, settings = replace(components, window=window), settings.with_value("window", passes.window.size)
+            if max(passes.seconds) < math.inf:
+                drafting = passes.draft_pass.__mul__
+                check = self.measurements.check(preparation.PASSES, key, drafting, passes.pass_seconds)
         if settings.values.get("history"):
             components = replace(components, history=self._history)
         if settings.policy == Adaptive.name:
-            components = replace(components, adaptive=self.knowledge.inputs(request, None if passes is None else passes.costs))
+            components = replace(components, adaptive=self._knowledge.inputs(request, passes))
         prompt_ids = request.prompt_ids
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        return runs.make_run(
-            method,
-            settings,
-            components,
-            Context(prompt_ids),
-            request.limit,
-            stops,
-            Clock(device_timer(self.target.device)),
-            costs=None if measured is None else measured.costs,
-            check=self.knowledge.check(request) if measured is None else measured.check,
-        )
+        clock, costs = Clock(device_timer(self.target.device)), passes if is_measured else None
+        given = components, Context(prompt_ids), request.limit, stops, clock
+        return runs.make_run(method, settings, *given, costs=costs, check=check)
 
     def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
@@ -244,67 +211,37 @@ class Pair:
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
         capacity = max(capacity, self._reserved)
-        target, draft = self.runners if self.drafts_here(method) else (self._target_runner, None)
+        target, draft = runners(self) if self._drafts_here(method) else (self._target_runner, None)
         for runner in (target, draft):
             if runner is not None:
                 runner.reserve(capacity)
         tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
         return Setup(draft, sampling, vocab_size=target.vocab_size, target=target, capacity=capacity, tokenizers=tokenizers)
 
-    # early exit and layer skipping
+    def _drafts_here(self, method: Method) -> bool:
+        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
+        in_worker = method.is_parallel and self._worker is not None and self._worker.kind == "process"
+        return self.draft is not None and method.uses_draft_model and not in_worker
 
-    def skipping_runner(self, skip: str) -> LayerSkippingRunner:
-        """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`."""
-        skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
-        found = self._skipping.get(str(skips))
-        if found is None:
-            self._skipping.clear()  # keep only the last one: a search for the fastest layers makes many
-            found = LayerSkippingRunner(self._target_runner, self.target.model, skips, self._penalties())
-            self._skipping[str(skips)] = found
-        return found
+    def _passes_key(self, length: int, sampling: SamplingParams, *, record: bool) -> Key:
+        has_penalties = self.target.has_penalties
+        return preparation.passes_key(draft_worker(self), sampling, length, record=record, has_penalties=has_penalties)
 
-    def skipping_speed(self, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
-        """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+    def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
+        """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.
 
-        `prompts` are token ids; the speed is measured on all of them together.
+        Keeps the last one only: a search for the fastest layers makes many.
         """
-        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        runs = (self.run(self.request(ids, "selfsd", sampling, skip=str(skips))) for ids in prompts)
-        return speed_without_prefill(round_ for run in runs for round_ in run.rounds())
+        skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
+        if self._skipping is None or self._skipping[0] != str(skips):
+            runner = LayerSkippingRunner(self._target_runner, self.target.model, skips, self._penalties())
+            self._skipping = str(skips), runner
+        return self._skipping[1]
 
     def _penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
         return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
 
-    # parallel decoding
-
-    @property
-    def _worker(self) -> DraftWorker | None:
-        """What runs the draft model during the target's passes (PEARL); None without a draft model."""
-        self._check_open()
-        if self._process_worker is None and self._thread_worker is None and (draft := self.runners[1]) is not None:
-            self._thread_worker = DraftWorker.in_this_process(draft, self.target.device)
-        return self._process_worker or self._thread_worker
-
-    @property
-    def drafts_in_callers_thread(self) -> bool:
-        """Whether one thread runs both models in PEARL, so that it is measured whether their passes overlap."""
-        return self._worker is not None and self._worker.kind == "stream"
-
-    def has_flexible_window(self, sampling: SamplingParams) -> bool:
-        """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
-        return sampling.greedy and self._process_worker is not None
-
-    def parallel_costs(
-        self, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False
-    ) -> ParallelCosts:
-        """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
-
-        `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `rounds`. Measured once.
-        """
-        worker, sampling = self._worker, SamplingParams() if sampling is None else sampling
-        assert worker is not None
-        components = self._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
-        return self._pearl_costs.measure(worker, replace(components, record=record), context_length).costs
+    # between runs
 
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
         """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.
@@ -314,15 +251,24 @@ class Pair:
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
         return runner.log_likelihood(prompt_ids, token_ids)
 
-    def warm_up(self) -> None:
-        """Runs some forward passes, so that the first measured one is not slower than the others. Does not load the draft model.
+    def warm_up(
+        self, announce: Callable[[str], None] = lambda _: None, *, sequential: bool = False, parallel: bool = False
+    ) -> None:
+        """Runs some forward passes, so that the first measured one is not slower than the others.
 
-        If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to what suits this pair. So a
-        library that uses specgen should not call it.
+        Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
+        pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
+        description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
+        what suits this pair. So a library that uses specgen should not call it.
         """
+        needs_draft = sequential or (parallel and self._worker is None)
+        if self.draft is not None and self.draft.refusal is None and needs_draft:
+            announce(f"loading {self.draft.name}")
+            runners(self)
+        announce("warming up")
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
-            self.thread_choice = pick_threads(some_passes)
+            self.measurements.threads = pick_threads(some_passes)
         else:
             some_passes()
         self.forget()
@@ -334,24 +280,6 @@ class Pair:
         """
         self._reserved = max(self._reserved, capacity, min(LONGEST_MEASURED, self.target.context_limit))
 
-    def capture_passes(self, shortest: int, longest: int) -> None:
-        """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
-
-        For measurements, before the first measured run of each method and after one that is not.
-        """
-        for model in self._models_here():
-            model.capture_passes(shortest, longest)
-
-    @property
-    def capture_seconds(self) -> float:
-        """The seconds that it took so far in this process to capture passes on a GPU."""
-        return sum(model.capture_seconds for model in self._models_here())
-
-    def _models_here(self) -> list[Model]:
-        """The target and, if its weights are loaded in this process, the draft model."""
-        draft = self.draft if self._draft_runner is not None else None
-        return [self.target.model, *(() if draft is None else (draft.model,))]
-
     def forget(self) -> None:
         """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
         self._history.clear()
@@ -359,8 +287,8 @@ class Pair:
             if runner is not None:
                 runner.clear_cache()
         self.parts.clear_caches()
-        if self._process_worker is not None:
-            self._process_worker.forget()
+        if self._worker is not None:
+            self._worker.forget()
 
     def close(self) -> None:
         """Ends the process or thread that runs the draft model.
@@ -368,10 +296,8 @@ class Pair:
         The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
         """
         self._is_closed = True
-        for worker in (self._process_worker, self._thread_worker):
-            if worker is not None:
-                worker.close()
-        self._thread_worker = None
+        if self._worker is not None:
+            self._worker.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -382,3 +308,83 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _models(pair: Pair, method: Method | None) -> list[LoadedModel]:
+    uses_draft = method is None or method.uses_draft_model
+    return [pair.target, *([pair.draft] if pair.draft is not None and uses_draft else [])]
+
+
+def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
+    """Returns the target's devices and the draft model's, if there is one and the method uses it (None: any)."""
+    return [device for model in _models(pair, method) for device in model.devices]
+
+
+def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
+    """Returns the model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+    if pair._draft_runner is None and pair.draft is not None:  # with the target's penalties: it has to predict their effect
+        pair._draft_runner = pair.draft.draft_runner(pair._penalties(pair.draft.device))
+    return pair._target_runner, pair._draft_runner
+
+
+def _loaded_models(pair: Pair) -> list[Model]:
+    """Returns the target and, if its weights are loaded in this process, the draft model."""
+    draft = pair.draft if pair._draft_runner is not None else None
+    return [pair.target.model, *(() if draft is None else (draft.model,))]
+
+
+def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
+    """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
+
+    For measurements, before the first measured run of each method and after one that is not.
+    """
+    for model in _loaded_models(pair):
+        model.capture_passes(shortest, longest)
+
+
+def capture_seconds(pair: Pair) -> float:
+    """Returns the seconds that it took so far in this process to capture passes on a GPU."""
+    return sum(model.capture_seconds for model in _loaded_models(pair))
+
+
+def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
+    """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+
+    `prompts` are token ids; the speed is measured on all of them together.
+    """
+    sampling = SamplingParams(max_new_tokens=preparation.NEW_TOKENS, ignore_eos=True)
+    made = (pair.run(pair.request(ids, "selfsd", sampling, skip=str(skips))) for ids in prompts)
+    return preparation.speed_without_prefill(round_ for run in made for round_ in run.rounds())
+
+
+def draft_worker(pair: Pair) -> DraftWorker:
+    """Returns what runs the draft model during the target's passes (PEARL). The pair must have a draft model."""
+    pair._check_open()
+    if pair._worker is None:
+        draft = runners(pair)[1]
+        assert draft is not None
+        pair._worker = DraftWorker.in_this_process(draft, pair.target.device)
+    return pair._worker
+
+
+def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
+    """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
+    return sampling.greedy and pair.draft is not None and draft_worker(pair).kind == "process"
+
+
+def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False) -> ParallelCosts:
+    """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
+
+    `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `Pair.rounds`. Measured once. The pair must
+    have a draft model.
+    """
+    sampling = SamplingParams() if sampling is None else sampling
+
+    def measure() -> ParallelCosts:
+        assert pair.draft is not None
+        components = pair._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
+        worker, components = draft_worker(pair), replace(components, record=record)
+        return preparation.measure_passes(pair.target, pair.draft, worker, components, context_length)
+
+    key = pair._passes_key(context_length, sampling, record=record)
+    return pair.measurements.get(preparation.PASSES, key, measure, lambda stored: ParallelCosts(**stored), asdict)

@@ -24,7 +24,7 @@ from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.engine.weight_sizes import weight_sizes
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
 
@@ -306,7 +306,7 @@ def engine_choices(pair: Pair) -> EngineChoices:
     models = {role: one.model for role, one in loaded.items() if one is not None}
     native = {role: model for role, model in models.items() if isinstance(model, NativeModel)}
     products = {role: model.product_choices for role, model in native.items()}
-    return EngineChoices(pair.thread_choice, products, {role: model.min_rows for role, model in native.items()})
+    return EngineChoices(pair.measurements.threads, products, {role: model.min_rows for role, model in native.items()})
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
@@ -317,7 +317,7 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     if pair.draft is None or pair.draft.refusal is not None:
         return None
     announce("timing passes with both models running")
-    return pair.parallel_costs(min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
+    return pass_costs(pair, min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:

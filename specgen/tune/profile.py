@@ -5,19 +5,19 @@ There is one for each combination of models, machine, device and sampling settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from specgen import methods
+from specgen.base import schema
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import load_yaml, pair_folder, readable, write_whole
+from specgen.base.files import pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
     from specgen.engine.model_loading import LoadedModel
-    from specgen.pair.drafting_knowledge import DraftingKnowledge
+    from specgen.pair.measurements import Measurements
     from specgen.pair.pair import Pair
 
 FILE = "profile.yaml"
@@ -185,10 +185,10 @@ class Profile(_StrictModel):
                 raise ValueError(f"measured.learned.{drafter}: {error}") from error
         return self
 
-    def inform(self, knowledge: DraftingKnowledge) -> None:
+    def inform(self, measurements: Measurements) -> None:
         """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
-        knowledge.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
-        knowledge.tuned_learned = {
+        measurements.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        measurements.tuned_learned = {
             drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
         }
 
@@ -300,33 +300,13 @@ def load(folder: Path) -> Profile:
     """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
     path = folder / FILE
     try:
-        if path.exists() and not path.is_file():
-            raise SpecgenError(f"the profile {path} is not a file", "Make one: specgen tune --out DIR")
-        if path.stat().st_size > MAX_BYTES:
-            raise SpecgenError(f"the profile {path} is larger than {MAX_BYTES >> 20} MB", TUNE_AGAIN)
-        return _parsed(path.read_text(encoding="utf-8"))
+        found = path.stat()
     except OSError as error:
         raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
-    except ValidationError as error:
-        raise SpecgenError(f"the profile {path} is not valid: {_first_error(error)}", TUNE_AGAIN) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecgenError(f"the profile {path}{where} is not valid YAML: {problem}", TUNE_AGAIN) from error
+    return _read(path, (found.st_ino, found.st_mtime_ns, found.st_size))
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: str) -> Profile:
-    """Parses a profile's text once, because a command reads it several times: before, while and after the models are loaded."""
-    return Profile.model_validate(load_yaml(text))
-
-
-def _first_error(error: ValidationError) -> str:
-    """Returns the first of pydantic's errors in one line: the key, the problem and the value."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    what = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] not in ("missing", "value_error"):
-        what += f" (it is {shorten(repr(first['input']), 40, placeholder='…')})"
-    return f"{where}: {what}" if where else what
+def _read(path: Path, state: Hashable) -> Profile:
+    """Reads a file in this state once, because a command needs it several times: before, while and after models are loaded."""
+    return schema.read(path, Profile, "profile", TUNE_AGAIN, MAX_BYTES)

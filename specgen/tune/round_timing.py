@@ -19,6 +19,7 @@ from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import Signals
 from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
 from specgen.methods.pearl_schedule import Parallel
+from specgen.pair.pair import capture_passes
 from specgen.tune.request import Deadline
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class RoundProbe:
                 if round_ is None:
                     break
                 if position == WARM_UP - 1:
-                    self._pair.capture_passes(len(timings.prompt), len(run.context) + NEW_TOKENS)
+                    capture_passes(self._pair, len(timings.prompt), len(run.context) + NEW_TOKENS)
                 if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
                     timings.add(round_, max(self._sweep.levels, round_.draft.levels), with_signals, len(run.context))
                     counted += 1

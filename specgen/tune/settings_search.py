@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
 from specgen.methods import METHODS
-from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
+from specgen.pair.pair import skipping_speed
+from specgen.pair.preparation import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.candidates import GivenSettings, grid, round_robin
 from specgen.tune.outcome import Candidate, by_speed, counted, nearest_to_default
 from specgen.tune.request import BY_SPEED, Objective
@@ -140,5 +141,5 @@ def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) 
     if len(prompts) * NEW_TOKENS * seconds_per_token > seconds:
         raise SpecgenError("time was short for a search of the layers to skip", "A larger --budget helps")
     layers = pair.target.model.shape.num_layers
-    found = search_skips(layers, lambda skips: pair.skipping_speed(skips, prompts), seconds)
+    found = search_skips(layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
     return Candidate("selfsd", {"skip": found.skips}, found.tokens_per_second, found.tried)

@@ -25,6 +25,7 @@ from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.length_sweep import RepeatDrafter
 from specgen.pair.figures import Summary
+from specgen.pair.pair import runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN
 from specgen.tune.recorded_drafts import draft_prefill_seconds
@@ -280,7 +281,7 @@ class SimulatedRuns:
         if key not in self._components:
             reference = self._references[number]
             draft: DraftRunner | None
-            target, draft = self._pair.runners
+            target, draft = runners(self._pair)
             predictor = None
             if method.needs_exit_layer:
                 target, draft, _, of_exit = self._pair.parts.runners(method)

@@ -15,6 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
 from specgen.methods.method import training_command
+from specgen.pair.pair import capture_passes, draft_worker, has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune import draft_dtypes
 from specgen.tune.candidates import SEARCHED, SIMULATED, grid, searched_grid
@@ -157,14 +158,14 @@ def measure_pair(
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    flags = pair.parts.has_predictor(), pair.has_flexible_window(sampling)
+    flags = pair.parts.has_predictor(), has_flexible_window(pair, sampling)
     overlap = None
-    if "parallel" in measured.costs and pair.drafts_in_callers_thread:
-        overlap = pair.parallel_costs(typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
+    if "parallel" in measured.costs and draft_worker(pair).kind == "stream":
+        overlap = pass_costs(pair, typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
     measurements = PairMeasurements(
         references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature, parallel_costs=overlap
     )
-    pair.knowledge.tuned_costs = measured.costs
+    pair.measurements.tuned_costs = measured.costs
     return selection.without(measured.failures), measurements
 
 
@@ -183,7 +184,7 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
         try:
             if not references:
                 warm_up = record_reference(pair, ids, sampling)
-                pair.capture_passes(len(ids), len(ids) + warm_up.limit)
+                capture_passes(pair, len(ids), len(ids) + warm_up.limit)
             references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
@@ -199,7 +200,7 @@ def record_drafts(
     """
     drafters = {methods.METHODS[name].drafts for name in selection.simulated}
     recorders, drafts, failures = {}, {}, {}
-    target, draft = pair.runners
+    target, draft = runners(pair)
     if "model" in drafters and draft is not None:
         recorders["model"] = Recorder(target, draft, sampling)
     if "exit" in drafters and pair.parts.load("exit") is not None:

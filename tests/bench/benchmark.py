@@ -23,6 +23,7 @@ import specgen
 from specgen import demo
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods import find, resolve
+from specgen.pair.pair import runners
 from specgen.tune.outcome import counted
 
 PLAIN = "transformers"
@@ -75,11 +76,11 @@ class ForwardClock:
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        runners = [runner for runner in pair.runners if runner is not None]
+        both_runners = [runner for runner in runners(pair) if runner is not None]
         if pair.parts.find("exit") is not None:
             both = pair.parts.runners(find("eesd"))
-            runners += [both.target, both.draft]
-        for runner in runners:
+            both_runners += [both.target, both.draft]
+        for runner in both_runners:
             runner._forward = self._timed(runner._forward)
 
     def _timed(self, forward: ForwardFunction) -> ForwardFunction:

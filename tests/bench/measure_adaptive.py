@@ -32,7 +32,7 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
 from specgen.pair.figures import Summary
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
 from specgen.tune.simulation import PairMeasurements, simulate
 
@@ -186,7 +186,7 @@ class Measurement:
 
 def _recorder(pair: Pair, drafter: str, sampling: SamplingParams) -> Recorder:
     if drafter != "exit":
-        return Recorder(*pair.runners, sampling, sampling.seed or 0)
+        return Recorder(*runners(pair), sampling, sampling.seed or 0)
     early = pair.parts.runners(methods.find(METHODS[drafter]))
     return Recorder(early.target, early.draft, sampling, sampling.seed or 0)
 

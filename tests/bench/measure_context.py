@@ -57,7 +57,6 @@ def one_prompt(target: str, draft: str, backend: str, length: int) -> None:
 
     with specgen.load(target, draft, device="cpu", dtype="float32", backend=backend) as pair:
         sampling = specgen.SamplingParams(max_new_tokens=8, ignore_eos=True)
-        pair.load_draft()
         pair.generate([5] * 70, "sd", sampling)
         pair.forget()
         before = resident("VmRSS")
@@ -100,7 +99,6 @@ def speed(folder: Path, backends: Sequence[str]) -> None:
             models = [pair.target.model, pair.draft.model]  # type: ignore[union-attr]
             weights = [4 * model.num_parameters for model in models]
             per_token = [model.shape.kv_bytes_per_token(4) for model in models]
-            pair.load_draft()
             for method, settings in (("ar", {}), ("sd", {"k": 4}), ("svip", {"threshold": 9.0, "max_draft": 4}), ("lookup", {})):
                 totals = []
                 for length in SPEED_LENGTHS:

@@ -23,6 +23,7 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Summary
+from specgen.pair.pair import pass_costs
 
 PLAIN, AUTO = "ar", "pearl"
 SEQUENTIAL = ("sd:k=5", "svip")
@@ -132,7 +133,7 @@ def main() -> None:
     options = {name: getattr(given, name) for name in ("device", "draft_device", "dtype")}
     with specgen.load(given.target, given.draft, **options) as pair:
         pair.warm_up()
-        costs = pair.parallel_costs(len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2, sampling)
+        costs = pass_costs(pair, len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2, sampling)
         print(
             f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, {torch.get_num_threads()} CPU threads; "
             f"draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token {costs.single_pass * 1e3:.2f} ms, "

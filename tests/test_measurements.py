@@ -1,0 +1,273 @@
+"""The store of measurements, and what pairs keep in it: PEARL's pass times, layers to skip, costs of rounds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from filelock import FileLock
+from tuning_helpers import GREEDY, PROMPTS
+
+import specgen
+from specgen import demo
+from specgen.base.types import SamplingParams
+from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
+from specgen.decoding.costs.pearl_window import ParallelCosts
+from specgen.pair import measurements, preparation
+from specgen.pair.measurements import Measurements
+from specgen.pair.pair import Pair, pass_costs
+from specgen.pair.preparation import SKIPS, find_skips
+from specgen.tune.pair_inspection import measure_parallel
+
+COSTS = ParallelCosts(0.002, 0.0176, 0.012, 9, 64)
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing was measured, with an empty cache folder."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    return fresh(pair_of("llama", "near"))
+
+
+def fresh(pair: Pair) -> Pair:
+    """The same models as another process loads them."""
+    made = Pair(pair.target, pair.draft)
+    made._draft_runner = pair._draft_runner
+    return made
+
+
+class Source:
+    """Counts measurements. The n-th one gives n, or the values in turn."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values, self.count = values, 0
+
+    def __call__(self) -> Any:
+        self.count += 1
+        return self.values[self.count - 1] if self.values else self.count
+
+
+def got(store: Measurements, kind: str = "numbers", key: tuple[Any, ...] = (1,), source: Any = None, **given: Any) -> Any:
+    read = given.pop("read", float)
+    return store.get(kind, key, source or (lambda: pytest.fail("measured again")), read, float, **given)
+
+
+def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Path) -> None:
+    store, source = near.measurements, Source()
+    assert store.find("numbers", (1,)) is None
+    assert [got(store, source=source), got(store), got(store, key=(2,), source=source), got(store, "others", source=source)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+    assert (store.find("numbers", (2,)), store.find("others", (2,))) == (2, None)
+    other = fresh(near).measurements
+    assert other.find("numbers", (1,)) is None, "not read yet"
+    assert [got(other), got(other, key=(2,)), got(other, "others")] == [1, 2, 3]
+    assert {path.name for path in tmp_path.iterdir()} == {"measurements.json", "measurements.lock"}
+
+
+def test_a_value_that_was_dropped_stays_in_memory_only(near: Pair) -> None:
+    store, source = near.measurements, Source()
+    for key in ((1,), (2,)):
+        got(store, key=key, source=source)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(torch_threads + 1)  # PEARL changes it during a run
+    try:
+        store.drop("numbers", (1,))
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert got(store) == 1
+    assert [got(fresh(near).measurements, source=source), got(fresh(near).measurements, key=(2,))] == [3, 2]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"numbers": 3}', "\x00\xff", '{"numbers": {'])
+def test_a_damaged_file_is_measured_and_written_again(near: Pair, tmp_path: Path, content: str) -> None:
+    path, source = tmp_path / "measurements.json", Source()
+    path.write_text(content)
+    assert got(near.measurements, source=source) == 1
+    assert got(fresh(near).measurements) == 1
+    stored = json.loads(path.read_text())
+    [digest] = stored["numbers"]
+    path.write_text(json.dumps({"numbers": {digest: "x"}}))
+    assert got(fresh(near).measurements, source=source) == 2, "what `read` refuses is measured again, too"
+
+
+def test_what_cannot_be_written_is_measured_by_each_process(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(math.inf, 2.0, 3.0)
+    assert got(near.measurements, source=source) == got(near.measurements) == math.inf
+    monkeypatch.setattr(measurements, "_PATIENCE", 0.01)
+    with FileLock(tmp_path / "measurements.lock"):
+        assert got(fresh(near).measurements, source=source) == 2, "another process writes it"
+    (tmp_path / "measurements.json").mkdir()
+    assert got(fresh(near).measurements, source=source) == 3
+
+
+def test_the_file_keeps_the_latest_values(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "_MOST", 2)
+    source = Source()
+    for number in range(4):
+        got(near.measurements, key=(number,), source=source)
+    other = fresh(near).measurements
+    assert [got(other, key=(number,)) for number in (2, 3)] == [3, 4]
+    assert got(other, key=(0,), source=source) == 5
+
+
+@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "threads", "cores"])
+def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    target = copy(near.target)
+    got(near.measurements, source=Source())
+    if changed in ("exact", "backend", "dtype_name"):
+        setattr(target, changed, True if changed == "exact" else "another")
+    elif changed == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    elif changed == "cores":
+        monkeypatch.setattr("specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False)
+    else:
+        monkeypatch.setenv(changed, "17")
+    other = Measurements(target, near.draft)
+    assert got(other, source=Source(7.0)) == 7
+    assert got(other, "alone", with_draft=False, source=Source(8.0)) == 8
+    assert got(Measurements(target, None), "alone") == 8
+    assert got(Measurements(target, None), source=Source(9.0)) == 9, "without a draft model"
+    assert got(Measurements(target, near.draft), about="head", source=Source(10.0)) == 10, "of another trained part"
+
+
+# ------------------------------------------------------------------ PEARL's pass times
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"record": True}, {"sampling": {"temperature": 1}}, {"sampling": {"temperature": 1, "top_k": 5}}, {"context_length": 100}],
+    ids=str,
+)
+def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    timed = Source(COSTS, replace(COSTS, draft_pass=0.004))
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
+    arguments: dict[str, Any] = {"context_length": 40, "sampling": {}} | given
+    sampling = SamplingParams(**arguments.pop("sampling"))
+    for _ in range(2):
+        assert pass_costs(near, 40).draft_pass == 0.002
+        assert pass_costs(near, sampling=sampling, **arguments).draft_pass == 0.004
+    assert pass_costs(fresh(near), 33) == COSTS, "from the file, for all lengths up to the same power of two"
+    assert timed.count == 2
+
+
+def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
+    timed = Source(replace(COSTS, context_length=256))
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
+    prompt, sampling = [5] * 60, SamplingParams(max_new_tokens=40)
+    announced = measure_parallel(near, lambda _: None)
+    assert announced is not None
+    for pair in (near, near, fresh(near)):
+        request = pair.request(prompt, "pearl", sampling)
+        pair.prepare(request)
+        run = pair.run(request)
+        assert run.settings.values["window"] == announced.window.size == 9
+        assert run.costs == announced
+        assert pair.run(pair.request(prompt, "pearl", sampling, window=3)).costs is None
+    assert timed.count == 1
+
+
+def check(costs: ParallelCosts = COSTS) -> tuple[CostCheck, list[str]]:
+    dropped: list[str] = []
+    return CostCheck(costs.draft_pass.__mul__, costs.pass_seconds, lambda: dropped.append("dropped")), dropped
+
+
+@pytest.mark.parametrize(("draft", "target"), [(1, 1), (1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
+def test_costs_that_runs_contradict_are_dropped_once(draft: float, target: float) -> None:
+    found, dropped = check()
+    for _ in range(FEWEST_ROUNDS):
+        found.conclude()
+        assert not dropped, "too few rounds"
+        found.add(4, 4 * draft * COSTS.draft_pass, 5, target * (COSTS.single_pass + COSTS.target_pass) / 2)
+    for _ in range(2):
+        found.conclude()
+    fits = all(1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR for ratio in (draft, target))
+    assert dropped == ([] if fits else ["dropped"])
+
+
+def test_a_machine_that_is_slow_now_and_then_contradicts_nothing() -> None:
+    found, dropped = check()
+    for number in range(50):
+        slow = 20 if number % 3 == 0 else 1
+        found.add(0 if number % 7 == 0 else 3, 3 * slow * COSTS.draft_pass, 1, slow * COSTS.single_pass)
+    found.conclude()
+    assert not dropped
+
+
+@pytest.mark.parametrize("is_contradicted", [True, False])
+def test_the_next_process_measures_again_and_this_one_keeps_its_window(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, is_contradicted: bool
+) -> None:
+    """Passes of a million seconds are contradicted by any machine."""
+    kept = ParallelCosts(5e5, 1e6, 1e6, 2, 64) if is_contradicted else ParallelCosts(0.002, 0.004, 0.004, 2, 64)
+    timed = Source(kept, replace(kept, draft_pass=3.0))
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
+    if not is_contradicted:
+        monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # no round: nothing is known
+    sampling = SamplingParams(max_new_tokens=60, temperature=1, seed=4, ignore_eos=True)
+    first = near.generate(PROMPTS[0], "pearl", sampling)
+    assert len(first.rounds) > FEWEST_ROUNDS
+    assert near.generate(PROMPTS[0], "pearl", sampling).token_ids == first.token_ids
+    request = near.request(PROMPTS[0], "pearl", sampling)
+    again = pass_costs(fresh(near), request.typical_length, sampling)
+    assert (again.draft_pass, timed.count) == ((3.0, 2) if is_contradicted else (0.002, 1))
+
+
+def test_costs_that_are_not_finite_are_not_checked(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the draft model cannot follow the context: the window is 1, and the next process tries again."""
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: replace(COSTS, draft_pass=math.inf))
+    request = near.request(PROMPTS[0], "pearl", GREEDY)
+    near.prepare(request)
+    run = near.run(request)
+    assert (run.check, run.settings.values["window"]) == (None, 1)
+    assert not measurements._stored()
+
+
+# ------------------------------------------------------------------ layers to skip, and runs that measure nothing
+
+
+def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Source()
+    monkeypatch.setattr(preparation, "SEARCH_SECONDS", 0.0)
+    found = find_skips(near.measurements, near.target, lambda *_: float(tried()))
+    assert tried.count
+    assert near.measurements.find(SKIPS, ()) == found
+    never: Any = lambda *_: pytest.fail("searched again")  # noqa: E731
+    for pair in (near, fresh(near), Pair(near.target, None)):
+        assert find_skips(pair.measurements, pair.target, never) == found
+        request = pair.request([1, 5, 6], "selfsd", GREEDY)
+        assert pair.run(request).settings.values["skip"] == found
+        assert pair.generate([1, 5, 6], "selfsd", GREEDY).token_ids == pair.generate([1, 5, 6], "ar", GREEDY).token_ids
+
+
+def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with specgen.load(device="cpu", dtype="float32") as pair:
+        pair.prepare(pair.request("def f(x):", "sd"))
+        for started in (
+            "workers.process.DraftProcess.__init__",
+            "pair.preparation.time_parallel_passes",
+            "pair.preparation.search_skips",
+        ):
+            monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something"))
+        monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a run runs a model"))
+        settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
+        measured = [name for name, method in specgen.METHODS.items() if method.policy == "adaptive"]
+        settings |= {name: {"draft_cost": 0.1, "verify_cost": 0.02} for name in measured}
+        for name, method in specgen.METHODS.items():
+            if not method.head or demo.head_folder(method.head).is_dir():
+                pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
+        for name in settings:
+            with pytest.raises(specgen.SpecgenError, match=f"{name} is not prepared"):
+                pair.run(pair.request("def f(x):", name))
+        assert cast(Any, pair._worker)._channel is None
