@@ -33,7 +33,7 @@ HEAD_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/native/eagle_layers.py",
+        "engine/parts/eagle_layers.py",
         EAGLE,
         (
             "EAGLE-1: embedding and feature are swapped",
@@ -98,7 +98,7 @@ HEAD_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/native/glide_layers.py",
+        "engine/parts/glide_layers.py",
         GLIDE,
         ("GliDe: queries are not rotated", "if inputs.rotation is not None:", "if False:"),
         ("GliDe: the first token sees a key", "mixed if inputs.sees is None else mixed * inputs.sees", "mixed"),

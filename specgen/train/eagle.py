@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.eagle_layers import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_tensors
 from specgen.engine.native.products import trained_product
+from specgen.engine.parts.eagle_layers import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.weights import EagleWeights
 from specgen.train.divergence import divergence
 from specgen.train.heads import HeadObjective, Predictions, RowLabels, TargetStates, reachable

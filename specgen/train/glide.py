@@ -16,12 +16,12 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attention import Sight
 from specgen.engine.native.families import read_architecture, read_config
-from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import layer_tensors
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.exit_layers import known_architecture
+from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.parts.weights import GlideWeights
 from specgen.train.heads import HeadObjective, Predictions, TargetStates
 from specgen.train.layer_start import DEVIATION, initial_layer, last_layer, layer_config

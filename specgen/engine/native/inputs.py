@@ -145,28 +145,35 @@ class InputMaker:
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
         """Returns the inputs of a pass of a `ModelRunner`, whose KV cache is a `KVBuffer`."""
-        first, last, cache = forward_pass.first, forward_pass.last, forward_pass.cache
+        cache = forward_pass.cache
         assert isinstance(cache, KVBuffer)
-        count, is_chain, long_rope = last - first, forward_pass.is_chain, forward_pass.long_rope
-        rows = self.padded(count)
-        attended = rows if self._exact and is_chain else count
-        if not is_chain:
-            return self._of_tree(forward_pass, rows, cache)
+        if not forward_pass.is_chain:
+            return self._of_tree(forward_pass, cache)
+        return self._of_chain(forward_pass.first, forward_pass.last, cache, forward_pass.long_rope, is_exact=self._exact)
+
+    def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
+        """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
+        return self._of_chain(0, count, None, long_rope)
+
+    def _of_chain(self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, is_exact: bool = False) -> PassInputs:
+        count = last - first
+        rows = count if cache is None else self.padded(count)
+        attended = rows if is_exact else count
         made = []
         for number, (kind, device) in enumerate(self.kinds):
-            end = first + attended
-            start = 0 if kind.window is None or self._exact else max(0, first + 1 - kind.window)
-            end = -(-end // KEY_BLOCK) * KEY_BLOCK if self._exact else last
+            start = 0 if kind.window is None or is_exact or cache is None else max(0, first + 1 - kind.window)
+            end = -(-(first + attended) // KEY_BLOCK) * KEY_BLOCK if is_exact else last
             table = self.tables[number]
             rotation = None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
-            entries = cache.entries(first, last, start, end)
+            entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, self._chain_mask(number, kind, device, first, attended, start, end), entries))
-        return PassInputs(rows, attended, count, made, None, cache.first_layer, self._exact)
+        return PassInputs(rows, attended, count, made, None, 0 if cache is None else cache.first_layer, is_exact)
 
-    def _of_tree(self, forward_pass: ForwardPass, rows: int, cache: KVBuffer) -> PassInputs:
+    def _of_tree(self, forward_pass: ForwardPass, cache: KVBuffer) -> PassInputs:
         """Returns the inputs of a pass over nodes of a draft tree, and committed tokens before them."""
         first, last = forward_pass.first, forward_pass.last
-        count, seen, group = last - first, ancestry(forward_pass), self.group if last - first < WIDE else 1
+        count, rows = last - first, self.padded(last - first)
+        seen, group = ancestry(forward_pass), self.group if count < WIDE else 1
         sights = {device: sight_of_tree(*seen, device) for _, device in self.kinds}
         entries = cache.entries(first, last, 0, last)
         made = []
@@ -182,15 +189,6 @@ class InputMaker:
         """Returns the number of rows that a product for `count` tokens has, padding included."""
         rows = max(count, self._min_rows)
         return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
-
-    def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
-        """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
-        made = []
-        for number, (kind, device) in enumerate(self.kinds):
-            table = self.tables[number]
-            rotation = None if table is None else table.rows(0, count, long=long_rope)[:, None]
-            made.append(KindInputs(rotation, self._chain_mask(number, kind, device, 0, count, 0, count), None))
-        return PassInputs(count, count, count, made)
 
     def batched(self, batch: BatchPass) -> PassInputs:
         """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""

@@ -17,12 +17,12 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import of_architecture
-from specgen.engine.native.eagle_layers import EagleLayers, head_weight
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING
 from specgen.engine.native.products import ProductFactory
+from specgen.engine.parts.eagle_layers import EagleLayers, head_weight
 from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
 from specgen.engine.parts.weights import EagleWeights
 

@@ -19,7 +19,6 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import WIDE, sight_of_chain
-from specgen.engine.native.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
@@ -28,6 +27,7 @@ from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.exit_layers import known_architecture
 from specgen.engine.parts.feature_runner import PartRunners
+from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
 from specgen.engine.parts.weights import GlideWeights
 
 

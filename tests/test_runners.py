@@ -1,0 +1,304 @@
+"""Every model runner: calls in any order, on any contexts, also interrupted ones, give what a runner with an empty cache gives.
+
+To add a runner, add a function to `KINDS` that makes it. What an empty cache gives is compared with transformers, or with the
+definition of a head, in the tests of each kind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from eagle_heads import random_head
+from fake_devices import fake, fake_devices
+from families import exit_layers_of, make_model, model_of
+from glide_models import GlideReference
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from native_models import BOUNDARY, make, save, variant
+from native_models import load as load_variant
+from runner_checks import InterruptAt, four_layers, random_path
+from static_checks import RecordedGraphs, random_model
+from translated_pairs import permuted
+
+import specgen
+from specgen import demo
+from specgen.base.types import Context
+from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.graphs import Captures
+from specgen.engine.native.loading import load_native
+from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts.feature_runner import FeatureRunner
+from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+
+
+class Made(NamedTuple):
+    """Runners that share what they have cached, and what empties it. A draft has fewer than `deepest` levels.
+
+    The runner with the number `no_trees` runs chains only.
+    """
+
+    runners: Sequence[Any]
+    clear: Callable[[], None]
+    deepest: int = 99
+    longest: int = 70
+    no_trees: int = -1
+
+
+def single(runner: Any, longest: int = 70) -> Made:
+    return Made([runner], runner.clear_cache, longest=longest)
+
+
+@cache
+def module(family: str) -> Any:
+    return make_model(family, **four_layers(family))
+
+
+@cache
+def model(family: str, backend: str = "native") -> Any:
+    return model_of(module(family), backend)
+
+
+@cache
+def loaded(family: str, index: int, *, devices: tuple[torch.device, ...] = (), **options: Any) -> Any:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        save(make(variant(family, index)), folder)
+        if not devices:
+            return load_variant(folder, **options)
+        architecture = read_architecture(read_config(folder, "a test's"))
+        return load_native(folder, "a test's", architecture, torch.float32, devices[-1], layer_devices=devices)
+
+
+def native(family: str, index: int, **options: Any) -> Made:
+    made = loaded(family, index, **options)
+    return single(ModelRunner(made), BOUNDARY - 6 if made.shape.rope_boundary else 70)
+
+
+def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **changes: Any) -> Made:
+    """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
+    made = random_model(family, **changes)
+    made.exact = is_exact
+    made.captures = Captures(new_capture=partial(RecordedGraphs, counts=Counter()) if is_captured else lambda: None)
+    return single(ModelRunner(made))
+
+
+def eager(family: str, **changes: Any) -> Made:
+    return single(ModelRunner(random_model(family, **changes)))
+
+
+def exiting(family: str, backend: str) -> Made:
+    target = model(family, backend)
+    made = early_exit.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    return Made([made.draft, made.target], made.clear_cache)
+
+
+def skipping(family: str, backend: str) -> Made:
+    target = ModelRunner(model(family, backend))
+    made = LayerSkippingRunner(target, model(family, backend), SkippedLayers.parse("1+2a", 4))
+
+    def clear() -> None:
+        target.clear_cache()
+        made.clear_cache()
+
+    return Made([target, made], clear, no_trees=1)
+
+
+def features(family: str) -> Made:
+    return single(FeatureRunner(model(family), model(family).feature_forward((0, 2, 4)), model(family).new_cache()))
+
+
+def head(kind: str, backend: str = "native") -> Made:
+    target, deepest = model("llama", backend), 99
+    weights: Any
+    if kind.startswith("eagle"):
+        weights, make_runners = random_head(3 if kind == "eagle3" else 1, layers=2), eagle.make_runners
+        deepest = 4  # its own predictions as inputs amplify roundings
+    elif kind == "glide":
+        weights, make_runners = GlideReference(module("llama"), layers=2).weights, glide.make_runners
+        weights = replace(
+            weights, config={key: value for key, value in weights.config.items() if key not in ("block_size", "large_head_dim")}
+        )
+    else:
+        drawn = torch.randn(3, 33 + target.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
+        blocks = [[(rows[:32], rows[32])] for rows in drawn]
+        weights, make_runners, deepest = MedusaWeights(blocks, [rows[33:] for rows in drawn]), medusa.make_runners, 3
+    made = make_runners(weights, target, ModelRunner(target), lambda: None)
+    return Made([made.draft] if kind == "medusa" else [made.target, made.draft], made.clear_cache, deepest)
+
+
+@cache
+def translating_pair() -> Any:
+    folder = TemporaryDirectory()
+    return specgen.load(
+        str(demo.folder("target")), str(permuted(Path(folder.name) / "draft")), device="cpu", dtype="float32"
+    ), folder
+
+
+def translated() -> Made:
+    pair, _ = translating_pair()
+    return single(pair.draft.draft_runner())
+
+
+def placed(family: str) -> Made:
+    return single(ModelRunner(loaded(family, 0, devices=(fake(0), fake(0), fake(1), fake(1)))))
+
+
+class Kind(NamedTuple):
+    """`make` makes the runners, `reference` those with an empty cache, by default the same; `within` is where both live."""
+
+    make: Callable[[], Made]
+    reference: Callable[[], Made] | None = None
+    within: Callable[[], Any] = nullcontext
+    examples: int = 20
+
+
+SLIDING = {"sliding_window": 12, "sliding_window_pattern": 2}
+KINDS = {
+    "native": Kind(partial(native, "llama", 0), examples=60),
+    "native windows": Kind(partial(native, "gemma3_text", 0)),
+    "native caps": Kind(partial(native, "gemma2", 0)),
+    "native LongRoPE": Kind(partial(native, "phi3", 0)),
+    "native without rotation": Kind(partial(native, "smollm3", 1)),
+    "native exact": Kind(partial(native, "qwen3", 1, exact=True)),
+    "native packed, padded": Kind(partial(native, "olmo2", 0, pack=True, min_rows=4)),
+    "graphs": Kind(partial(graphs, "llama"), partial(eager, "llama"), examples=30),
+    "graphs windows": Kind(partial(graphs, "gemma3_text", **SLIDING), partial(eager, "gemma3_text", **SLIDING)),
+    "graphs of one width": Kind(partial(graphs, "qwen3", is_exact=True), partial(eager, "qwen3")),
+    "static passes": Kind(partial(graphs, "gemma2", is_captured=False), partial(eager, "gemma2")),
+    "transformers": Kind(lambda: single(ModelRunner(model("llama", "transformers"))), examples=30),
+    "transformers windows": Kind(lambda: single(ModelRunner(model("gemma2", "transformers")))),
+    "transformers GPT-2": Kind(lambda: single(ModelRunner(model("gpt2", "transformers")))),
+    "transformers Cohere": Kind(lambda: single(ModelRunner(model("cohere", "transformers")))),
+    "early exit": Kind(partial(exiting, "llama", "native"), examples=30),
+    "early exit on transformers": Kind(partial(exiting, "llama", "transformers")),
+    "layers skipped": Kind(partial(skipping, "gemma2", "native")),
+    "layers skipped on transformers": Kind(partial(skipping, "llama", "transformers")),
+    "features": Kind(partial(features, "qwen3")),
+    "eagle1": Kind(partial(head, "eagle1"), examples=30),
+    "eagle3": Kind(partial(head, "eagle3")),
+    "glide": Kind(partial(head, "glide"), examples=30),
+    "glide on transformers": Kind(partial(head, "glide", "transformers")),
+    "medusa": Kind(partial(head, "medusa")),
+    "translated": Kind(translated),
+    "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0), fake_devices, 6),
+}
+
+
+class Calls(RuleBasedStateMachine):
+    """Calls of the runners of one kind on two contexts."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.made, self.reference = kind.make(), (kind.reference or kind.make)()
+        self.contexts = [Context([1, 5, 6, 7]), Context([1, 5, 6])]
+
+    @rule(
+        which=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+        tokens=st.lists(st.integers(3, 39), max_size=7),
+        numbers=st.lists(st.integers(0, 99), min_size=7, max_size=7),
+        is_chain=st.booleans(),
+        begun=st.integers(0, 4),
+        line=st.none() | st.integers(1, 300),
+        accepted=st.none() | st.integers(0, 99),
+    )
+    def call(
+        self,
+        which: tuple[int, int],
+        tokens: list[int],
+        numbers: list[int],
+        is_chain: bool,
+        begun: int,
+        line: int | None,
+        accepted: int | None,
+    ) -> None:
+        """A chain or a tree, which may grow in two calls. The first of them may be interrupted at a line. Then a path of it may
+        be accepted, with a token after it."""
+        at, number = which[0], which[1] % len(self.made.runners)
+        if len(self.contexts[at]) + len(tokens) > self.made.longest:
+            self.contexts[at] = Context(self.contexts[at].ids[:9])
+        runner, is_chain = self.made.runners[number], is_chain or number == self.made.no_trees
+        tokens = tokens[: self.made.deepest - 1]
+        parents = [node - 1 if is_chain else drawn % (node + 1) - 1 for node, drawn in enumerate(numbers[: len(tokens)])]
+        begun, context = min(begun, len(tokens)), self.contexts[at]
+        if line is not None:
+            with InterruptAt(line):
+                try:
+                    runner.logits(context, tokens[:begun], parents[:begun])
+                except KeyboardInterrupt:
+                    begun = 0
+        elif begun and numbers[0] % 4:  # else the logits from there on are asked for at once
+            runner.logits(context, tokens[:begun], parents[:begun])
+        found = runner.logits(context, tokens, parents, start=begun).logits
+        assert len(found) == len(tokens) + 1 - begun
+        for row, node in zip(found, range(begun - 1, len(tokens)), strict=True):
+            self.check(row, number, context, tokens, parents, node)
+        if accepted is not None:
+            path = random_path(random.Random(accepted), parents)
+            self.extend(at, [*(tokens[node] for node in path), 3 + accepted % 30])
+            for number, runner in list(enumerate(self.made.runners))[:: 1 if accepted % 2 else -1]:
+                self.check(runner.logits(self.contexts[at]).logits[0], number, self.contexts[at], [], [], -1)
+
+    def check(self, row: torch.Tensor, which: int, context: Context, tokens: list[int], parents: list[int], node: int) -> None:
+        path: list[int] = []
+        while node >= 0:
+            path.insert(0, tokens[node])
+            node = parents[node]
+        self.reference.clear()
+        same = Context(context.ids[: context.prompt_length])
+        same.extend(context.ids[context.prompt_length :])
+        expected = self.reference.runners[which].logits(same, path).logits[-1].cpu()
+        largest = float(expected[expected.isfinite()].abs().max())
+        torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
+
+    @rule(at=st.integers(0, 1), tokens=st.lists(st.integers(3, 39), min_size=8, max_size=30))
+    def extend(self, at: int, tokens: list[int]) -> None:
+        """Many tokens at once, which are run in several passes."""
+        if len(self.contexts[at]) + len(tokens) > self.made.longest:
+            self.contexts[at] = Context([1, 5, *tokens[:2]])
+        self.contexts[at].extend(tokens)
+
+    @rule(at=st.integers(0, 1), count=st.integers(0, 5), first=st.integers(1, 3))
+    def change(self, at: int, count: int, first: int) -> None:
+        """Another context, which shares its beginning with the one before, or all but its first token."""
+        ids = self.contexts[at].ids
+        self.contexts[at] = Context([first, *ids[1 : max(2, len(ids) - count)]])
+
+    @precondition(lambda self: len(self.contexts[0]) > 12)
+    @rule()
+    def empty(self) -> None:
+        self.made.clear()
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are run in chunks, and buffers grow and move."""
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 11)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
+    kind = KINDS[name]
+    with kind.within():
+        run_state_machine_as_test(
+            partial(Calls, kind),
+            settings=settings(
+                max_examples=kind.examples,
+                stateful_step_count=10,
+                deadline=None,
+                derandomize=True,
+                phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
+            ),
+        )
