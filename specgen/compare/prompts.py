@@ -1,28 +1,24 @@
-"""Reads the prompts of a comparison from a file. Any mistake in the file raises a SpecgenError with a one-line message.
-
-A file has one of three forms: YAML as in `examples.yaml`, JSON lines with the key `prompt`, or Spec-Bench's `question.jsonl` with
-the key `turns`.
-"""
+"""Reads the prompts of a comparison from a file: YAML as in `examples.yaml`, JSON lines with the key `prompt`, or Spec-Bench's
+`question.jsonl` with the key `turns`. Any mistake in the file raises a SpecgenError with a one-line message."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
+from specgen.base import schema
 from specgen.base.errors import SpecgenError, nearest
-from specgen.base.files import load_yaml
-from specgen.base.input_files import open_input
 from specgen.base.paths import examples_file
 
 LARGEST_JSONL = 64 << 20  # bytes
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
 UNCATEGORISED = "other"
+_FORMS = 'Write {"prompt": "…"} on each line or, in YAML, prompt: … as examples.yaml does'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,18 @@ class Prompt:
         return f"prompt {self.index}" + (f" ({self.name})" if self.name else "")
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An entry of a file. Other keys are ignored."""
+
+    prompt: str | None = None
+    turns: list[str] | None = None
+    category: str | int | None = None
+    id: str | int | None = None
+    question_id: str | int | None = None
+    tuning: bool | None = None
+
+
 def load_prompts(
     path: Path | None,
     *,
@@ -73,9 +81,8 @@ def load_prompts(
     if category is not None:
         known = list(dict.fromkeys(turns[0].category for turns in questions))
         if category not in known:
-            raise SpecgenError(
-                f"{path} has no category {category!r}{nearest(category, known)}", f"It has {', '.join(known[:20])}"
-            )
+            hint = f"It has {', '.join(known[:20])}"
+            raise SpecgenError(f"{path} has no category {category!r}{nearest(category, known)}", hint)
         questions = [turns for turns in questions if turns[0].category == category]
     own = [turns for turns in questions if turns[0].for_tuning == for_tuning]
     if not own and not for_tuning:
@@ -99,119 +106,35 @@ def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence
 def _questions(path: Path) -> Iterator[list[Prompt]]:
     """Yields each question in the file as the list of its turns."""
     first = 0
-    for position, entry in _entries(path):
-        where = f"{path}, {position}"
-        texts = _turns(entry, where)
-        category = _word(entry, "category", where) or UNCATEGORISED
-        name = _word(entry, "id", where) or _word(entry, "question_id", where)
-        for_tuning = entry.get("tuning") or False
-        if not isinstance(for_tuning, bool):
-            raise SpecgenError(f"{where}: `tuning` is {_shown(for_tuning)}", "It has to be true or false")
-        yield [Prompt(first + turn, text, category, name, texts[:turn], for_tuning) for turn, text in enumerate(texts)]
+    for where, entry in _entries(path):
+        question = schema.check(entry, _Question, where, _FORMS)
+        texts = tuple([question.prompt] if question.prompt is not None else question.turns or [])
+        if not texts:
+            raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _FORMS)
+        if not all(text.strip() for text in texts):
+            raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
+        category = UNCATEGORISED if question.category in (None, "") else str(question.category)
+        name = next((str(name) for name in (question.id, question.question_id) if name is not None), "")
+        is_for_tuning = bool(question.tuning)
+        yield [Prompt(first + turn, text, category, name, texts[:turn], is_for_tuning) for turn, text in enumerate(texts)]
         first += len(texts)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields each prompt of the file unchecked, as a mapping, after its position in words (`line 3` or `prompt 3`) for error
-    messages."""
-    suffix = path.suffix.lower()
-    text = _read(path, LARGEST_YAML if suffix in (".yaml", ".yml") else LARGEST_JSONL)
-    is_lines = suffix in (".jsonl", ".json", ".ndjson") or (suffix not in (".yaml", ".yml") and text.lstrip()[:1] == "{")
-    if not is_lines and len(text) > LARGEST_YAML:
-        raise _too_large(path, LARGEST_YAML)
-    for position, entry in _json_lines(path, text) if is_lines else _yaml_entries(path, text):
-        if not isinstance(entry, dict):
-            raise SpecgenError(
-                f"{path}, {position}: {_shown(entry)} is not a prompt", 'Write {"prompt": "…"} or, in YAML, prompt: …'
-            )
-        yield position, entry
-
-
-def _read(path: Path, largest: int) -> str:
-    try:
-        if path.is_dir():
-            raise SpecgenError(f"cannot read the prompts {path}: it is a folder", "Name a file in it")
-        with open_input(path) as file:
-            data = file.read(largest + 1)
-    except (OSError, ValueError) as error:  # open raises ValueError for a name that contains NUL
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise SpecgenError(f"cannot read the prompts {path}: {reason}", "Name a YAML or JSONL file") from error
-    if len(data) > largest:
-        raise _too_large(path, largest)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SpecgenError(
-            f"the prompts {path} are not UTF-8 (at byte {error.start:,})", "Convert the file first, for instance with iconv"
-        ) from error
-
-
-def _too_large(path: Path, largest: int) -> SpecgenError:
-    return SpecgenError(f"the prompts {path} are larger than {largest >> 20} MB", "Name a smaller file: a part of it will do")
-
-
-def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:  # raised also for very long numbers and for deep nesting
-            problem = "cannot be read as JSON"
-            if isinstance(error, json.JSONDecodeError):
-                problem = f"is not JSON: {error.msg} at column {error.colno}"
-            raise SpecgenError(f"{path}, line {number} {problem}", "Write one JSON object a line") from error
-        yield f"line {number}", entry
-
-
-def _yaml_entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    import yaml
-
-    try:
-        document = load_yaml(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecgenError(f"{path}{where} is not YAML: {problem}", "examples.yaml shows the form") from error
-    except (ValueError, RecursionError) as error:  # for instance for a date that does not exist
-        raise SpecgenError(f"{path} cannot be read as YAML: {error}", "examples.yaml shows the form") from error
+def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3` or `prompt 3`."""
+    suffix, hint = path.suffix.lower(), "Name a YAML or JSONL file"
+    is_yaml = suffix in (".yaml", ".yml")
+    text = schema.read_text(path, "prompts", hint, LARGEST_YAML if is_yaml else LARGEST_JSONL)
+    if suffix in (".jsonl", ".json", ".ndjson") or (not is_yaml and text.lstrip()[:1] == "{"):
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"{path}, line {number}", line
+        return
+    if len(text) > LARGEST_YAML:
+        raise SpecgenError(f"the prompts {path} are larger than {LARGEST_YAML >> 20} MB", "Name a part of it, or JSON lines")
+    document = schema.parse_yaml(text, str(path), _FORMS)
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):
-        found = "no list of prompts" if document is None or entries is None else f"{_shown(entries)} where prompts should be"
-        raise SpecgenError(f"{path} holds {found}", "Write a list under `prompts:`, as examples.yaml does")
+        raise SpecgenError(f"{path} holds no list of prompts", "Write a list under `prompts:`, as examples.yaml does")
     for number, entry in enumerate(entries, start=1):
-        yield f"prompt {number}", {"prompt": entry} if isinstance(entry, str) else entry
-
-
-def _turns(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    if "prompt" not in entry and "turns" not in entry:
-        raise SpecgenError(f"{where} has neither `prompt` nor `turns`", "Give it a prompt")
-    key = "prompt" if "prompt" in entry else "turns"
-    turns = [entry[key]] if key == "prompt" else entry[key]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        wanted = "text" if key == "prompt" else "a list of texts"
-        raise SpecgenError(f"{where}: `{key}` is {_shown(entry[key])}", f"It has to be {wanted}")
-    for turn in turns:
-        if not turn.strip():
-            raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
-        if any("\ud800" <= character <= "\udfff" for character in turn):
-            raise SpecgenError(f"{where}: the prompt holds half of a surrogate pair", "Write the character itself")
-    return tuple(turns)
-
-
-def _word(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise SpecgenError(f"{where}: `{key}` is {_shown(value)}", "It has to be a word")
-    return str(value)
-
-
-def _shown(value: object) -> str:
-    """A short text for any value, to be quoted in an error message."""
-    if isinstance(value, dict | list):
-        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:39] + "…"
+        yield f"{path}, prompt {number}", json.dumps({"prompt": entry} if isinstance(entry, str) else entry, default=str)
