@@ -151,7 +151,7 @@ def test_planning_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPat
     with specgen.load(device="cpu", dtype="float32") as pair:
         pair.prepare(pair.request("def f(x):", "sd"))
         for started in (
-            "workers.worker.DraftProcess",
+            "workers.worker.DraftProcess.__init__",
             "pair.preparation.time_parallel_passes",
             "pair.preparation.search_skips",
         ):

@@ -24,6 +24,7 @@ from specgen.decoding.run import Clock
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
+from specgen.methods import runs
 from specgen.pair.pair import Pair
 
 DEPTH = 4
@@ -169,7 +170,7 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, case: tuple[tuple[str, d
         assert counted.tokens["exit 0"] < least
 
 
-def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
+def p_value_of_runs(name: str, settings: dict[str, object], count: int) -> float:
     """The chi-square's p-value of a model with an untrained exit, over the joint distribution of a few tokens."""
     module = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     model = model_of(module, "native")
@@ -188,7 +189,7 @@ def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
         probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
         return probs
 
-    return p_value(Counter(run(seed) for seed in range(runs)), output_distribution(next_probs, TOKENS))
+    return p_value(Counter(run(seed) for seed in range(count)), output_distribution(next_probs, TOKENS))
 
 
 def test_an_untrained_exit_samples_from_the_target() -> None:
