@@ -35,13 +35,16 @@ from transformers import (
     Starcoder2Config,
 )
 
-from specgen.engine.exit_parts import Predictor
-from specgen.engine.model import ExitLayers, Model
+from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts.exit_files import Description, Exit
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.exit_layers import ExitLayers, read_exit
+from specgen.engine.parts.trained_part import ExitDescription, TrainedPart
+from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.transformers.transformers_model import TransformersModel
+from specgen.pair.pair import Pair
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
 EOS = 2
@@ -190,7 +193,7 @@ def exit_tensors(weights: Mapping[str, torch.Tensor], layers: int = 1) -> dict[s
 
 def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
     """An untrained exit layer of a model whose weights `module` has."""
-    return model.exit_layers(exit_tensors(module.state_dict(), layers), layers)
+    return read_exit(model, exit_tensors(module.state_dict(), layers), layers)
 
 
 def random_predictor(width: int, seed: int = 0) -> Predictor:
@@ -202,8 +205,16 @@ def random_predictor(width: int, seed: int = 0) -> Predictor:
     return made.requires_grad_(False)
 
 
-def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> Exit:
+def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> TrainedPart:
     """An untrained exit after `depth` layers, with a predictor that has random weights."""
     own = random_predictor(target.model.shape.hidden_size, seed) if predictor else None
     tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
-    return Exit(target.model.exit_layers(tensors, 1), own, Description("a test's", "", depth))
+    part = TrainedPart("exit", Path(f"exit {depth}"), target, ExitDescription("a test's", "", depth, predictor=predictor))
+    part._weights = ExitWeights(read_exit(target.model, tensors, 1), depth, own)
+    return part
+
+
+def with_exit(pair: Pair, depth: int, *, predictor: bool = True) -> Pair:
+    """The pair, with `exit_of` its target as the default exit layer."""
+    pair.parts.named["exit"] = exit_of(pair.target, depth, predictor=predictor)
+    return pair

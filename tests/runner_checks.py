@@ -13,11 +13,12 @@ import torch
 from families import BACKENDS, FAMILIES, NATIVE
 
 from specgen.base.types import Context
-from specgen.engine.model import ExitLayers, Model
+from specgen.engine.model import Model
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.native_model import NativeExit, NativeModel
-from specgen.engine.transformers.transformers_model import TransformersExit, TransformersModel
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.parts.exit_layers import ExitLayers
+from specgen.engine.transformers.transformers_model import TransformersModel
 
 RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]
 # which families a backend can run layer by layer: transformers those that compute nothing between the layers
@@ -111,16 +112,15 @@ class CountedLayers:
 
     def __init__(self, model: Model, exit_layers: ExitLayers | None = None) -> None:
         self.tokens: Counter[str] = Counter()
+        native = [("exit ", exit_layers._layers)] if exit_layers else []
         if isinstance(model, NativeModel):
-            assert exit_layers is None or isinstance(exit_layers, NativeExit)
-            for prefix, layers in (("", model.layers), ("exit ", exit_layers._layers if exit_layers else [])):
-                layers[:] = [_CountedLayer(layer, f"{prefix}{index}", self.tokens) for index, layer in enumerate(layers)]
+            native.append(("", model.layers))
         else:
             assert isinstance(model, TransformersModel)
-            assert exit_layers is None or isinstance(exit_layers, TransformersExit)
-            for prefix, layers in (("", model.module.model.layers), ("exit ", exit_layers.layer.layers if exit_layers else [])):
-                for index, layer in enumerate(layers):
-                    layer.register_forward_pre_hook(self._count(f"{prefix}{index}"), with_kwargs=True)
+            for index, layer in enumerate(model.module.model.layers):
+                layer.register_forward_pre_hook(self._count(str(index)), with_kwargs=True)
+        for prefix, layers in native:
+            layers[:] = [_CountedLayer(layer, f"{prefix}{index}", self.tokens) for index, layer in enumerate(layers)]
 
     def _count(self, name: str) -> Any:
         def count(_: Any, args: Any, __: Any) -> None:

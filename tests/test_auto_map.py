@@ -21,9 +21,8 @@ from specgen.cli.app import app
 from specgen.engine.devices import free_memory, pick_draft_device
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
-from specgen.engine.spread import device_map, placement
-from specgen.engine.spread.device_map import model_memory, place
-from specgen.engine.spread.placement import Room
+from specgen.engine.spread import placement
+from specgen.engine.spread.placement import Room, model_memory, place
 from specgen.tune.pair_inspection import model_facts
 
 CPU = torch.device("cpu")
@@ -42,8 +41,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
     """The devices that a plan is made for, in a list that a test fills. The bundled target takes 11 MiB and 12 MiB of cache."""
     rooms: list[Room] = []
     monkeypatch.setattr(placement, "_OVERHEAD", 0)
-    monkeypatch.setattr(device_map, "_pass_bytes", lambda *_: MIB)
-    monkeypatch.setattr(device_map, "find_rooms", lambda: rooms)
+    monkeypatch.setattr(placement, "_pass_bytes", lambda *_: MIB)
+    monkeypatch.setattr(placement, "find_rooms", lambda: rooms)
     return rooms
 
 
@@ -147,14 +146,14 @@ def test_the_planned_bytes_are_those_of_the_files(machine: list[Room]) -> None:
     target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
     found = model_memory(target, CPU, FLOAT32, 100)
     numbers = model_facts(target, CPU, FLOAT32).parameters
-    assert found.weights_on_one_device() == 4 * numbers
+    assert found.weights == 4 * numbers
     assert found.cache == 100 * target.shape.kv_bytes_per_token(4) // target.shape.num_layers
     half = DtypeChoice(torch.bfloat16, "")
-    assert model_memory(target, CPU, half, 100).weights_on_one_device() == 2 * numbers
+    assert model_memory(target, CPU, half, 100).weights == 2 * numbers
     for kind in ("int8", "int4"):  # a draft's
         rounded = replace(FLOAT32, quantise=kind)
         memory = model_memory(target, CPU, rounded, 100)
-        assert memory.weights_on_one_device() == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
+        assert memory.weights == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
         assert not memory.tied
         assert memory.cache == found.cache
 
@@ -193,8 +192,8 @@ def test_a_target_on_a_gpu_and_the_cpu_generates_what_one_does(monkeypatch: pyte
     """Every method on real devices: the GPU is said to have little memory."""
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(placement, "_OVERHEAD", 0)
-    monkeypatch.setattr(device_map, "_pass_bytes", lambda *_: MIB)
-    monkeypatch.setattr(device_map, "find_rooms", lambda: [Room(gpu, 16 * MIB), Room(CPU, 4000 * MIB)])
+    monkeypatch.setattr(placement, "_pass_bytes", lambda *_: MIB)
+    monkeypatch.setattr(placement, "find_rooms", lambda: [Room(gpu, 16 * MIB), Room(CPU, 4000 * MIB)])
     with specgen.load(device="cpu") as single:
         expected = single.generate(PROMPT, method="ar", sampling=GREEDY).token_ids
     with specgen.load(device="auto-map", dtype="float32") as pair:

@@ -130,6 +130,12 @@ LIGHT = [
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    row("tune -t some/model -m pearl", "pearl needs a draft model, and there is none"),
+    row("tune -t some/model -m ar,svip,sd", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
+    row("tune -t some/model --export mlx", "mlx has none of the methods"),
+    row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     # the prompt
     row(["generate", ""], "the prompt is empty"),
     row(["generate", " \n"], "the prompt is empty"),
@@ -270,18 +276,18 @@ MODELS = [
     ),
     # generation_config.json
     *(
-        model(written("generation_config.json", content), "cannot read", "{model}/generation_config.json")
+        model(written("generation_config.json", content), "{model}/generation_config.json", "is no")
         for content in (b'{"repetition_penalty": 5', b"", b"[]", b"null", b"\xff", DEEP, b'{"a": ' + b"9" * 5000 + b"}")
     ),
     *(
-        generation("sets repetition_penalty to ", repetition_penalty=value)
+        generation("generation_config.json: repetition_penalty", repetition_penalty=value)
         for value in ("abc", 0, -1, float("nan"), float("inf"), 1e300, 1e-300, 10**400, True)
     ),
-    *(generation("sets eos_token_id to ", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
-    *(generation("sets no_repeat_ngram_size to ", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
-    *(generation("sets suppress_tokens to ", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
+    *(generation("generation_config.json: eos_token_id", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
+    *(generation("generation_config.json: no_repeat_ngram_size", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
+    *(generation("generation_config.json: suppress_tokens", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
     *(
-        generation("sets sequence_bias to ", sequence_bias=value)
+        generation("generation_config.json: sequence_bias", sequence_bias=value)
         for value in ([[[1], 1e300]], [[[1], float("inf")]], [[[1], "x"]], {"x": 1})
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),

@@ -11,14 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
-from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
-
-import specgen
-from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.transformers.reference import transformers_module
-from specgen.train.corpus import CYCLE, Part
-from specgen.train.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill
-from specgen.train.divergence import TOP_K, divergence
 from specgen.train.generated_text import (
     GeneratedText,
     generate_texts,
@@ -27,10 +19,17 @@ from specgen.train.generated_text import (
     save_batch,
     top_k_log_probs,
 )
-from specgen.train.packing import IGNORED
 from specgen.train.text_generation import Purpose, TextGeneration
 from specgen.train.training_loop import greedy_agreement
 from specgen.train.training_task import TrainingStopped, TrainingTask
+from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained
+
+import specgen
+from specgen.engine.fingerprint import weights_fingerprint
+from specgen.train.corpus import CYCLE, Part
+from specgen.train.distillation import DESCRIPTION, DistillationBatches, DraftTraining, distill
+from specgen.train.divergence import TOP_K, divergence
+from specgen.train.packing import IGNORED
 
 ONLY_TAUGHT = replace(TINY, generated_share=1.0)
 
@@ -74,7 +73,7 @@ def test_the_targets_top_k_probabilities_are_stored(folders: tuple[Path, Path], 
     for text in load_batches(tmp_path)[0]:
         assert text.top_k_ids is not None
         assert text.top_k_log_probs is not None
-        log_probs = transformers_module(target)(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
+        log_probs = target.transformers_module(input_ids=text.ids[None]).logits[0].log_softmax(dim=-1)
         torch.testing.assert_close(text.top_k_log_probs, log_probs.gather(-1, text.top_k_ids.long()), atol=1e-4, rtol=1e-4)
         assert torch.equal(text.top1, log_probs.argmax(dim=-1))
         assert text.top_k_ids.shape == (len(text.ids), TOP_K)
@@ -139,7 +138,7 @@ def test_distillation_raises_greedy_agreement(
 ) -> None:
     target, draft = opened(folders[0], backend), opened(folders[1], "transformers")
     if backend == "native":  # the target runs natively, and its weights are not loaded a second time
-        monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
     fingerprint = weights_fingerprint(folders[1])
     observer = Recorder()
     recipe = replace(ONLY_TAUGHT, steps=150, learning_rate=3e-3, batch_size=8)
@@ -201,7 +200,7 @@ def test_the_command_distils_a_draft(
     folders: tuple[Path, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)  # no model is loaded twice
+    monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)  # no model is loaded twice
     own = {path: path.read_bytes() for folder in folders for path in folder.iterdir()}
     line = json.loads(trained(command(folders, corpus, None, "--steps", "3", "--json", "--backend", "native")).stdout)
     assert line["type"] == "train"

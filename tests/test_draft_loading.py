@@ -20,7 +20,7 @@ from worker_helpers import PROMPT, posix, save_pair
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import deferred_model
+from specgen.engine import model_loading
 from specgen.engine.model_loading import ModelSource
 from specgen.pair import loading
 from specgen.workers.server import serve
@@ -64,13 +64,13 @@ def test_a_draft_that_cannot_be_rolled_back_is_found_by_the_worker(tmp_path: Pat
 def loaded_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the draft models whose weights this process has loaded, longest ago first."""
     names: list[str] = []
-    load: Any = deferred_model.load_model
+    load: Any = model_loading.load_weights
 
     def load_and_note(prepared: Any, *given: Any) -> Any:
-        names.append(prepared.name)
+        names.extend([prepared.name] if Path(prepared.name).name == "draft" else [])
         return load(prepared, *given)
 
-    monkeypatch.setattr(deferred_model, "load_model", load_and_note)
+    monkeypatch.setattr(model_loading, "load_weights", load_and_note)
     return names
 
 

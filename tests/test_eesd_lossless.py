@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, FAMILIES, exit_of, make_model, plain, prompt, save
+from families import BACKENDS, CONTEXT, FAMILIES, make_model, plain, prompt, save, with_exit
 from runner_checks import LAYERED, RUN_BY, four_layers, quick
 
 import specgen
 from specgen.base.types import SamplingParams
-from specgen.engine.transformers.reference import transformers_module
 from specgen.pair.pair import Pair
 
 COUNT = 14
@@ -53,11 +52,11 @@ def pair_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         return specgen.load(folder(family), device="cpu", dtype="float32", backend=backend)
 
     @cache
-    def with_exit(family: str, depth: int, backend: str = "native") -> Pair:
+    def of_depth(family: str, depth: int, backend: str = "native") -> Pair:
         target = made(family, backend).target
-        return Pair(target, None, exit_layer=exit_of(target, depth))
+        return with_exit(Pair(target, None), depth)
 
-    return with_exit
+    return of_depth
 
 
 def exits() -> Iterator[tuple[str, str, int]]:
@@ -88,7 +87,7 @@ def test_greedy_ids_are_the_targets_own(pair_with: Callable[..., Pair], family: 
 
 def check_greedy_ids(pair_with: Callable[..., Pair], family: str, backend: str, depth: int, names: list[str]) -> None:
     pair = pair_with(family, depth, backend)
-    expected = {seed: plain(transformers_module(pair.target), prompt(seed), COUNT) for seed in (depth, depth + 100)}
+    expected = {seed: plain(pair.target.transformers_module, prompt(seed), COUNT) for seed in (depth, depth + 100)}
     for name, (seed, tokens) in zip(names, cycle(expected.items()), strict=False):
         # the caches hold another method's run on another prompt
         result = pair.generate(
@@ -101,7 +100,7 @@ def check_greedy_ids(pair_with: Callable[..., Pair], family: str, backend: str, 
 def test_greedy_ids_for_every_length_of_draft(pair_with: Callable[..., Pair], length: int) -> None:
     pair = pair_with("qwen2", 1, BACKENDS[length % 2])
     ids = prompt(length)
-    expected = plain(transformers_module(pair.target), ids, COUNT)
+    expected = plain(pair.target.transformers_module, ids, COUNT)
     runs: list[tuple[str, dict[str, object]]] = [
         ("eesd-fixed", {"k": length}),
         ("eesd-beta", {"max_draft": length, "alpha": 50}),
@@ -128,7 +127,7 @@ def every_tree() -> Iterator[object]:
 def test_trees_of_a_draft_model(pair_of: Callable[..., Pair], family: str, draft: str, width: int, backend: str) -> None:
     pair = pair_of(family, draft, backend)
     ids = prompt(width)
-    expected = plain(transformers_module(pair.target), ids, COUNT)
+    expected = plain(pair.target.transformers_module, ids, COUNT)
     for settings in ({"k": 4}, {"depth": 3}, {"policy": "svip"}, {"k": 3, "nodes": 8}):
         result = pair.generate(ids, "sd", SamplingParams(max_new_tokens=COUNT), width=width, **settings)
         assert result.token_ids == expected, settings
@@ -179,9 +178,9 @@ def test_penalties_apply_to_draft_and_target(tmp_path: Path) -> None:
     model.generation_config.repetition_penalty = 1.4
     model.generation_config.no_repeat_ngram_size = 2
     target = specgen.load(save(model, tmp_path), device="cpu", dtype="float32").target
-    pair = Pair(target, None, exit_layer=exit_of(target, 1))
+    pair = with_exit(Pair(target, None), 1)
     ids = prompt(4)
-    expected = plain(transformers_module(target), ids, 16)
+    expected = plain(target.transformers_module, ids, 16)
     for name, settings in METHODS.items():
         result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=16, seed=0), **settings)
         assert result.token_ids == expected, name
@@ -191,7 +190,7 @@ def test_a_run_to_the_contexts_end(pair_with: Callable[..., Pair]) -> None:
     pair = pair_with("mistral", 2)
     rng = random.Random(0)
     ids = [rng.randrange(3, 40) for _ in range(CONTEXT - 20)]
-    expected = plain(transformers_module(pair.target), ids, 20)
+    expected = plain(pair.target.transformers_module, ids, 20)
     for name, settings in METHODS.items():
         result = pair.generate(ids, name.partition(":")[0], SamplingParams(max_new_tokens=50, seed=0), **settings)
         assert result.token_ids == expected[: len(result.token_ids)]

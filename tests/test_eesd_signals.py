@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import exit_layers_of, exit_of, make_model, model_of, random_predictor, save
+from families import exit_layers_of, make_model, model_of, random_predictor, save, with_exit
 from runner_checks import CountedLayers, every, uncached
 from scripted_models import PROMPT, VOCAB, TableRunner
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
@@ -23,8 +23,10 @@ from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.parts.early_exit import EarlyExit, ExitAcceptancePredictor
-from specgen.methods import runs
+from specgen.engine.parts.acceptance import ExitAcceptancePredictor
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.weights import ExitWeights
+from specgen.methods.runs import make_run
 from specgen.pair.pair import Pair
 
 DEPTH = 4
@@ -154,10 +156,11 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, case: tuple[tuple[str, d
     (name, settings), (after, backend) = case
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
     target = specgen.load(folder, device="cpu", dtype="float32", backend=backend).target
-    exit_layer = exit_of(target, after)
-    counted = CountedLayers(target.model, exit_layer.layer)
-    pair = Pair(target, None, exit_layer=exit_layer)
-    pair.exits.runners(methods.find(name))  # runs the layers to check them, which is not counted
+    pair = with_exit(Pair(target, None), after)
+    weights = pair.parts.named["exit"].load()
+    assert isinstance(weights, ExitWeights)
+    counted = CountedLayers(target.model, weights.layers)
+    pair.parts.runners(methods.find(name))  # runs the layers to check them, which is not counted
     ids = [1, 5, 6, 7, 8, 9]
     for sampling in (SamplingParams(24, ignore_eos=True, seed=1), SamplingParams(24, 1.0, ignore_eos=True, seed=1)):
         pair.forget()
@@ -170,26 +173,25 @@ def test_whole_runs_run_each_token_once(tmp_path: Path, case: tuple[tuple[str, d
         assert counted.tokens["exit 0"] < least
 
 
-def p_value_of_runs(name: str, settings: dict[str, object], count: int) -> float:
+def p_value_of_runs(name: str, settings: dict[str, object], runs: int) -> float:
     """The chi-square's p-value of a model with an untrained exit, over the joint distribution of a few tokens."""
     module = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4)
     model = model_of(module, "native")
     sampling = SamplingParams(max_new_tokens=LENGTH, temperature=1.0, top_k=4)
-    both = EarlyExit(model, exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
+    weights = ExitWeights(exit_layers_of(model, module), 1, random_predictor(model.shape.hidden_size))
+    both = make_runners(weights, model, None, lambda: None)
     method = methods.find(name)
 
     def run(seed: int) -> tuple[int, ...]:
-        components = Setup(
-            both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.acceptance_predictor
-        )
+        components = Setup(both.draft, sampling, frozenset(), VOCAB, seed, both.target, acceptance_predictor=both.predictor)
         chosen = methods.resolve(method, settings, has_predictor=True)
-        return first_tokens(runs.make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
+        return first_tokens(make_run(method, chosen, components, Context(PROMPT), LENGTH, None, Clock(None)))
 
     def next_probs(tokens: tuple[int, ...]) -> list[float]:
         probs: list[float] = logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
         return probs
 
-    return p_value(Counter(run(seed) for seed in range(count)), output_distribution(next_probs, TOKENS))
+    return p_value(Counter(run(seed) for seed in range(runs)), output_distribution(next_probs, TOKENS))
 
 
 def test_an_untrained_exit_samples_from_the_target() -> None:
@@ -223,7 +225,7 @@ def test_two_interleaved_runs_are_as_two_runs_one_after_the_other(
     """The same output and the same scores, although each run's rounds take the KV caches from the other's."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
     pair = Pair(specgen.load(folder, device="cpu", dtype="float32").target, None)
-    pair.exit_layer = exit_of(pair.target, 2)
+    with_exit(pair, 2)
     scores, sampling = scores_of(pair, monkeypatch), SamplingParams(24, temperature, seed=3, ignore_eos=True)
     prompts = [1, 5, 6, 7, 8, 9], [1, 5, 6, 11, 12]
     apart: list[tuple[list[int], list[float]]] = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +12,9 @@ import pytest
 import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
-from runner_checks import every
 
 from specgen.base import energy
-from specgen.base.energy import Energy, EnergyMeter, GpuCounter, RaplZone, energy_meter_for
-from specgen.base.types import SamplingParams
-from specgen.compare.method_specs import parse_spec
-from specgen.compare.prompts import Prompt
-from specgen.compare.results import BenchmarkConfig
-from specgen.compare.runner import Runner
-from specgen.pair.figures import Summary
+from specgen.base.energy import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine
@@ -39,17 +30,16 @@ def zone(root: Path, number: str, name: str, microjoules: int = 0, size: int = R
 
 
 class TestRapl:
-    def test_a_recorded_counter_with_two_wraps(self, tmp_path: Path) -> None:
-        recorded = [RANGE - 5_000_000, RANGE - 1_000_000, 2_000_000, 150_000_000_000, 1_000_000]
-        folder = zone(tmp_path, "0", "package-0", recorded[0])
-        counter = RaplZone(folder)
-        assert counter.name == "RAPL package-0"
+    def test_a_counter_that_restarts_during_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(energy, "_TICK", 0)
+        folder = zone(tmp_path, "0", "package-0", RANGE - 5_000_000)
+        meter = EnergyMeter(energy_meter_for([CPU], root=tmp_path).counters, idle_seconds=0)
+        meter.start()
         found = []
-        for value in recorded:
+        for value in (RANGE - 1_000_000, 2_000_000):
             (folder / "energy_uj").write_text(f"{value}\n")
-            found.append(counter.joules())
-        whole = RANGE * MICRO
-        assert found == pytest.approx([0, 4, 5 + 2, 5 + 150_000, 5 + whole + 1])
+            found.append(meter.stop().gross_joules)
+        assert found == pytest.approx([4, 7])
 
     def test_packages_and_their_memory_are_counted_once(self, tmp_path: Path) -> None:
         for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
@@ -66,7 +56,7 @@ class TestRapl:
             (zone(tmp_path, "0", "package-0") / "energy_uj").write_text("\n")
         elif what == "forbidden":  # the default on most machines; root, who may run the tests, can read everything
             zone(tmp_path, "0", "package-0")
-            monkeypatch.setattr(RaplZone, "__init__", lambda *_: (_ for _ in ()).throw(PermissionError))
+            monkeypatch.setattr(energy, "_zone", lambda *_: (_ for _ in ()).throw(PermissionError))
         meter = energy_meter_for([CPU], root=tmp_path)
         meter.start()
         found = meter.stop()
@@ -84,12 +74,13 @@ class Clockwork:
         self.name = "a counter"
         monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(energy.time, "sleep", self.advance)
+        self.restart = 0.0
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.energy += self.watts * seconds
 
-    def joules(self) -> float:
+    def read(self) -> float:
         self.advance(0.001)
         ticks = (self.now - 1000.0) // self.tick
         return round(self.energy - self.watts * (self.now - 1000.0 - ticks * self.tick), 6)
@@ -133,20 +124,6 @@ class TestMeter:
         clock.advance(3)
         found = meter.stop()
         assert (found.joules, found.reason) == (None, "a counter does not count")
-
-    def test_a_counter_that_wraps_is_watched_during_a_long_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two wraps between the first reading and the last, which would see one alone."""
-        monkeypatch.setattr(energy, "_WATCH", 0.005)
-        folder = zone(tmp_path, "0", "package-0", 100, size=1_000_000)
-        counter = RaplZone(folder)
-        meter = EnergyMeter([counter], idle_seconds=0)
-        meter.start()
-        for value in (600_000, 200_000, 700_000, 300_000):
-            (tmp_path / "new").write_text(str(value))
-            (tmp_path / "new").replace(folder / "energy_uj")
-            while counter._last != value:
-                time.sleep(0.001)
-        assert meter.stop().joules == pytest.approx(2.2999)
 
     def test_runs_add_up(self) -> None:
         left, right = Energy("x", 10.0, 50.0, 1.0, gross_joules=60.0), Energy("x", 20.0, 60.0, 3.0, gross_joules=200.0)
@@ -199,83 +176,54 @@ class TestGpu:
         meter = energy_meter_for([torch.device(device) for device in devices])
         assert [counter.name for counter in meter.counters] == [f"NVML NVIDIA GPU-{name}" for name in names]
 
-    def test_millijoules(self, nvml: FakeNvml) -> None:
-        assert GpuCounter(nvml, 0).joules() == 123
-
     def test_cuda_is_synchronised_before_a_reading(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[Any] = []
+        meter = energy_meter_for([torch.device("cuda:0")])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda index: order.append(index))
-        monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: order.append("read") or 0)
-        assert GpuCounter(nvml, 1).joules() == 0
-        assert order == [1, "read"]
+        assert meter.counters[0].read() == 123, "in joules"
+        assert order == [0]
 
-    def test_no_energy_counter(self, nvml: FakeNvml) -> None:
-        nvml.supported = False
-        assert energy_meter_for([torch.device("cuda:0")]).reason == "NVML: Not Supported"
-        assert energy_meter_for([torch.device("cuda:2")]).reason == "NVML: Not Found"
+    def test_why_there_is_no_energy_counter(self, nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def reason(*devices: str) -> str | None:
+            return energy_meter_for([torch.device(device) for device in devices], root=tmp_path).reason
 
-    def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert "specgen[energy]" in str(energy_meter_for([torch.device("cuda:0")]).reason)
-
-    def test_a_pair_over_two_kinds_needs_both_counters(self, nvml: FakeNvml, tmp_path: Path) -> None:
-        devices = [torch.device("cuda:0"), CPU]
-        assert energy_meter_for(devices, root=tmp_path).reason == "no RAPL counters"
+        assert reason("mps") == "mps has no energy counter"
+        assert reason("cuda:2") == "NVML: Not Found"
+        assert reason("cuda:0", "cpu") == "no RAPL counters"
         zone(tmp_path, "0", "package-0")
-        assert energy_meter_for(devices, root=tmp_path).reason is None
+        assert reason("cuda:0", "cpu") is None
+        nvml.supported = False
+        assert reason("cuda:0") == "NVML: Not Supported"
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+        assert reason("cuda:0") == "torch does not name the GPU's UUID"
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        assert "specgen[energy]" in str(reason("cuda:0"))
 
-    def test_other_devices_have_none(self) -> None:
-        assert energy_meter_for([torch.device("mps")]).reason == "mps has no energy counter"
-
-    def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(
-        self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_gpu_that_is_lost_later_costs_the_figure_and_not_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """During the first measurement of idle power, between start and stop, or in a later run: each has a reason."""
         monkeypatch.setattr(energy, "_TICK", 0)
         for readings in range(6):
-            nvml.supported = True
-            meter = energy_meter_for([torch.device("cuda:0")])
-            meter._idle_seconds = 0
             left = iter(range(readings))
 
-            def joules(self: Any, left: Any = left, read: Any = GpuCounter.joules) -> float:
-                nvml.supported = next(left, None) is not None
-                return float(read(self))
+            def read(left: Any = left) -> float:
+                if next(left, None) is None:
+                    raise UnavailableError("NVML: Not Supported")
+                return 1.0
 
-            with monkeypatch.context() as patch:
-                patch.setattr(GpuCounter, "joules", joules)
-                for _ in range(2):
-                    meter.start()
-                    found = meter.stop()
+            meter = EnergyMeter([Counter("a GPU", read)], idle_seconds=0)
+            for _ in range(2):
+                meter.start()
+                found = meter.stop()
             assert (found.source, found.joules, found.reason) == ("unavailable", None, "NVML: Not Supported")
-
-    def test_a_torch_that_names_no_uuid(self, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
-        assert energy_meter_for([torch.device("cuda:0")]).reason == "torch does not name the GPU's UUID"
 
 
 def test_a_rapl_counter_that_can_no_longer_be_read_costs_the_figure(tmp_path: Path) -> None:
     folder = zone(tmp_path, "0", "package-0", 5)
-    meter = EnergyMeter([RaplZone(folder)], idle_seconds=0)
+    meter = EnergyMeter(energy_meter_for([CPU], root=tmp_path).counters, idle_seconds=0)
     meter.start()
     (folder / "energy_uj").write_text("")
     found = meter.stop()
     assert (found.joules, found.reason) == (None, f"{folder / 'energy_uj'} cannot be read")
-    assert meter._stopped.is_set()
-
-
-@pytest.mark.parametrize("error", every(3, [KeyboardInterrupt, RuntimeError, None]))
-def test_a_run_that_fails_leaves_no_thread_that_reads_counters(tmp_path: Path, error: type[BaseException] | None) -> None:
-    config = BenchmarkConfig([parse_spec("ar")], [Prompt(0, "text")], 1, SamplingParams())
-    runner = Runner(SimpleNamespace(devices=lambda: [CPU]), config)  # type: ignore[arg-type]
-    runner._meter = EnergyMeter([RaplZone(zone(tmp_path, "0", "package-0", 5))], idle_seconds=0)
-    summary = Summary("ar")
-    with nullcontext() if error is None else pytest.raises(error), runner._metered(summary):
-        assert not runner._meter._stopped.is_set()
-        if error is not None:
-            raise error
-    assert runner._meter._stopped.is_set()
-    assert (summary.energy is None) == (error is not None), "a failed run has no figure"
 
 
 class Counted:
@@ -295,62 +243,42 @@ class Counted:
         self.calls += ")"
         return Energy("a counter", self.left.pop(0), 50.0, 2.0) if self.left else Energy("unavailable", reason="no counter")
 
-    def close(self) -> None:
-        pass
+
+COMPARED = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1", "--energy")
+SAID = "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)."
 
 
-class TestCommands:
-    COMPARED = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1", "--energy")
+def test_a_comparison_shows_joules_above_idle_power_or_why_not(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
+    for options in ((), ("--json",)):
+        meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
+        monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
+        code, out, err = compare(*COMPARED, *options)
+        assert (code, meter.calls) == (0, "()" * 9), "each run is measured, and nothing between runs"
+        assert SAID in " ".join((out + err).split())
+        if options:
+            assert [line["joules_per_token"] for line in parsed(out)] == pytest.approx([0.5, 0.15, 1.0])
+    monkeypatch.setattr("specgen.compare.runner.energy_meter_for", Counted().made_for)
+    out = compare(*COMPARED)[1]
+    assert "Energy is unavailable: no counter." in " ".join(out.split())
+    assert "joules" not in out
+    assert [line["joules_per_token"] for line in parsed(compare(*COMPARED, "--json")[1])] == [None] * 3
+    assert "nergy" not in compare(*COMPARED[:-1])[1]
 
-    def test_a_comparison_shows_joules_above_idle_power(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
-        for options in ((), ("--json",)):
-            meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
-            monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
-            code, out, err = compare(*self.COMPARED, *options)
-            assert code == 0
-            assert meter.calls == "()" * 9, "each run is measured, and nothing between runs"
-            assert {device.type for device in meter.devices} == {"cpu"}
-            if options:
-                lines = parsed(out)
-                assert [line["joules_per_token"] for line in lines] == pytest.approx([0.5, 0.15, 1.0])
-                assert err == "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter).\n"
-            else:
-                assert "joules" in out
-                shown = [line.split() for line in out.splitlines()]
-                for name, joules in (("ar", "0.5"), ("sd", "0.15"), ("transformers", "1")):
-                    assert joules in next(cells for cells in shown if cells[:1] == [name])
-                assert "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)." in " ".join(
-                    out.split()
-                )
 
-    def test_without_a_counter_a_comparison_says_why(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specgen.compare.runner.energy_meter_for", Counted().made_for)
-        code, out, err = compare(*self.COMPARED)
-        assert (code, err) == (0, "")
-        assert "Energy is unavailable: no counter." in " ".join(out.split())
-        assert "joules" not in out
-        assert [line["joules_per_token"] for line in parsed(compare(*self.COMPARED, "--json")[1])] == [None] * 3
-        without = compare(*self.COMPARED[:-1])[1]
-        assert "nergy" not in without
-
-    @pytest.mark.parametrize(
-        ("joules", "shown"), [((6.0,), "0.5 J/token above 50 W idle"), ((), "energy unavailable: no counter")]
-    )
-    def test_generate_shows_joules_or_says_why_not(
-        self,
-        pair: tuple[str, ...],
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
-        joules: tuple[float, ...],
-        shown: str,
-    ) -> None:
-        monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(*joules).made_for)
-        options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
-        code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
-        assert code == 0
-        assert shown in err
-        summary = parsed(out)[-1]
-        assert summary["joules_per_token"] == (0.5 if joules else None)
-        assert summary["energy"]["source"] == ("a counter" if joules else "unavailable")
-        assert summary["energy"]["reason"] == (None if joules else "no counter")
+@pytest.mark.parametrize(("joules", "shown"), [((6.0,), "0.5 J/token above 50 W idle"), ((), "energy unavailable: no counter")])
+def test_generate_shows_joules_or_says_why_not(
+    pair: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    joules: tuple[float, ...],
+    shown: str,
+) -> None:
+    monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(*joules).made_for)
+    options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
+    code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
+    assert code == 0
+    assert shown in err
+    summary = parsed(out)[-1]
+    assert summary["joules_per_token"] == (0.5 if joules else None)
+    assert summary["energy"]["reason"] == (None if joules else "no counter")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -195,28 +194,21 @@ def test_redirected_streams_are_not_overwritten(tmp_path: Path, trace: Path) -> 
     assert b"is also standard output" in done.stderr
 
 
-def _paths_and_models() -> list[tuple[str, ...]]:
-    """A command line for each option and argument of each command that takes a path or a model, without its value."""
-    found: list[tuple[str, ...]] = []
+def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For no option or argument that takes a path or a model: they would be the working folder and a file of this name."""
+    given = []
     for command in (generate, compare, inspect, tune):
         for name, parameter in signature(command).parameters.items():
             if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
-                found.append((command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])))
-    return found
-
-
-@pytest.mark.parametrize("command", _paths_and_models(), ids=" ".join)
-def test_empty_text_and_a_dash_are_no_paths_and_no_models(
-    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, command: tuple[str, ...]
-) -> None:
-    """As paths, they would be the working folder and a file of this name."""
+                given.append([command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
     monkeypatch.chdir(tmp_path)
     for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
-        code, out, err = main(*command, value)
-        assert (code, out) == (2, "")
-        assert err.startswith("error: Invalid value for '")
-        assert err.endswith(f"{why}. See --help\n")
-        assert not list(tmp_path.iterdir())
+        for arguments, ended in zip(given, one_by_one(*([*each, value] for each in given)), strict=True):
+            assert (ended.code, ended.out) == (2, ""), arguments
+            assert ended.err.startswith("error: Invalid value for '")
+            assert ended.err.endswith(f"{why}. See --help\n")
+    assert len(given) > 20
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------ one process for each trace
@@ -329,19 +321,9 @@ def test_a_comparison_shows_what_it_measured_before_its_trace_failed(compare: Co
     assert err == f"error: cannot write the trace {full}: No space left on device\n"
 
 
-def test_half_a_character_in_a_category_costs_no_result(compare: Compare, tmp_path: Path) -> None:
-    prompts, table, picture = tmp_path / "p.jsonl", tmp_path / "t.csv", tmp_path / "t.svg"
-    prompts.write_text(json.dumps({"prompt": "hello", "category": "a\ud800b", "id": "\ud800"}))
-    files_given = ("--csv", str(table), "--svg", str(picture), "--html", str(tmp_path / "p.html"))
-    options = ("-m", "lookup", "-n", "3", "--repeats", "1", "--by-category", "--prompts", str(prompts))
-    code, out, err = compare(*options, *files_given)
-    assert (code, err) == (0, "")
-    assert "lookup" in out
-    assert [row["category"] for row in csv.DictReader(table.open(encoding="utf-8"))] == ["", "a�b"] * 2
-    line = parsed(compare(*options, "--json")[1])[0]
-    assert set(line["by_category"]) == {"a�b"}
-    files.write_pieces(table, ["a\ud800b"])
-    assert table.read_bytes() == b"a?b", "what no other function has looked at"
+def test_half_a_character_costs_no_result(tmp_path: Path) -> None:
+    files.write_pieces(tmp_path / "t.csv", ["a\ud800b"])
+    assert (tmp_path / "t.csv").read_bytes() == b"a?b"
 
 
 @POSIX
@@ -354,29 +336,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path
     (ended,) = one_by_one(["tune"], environment=environment)
     assert (ended.code, ended.has_torch) == (2, False)
     assert "cannot write to the folder" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        (("-m", "pearl"), "pearl needs a draft model, and there is none"),
-        (("-m", "ar, svip,sd"), "svip needs a draft model, and there is none"),
-        (("-m", "svip", "--export", "vllm"), "svip needs a draft model, and there is none"),
-        (("-m", "selfsd", "--export", "vllm"), "vllm has none of the methods that can be tuned without a draft model"),
-        *((("--export", engine), f"{engine} has none of the methods") for engine in ("mlx",)),
-        (("-m", "bild", "--export", "mlx", "-d", "{}"), "mlx has none of the methods that can be tuned. It has sd"),
-    ],
-)
-def test_what_cannot_be_tuned_or_exported_is_refused_before_loading_and_the_profile_stays(
-    monkeypatch: pytest.MonkeyPatch, main: Main, tmp_path: Path, given: tuple[str, ...], why: str
-) -> None:
-    monkeypatch.setattr("specgen.cli.tune_run.open_pair", pytest.fail)
-    (tmp_path / "profile.yaml").write_text("old")
-    target = str(demo.folder("target"))
-    code, out, err = main("tune", "-t", target, "--out", tmp_path, *(part.replace("{}", target) for part in given))
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {why}")
-    assert (tmp_path / "profile.yaml").read_text() == "old"
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--export", "vllm")])

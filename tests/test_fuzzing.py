@@ -1,180 +1,144 @@
-"""A hundred generated cases, the same in each run, and as many slow ones. And the fuzzer's own checks.
-
-tests/fuzz.py runs any number of others.
-"""
+"""Generated files and options: each command ends with an exit code, at most one line of an error, and no traceback."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import struct
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import fuzz_cases
-import fuzz_materials
-import fuzzing
 import pytest
-from cli_helpers import POSIX
-from fuzz_commands import Case
-from fuzz_materials import Materials
-from runner_checks import every
+import traces
+import yaml
+from cli_helpers import parsed, run_main
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tuning_helpers import outcome
 
+from specgen import demo
+from specgen.base import schema
 from specgen.base.errors import SpecgenError
-from specgen.engine.fingerprint import weights_fingerprint
-from specgen.view.theme import flavour
+from specgen.compare.prompts import load_prompts
+from specgen.engine.parts.trained_part import ExitDescription
+from specgen.methods import METHODS
+from specgen.tune import profile as profiles
 
-pytestmark = POSIX
-SEED = 1
-CASES = {
-    "options": 3,
-    "outputs": 10,
-    "prompts": 18,
-    "traces": 20,
-    "profiles": 15,
-    "configs": 7,
-    "weights": 9,
-    "exits": 9,
-    "environment": 10,
-}
-
-
-@pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    return fuzz_materials.make(tmp_path_factory.mktemp("materials"))
+UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
+FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+NUMBERS = st.sampled_from([0, -1, 1, 2, 17, 2**31, 2**63, 10**400, 1.5, 1e299, 5e-324, float("nan"), float("inf")])
+ODD = ["", " ", "x", "\x1b[2J\x9b31m", "=1+1", "a\nb\r\t", "é\u202e\u2028", "\ud800", "[bold]", "a" * 5000]
+TEXTS = st.sampled_from(ODD) | st.text(max_size=5)
+PLAIN = NUMBERS | TEXTS | st.none() | st.booleans()
+VALUES = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(TEXTS, PLAIN, max_size=2)
+GIVEN = ["0", "-1", "1", "2", "7", "1e3", "nan", "inf", "x", "", "٣", "0x10", "1.5", "0.5", "9" * 400, "1e-320", "true", "auto"]
+MODEL_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+Main = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "the rest"])
-@pytest.mark.parametrize("part", every(3, CASES))
-def test_generated_cases_end_with_a_code_and_a_line(materials: Materials, part: str, rest: bool) -> None:
-    count = CASES[part]
-    numbers = range(count, 2 * count) if rest else range(count)
-    reports = [fuzzing.run_number(part, SEED, number, materials) for number in numbers]
-    failed = [report for report in reports if report is not None]
-    assert not failed, "\n".join(failed)
+@st.composite
+def damaged(draw: st.DrawFn, valid: Any) -> Any:
+    """A copy of a JSON value in which one value, at any depth, is replaced or removed."""
+    if not isinstance(valid, dict | list) or not valid:
+        return draw(VALUES)
+    copy: Any = dict(valid) if isinstance(valid, dict) else list(valid)
+    key = draw(st.sampled_from(list(copy) if isinstance(copy, dict) else range(len(copy))))
+    if draw(st.integers(0, 4)):
+        copy[key] = draw(damaged(copy[key]))
+    elif draw(st.booleans()):
+        copy[key] = draw(VALUES)
+    else:
+        del copy[key]
+    return copy
+
+
+@st.composite
+def cut(draw: st.DrawFn, data: bytes) -> bytes:
+    """Bytes of which a part may be replaced by noise."""
+    start = draw(st.integers(0, 10 * len(data)))
+    return data[:start] + draw(st.binary(max_size=8)) + data[start + draw(st.integers(0, 20)) :] if start < len(data) else data
+
+
+def as_lines(values: list[Any]) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
 
 
 @pytest.fixture
-def case(materials: Materials, tmp_path: Path) -> Iterator[Case]:
-    made = Case("options", tmp_path / "case", materials)
-    made.make_folders()
-    made.args = ["inspect", "--methods"]
-    return made
+def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Main:
+    """Runs a command and checks how it ends."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code, out, err = run_main(monkeypatch, capfd, *map(str, arguments))
+        assert code in (0, 1, 2)
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert errors == ([] if code == 0 else err.splitlines()[-1:])
+        assert not UNSAFE.search(out + err)
+        assert all(len(line) < 1100 for line in errors)
+        return code, out, err
+
+    return call
 
 
-# ------------------------------------------------------------------ found by longer runs
+@pytest.mark.parametrize("view", [(), ("--json",), ("--html", "{page}", "-q")])
+@FEW
+@given(data=st.data())
+def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, view: tuple[str, ...], data: st.DataObject) -> None:
+    lines = [*traces.a_recorded_run(3), *traces.a_run("pearl", spec="pearl", category="c")]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    path, page = tmp_path / "t.jsonl", tmp_path / "page.html"
+    path.write_bytes(data.draw(cut(as_lines([*lines[:number], data.draw(damaged(lines[number])), *lines[number + 1 :]]))))
+    code, out, _ = main("inspect", path, *(part.format(page=page) for part in view))
+    if view == ("--json",) and code == 0:
+        assert parsed(out)
+    if page.exists():
+        assert not UNSAFE.search(page.read_text(encoding="utf-8"))
 
 
-def test_a_safetensors_header_that_cannot_be_read_is_reported(case: Case) -> None:
-    offsets = '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [' + "9" * 400 + ", 8]}}"
-    for number, header in enumerate(("[" * 100_000, offsets)):
-        folder = case.folder / "in" / f"model{number}"
-        shutil.copytree(case.materials.target, folder)
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
-        with pytest.raises(SpecgenError, match="cannot read the weights"):
-            weights_fingerprint(folder)
-
-
-@pytest.mark.parametrize("colours", ["x;²", "0;" + "9" * 5000])
-def test_an_odd_background_is_an_unknown_one(colours: str) -> None:
-    chosen = {
-        text: flavour({"COLORFGBG": text}, no_color=False, many_colours=True) for text in (colours, "0;15", "15;0", "0;7", ";")
+@FEW
+@given(data=st.data())
+def test_damaged_files_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    entries = ["abc", {"prompt": "x", "category": "c", "id": 3}, {"turns": ["a", "b"], "tuning": True}]
+    model = profiles.Model(name="t", fingerprint="f", device="cpu", dtype="float32")
+    key = profiles.ProfileKey(target=model, draft=None, exit_layer=None, versions={}, machine={})
+    profile = profiles.from_outcome(outcome(), key).model_dump(by_alias=True, mode="json")
+    readers: dict[str, tuple[Any, Callable[[Path], object]]] = {
+        "prompts.yaml": ({"prompts": entries}, load_prompts),
+        "prompts.jsonl": (entries[1], load_prompts),
+        "profile.yaml": (profile, lambda path: profiles.load(path.parent)),
+        "exit.yaml": (
+            yaml.safe_load((demo.exit_folder() / "exit.yaml").read_text()),
+            lambda path: schema.read(path, ExitDescription, "exit layer"),
+        ),
     }
-    assert chosen == {
-        colours: "dark" if colours[-1] == "9" else "ansi",
-        "0;15": "light",
-        "15;0": "dark",
-        "0;7": "light",
-        ";": "ansi",
-    }
+    for name, (valid, read) in readers.items():
+        value = data.draw(damaged(valid), label=name)
+        made = as_lines([value]) if name.endswith("jsonl") else yaml.safe_dump(value).encode()
+        (tmp_path / name).write_bytes(data.draw(cut(made)))
+        with suppress(SpecgenError):
+            read(tmp_path / name)
 
 
-def test_a_trace_is_shown_on_a_terminal_that_is_narrower_than_its_titles(case: Case) -> None:
-    path = case.folder / "in" / "t.jsonl"
-    path.write_text(case.materials.traces[0], encoding="utf-8")
-    case.args, case.environment, case.is_terminal = ["inspect", str(path)], {"COLUMNS": "12"}, True
-    assert fuzzing.run(case) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "shown"),
-    [
-        ("config.json", {"attention_bias": "x"}, "attention_bias"),
-        ("config.json", {"intermediate_size": 0}, "error: "),  # torch warns about tensors without an element
-        ("tokenizer_config.json", {"bos_token": 1.5}, "bos_token has to be either str or AddedToken but got: float"),
-    ],
-)
-def test_a_wrong_value_is_reported_without_names_and_warnings_of_python(
-    case: Case, file: str, change: dict[str, object], shown: str
+@pytest.mark.parametrize("file", MODEL_FILES)
+@FEW
+@given(data=st.data())
+def test_a_damaged_model_generates_or_is_refused(
+    main: Main, pair: tuple[str, ...], tmp_path: Path, file: str, data: st.DataObject
 ) -> None:
-    folder = case.folder / "in" / "model"
-    shutil.copytree(case.materials.target, folder)
-    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
-    case.args = ["generate", "abc", "-n", "2", "-t", str(folder), "--device", "cpu", "--backend", "transformers"]
-    assert fuzzing.run(case) == []
-    assert shown in (case.folder.parent / "stderr").read_text()
+    path = Path(shutil.copytree(pair[1], tmp_path / "model", dirs_exist_ok=True)) / file
+    content = path.read_bytes()
+    path.write_bytes(data.draw(cut(json.dumps(data.draw(damaged(json.loads(content)))).encode() if "json" in file else content)))
+    main("generate", "abc", "-q", "-n", "3", "-m", "ar", "-t", path.parent, "--device", "cpu")
 
 
-# ------------------------------------------------------------------ the fuzzer
-
-
-@pytest.mark.parametrize("part", fuzz_cases.PARTS)
-def test_the_same_number_makes_the_same_case(materials: Materials, tmp_path: Path, part: str) -> None:
-    def made(name: str, number: int) -> tuple[list[str], list[bytes]]:
-        case = fuzz_cases.make_case(part, SEED, number, tmp_path / name, materials)
-        files = [path.read_bytes() for path in sorted((case.folder / "in").rglob("*")) if path.is_file()]
-        return [arg.replace(str(case.folder), "") for arg in case.args], files
-
-    assert made("one", 3) == made("same", 3) != made("other", 4)
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "found"),
-    [
-        ("raise ValueError('x')", "ValueError: x"),
-        ("sys.exit(4)", "the exit code is 4"),
-        ("print('x', file=sys.stderr); sys.exit(2)", "no message of an error"),
-        ("print('error: ' + 'x' * 2000, file=sys.stderr); sys.exit(1)", "more than 1,100 characters"),
-        ("print('error: a\\nerror: b\\nerror: c\\nerror: d', file=sys.stderr); sys.exit(1)", "4 lines on stderr"),
-        ("import warnings; warnings.warn('x')", "the warning x"),
-        ("print('\\x1b[31mred')", "the control character"),
-        ("print('NaN')", "not JSON"),
-        ("print('{')", "not JSON"),
-        ("open('/work-of-nobody', 'w')", "wrote outside its folder: open /work-of-nobody"),
-        ("import os; os.rename('out/old.html', '/tmp/x')", "wrote outside its folder: os.rename /tmp/x"),
-        ("import os; os.remove('/dev/full')", "wrote outside its folder: os.remove /dev/full"),
-        ("import os; os.mkdir('out/made')", "out/made"),
-        ("open('out/old.html', 'a').write('x')", "old.html"),
-        ("import os; os.remove('out/old.html')", "removed"),
-        ("import os; os.remove('out/fifo'); open('out/fifo', 'w').close()", "out/fifo"),
-        ("import os; os.remove('dev/null'); open('dev/null', 'w').close()", "replaced"),
-        ("open('in/trace', 'w').close()", "changed or made"),
-        ("open('in/recorded', 'w').close()", "recorded lost what it recorded"),
-        ("open('out/fifo', 'w').write('x' * 200_000); sys.exit(4)", "the exit code is 4"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "the network"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(0.5,), name='t').start()", "left the thread t"),
-    ],
-)
-def test_what_the_fuzzer_notices(case: Case, monkeypatch: pytest.MonkeyPatch, behaviour: str, found: str) -> None:
-    case.args = ["inspect", "--json"] if "print('{')" in behaviour or "NaN" in behaviour else ["inspect", "--methods"]
-    case.args += ["in/trace", "--resume", "in/recorded"]
-    case.outputs = [case.folder / name for name in ("in/trace", "in/recorded", "dev/null", "out/fifo")]
-    (case.folder / "in" / "trace").write_text("lines")
-    (case.folder / "in" / "recorded").write_text('{"type": "start"}\n{"type": "summary"}\n{"type": "start"}\n')
-    monkeypatch.setattr(fuzzing, "main", lambda: exec(behaviour, {"sys": sys}))
-    assert found in "\n".join(fuzzing.run(case))
-
-
-def test_the_fuzzer_ends_a_command_that_hangs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzzing, "SECONDS", 0.05)
-    monkeypatch.setattr(fuzzing, "main", lambda: exec("while True: pass"))
-    assert fuzzing.run(case)[0].startswith("still runs")
-
-
-def test_a_command_that_ends_well_has_no_problems(case: Case) -> None:
-    assert fuzzing.run(case) == []
-    case.args, case.environment = ["generate", "--no-such-option"], {"HOME": None}
-    assert fuzzing.run(case, alone=True) == []
-    assert (case.folder.parent / "stderr").read_text().startswith("error: ")
-    assert SpecgenError("x").exit_code in fuzzing.CODES
+@FEW
+@given(data=st.data())
+def test_any_options_generate_or_are_refused(main: Main, pair: tuple[str, ...], data: st.DataObject) -> None:
+    usable = [name for name, each in METHODS.items() if not each.head and not each.needs_exit_layer]
+    method, values = data.draw(st.sampled_from(usable)), st.sampled_from(GIVEN)
+    names = data.draw(st.lists(st.sampled_from(["temperature", "top-p", "top-k", "seed"]), max_size=2))
+    given = [f"--{name}={data.draw(values)}" for name in names]
+    for name in data.draw(st.lists(st.sampled_from([*METHODS[method].settings, "policy", "k"]), max_size=2)):
+        given += ["--set", f"{name}={data.draw(values)}"]
+    main("generate", "abc abc", *pair, "--device", "cpu", "-q", "-n", "4", "-m", method, *given)

@@ -16,7 +16,6 @@ from training_helpers import trained
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.transformers.reference import transformers_module
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair, Result
 
@@ -32,7 +31,7 @@ def uncached(model: torch.nn.Module, tokens: list[int], prompt: list[int] = PROM
 
 
 def check(pair: Pair, result: Result) -> None:
-    expected = math.exp(-uncached(transformers_module(pair.target), result.token_ids) / len(result.token_ids))
+    expected = math.exp(-uncached(pair.target.transformers_module, result.token_ids) / len(result.token_ids))
     assert result.summary["perplexity"] == pytest.approx(expected, rel=1e-4)
 
 

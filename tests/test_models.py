@@ -21,9 +21,9 @@ from specgen.base.types import SamplingParams
 from specgen.engine.devices import pick_device
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.text.tokenizer import Detokenizer
 from specgen.engine.timing import ThreadChoice, pick_threads
-from specgen.engine.transformers.reference import transformers_module
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
@@ -110,7 +110,7 @@ def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None
     """Gemma 2 uses eager attention, which would add a boolean mask as numbers."""
     model = make_model("gemma2", seed=6)
     pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32", backend="transformers")
-    transformers_module(pair.target).set_attn_implementation("eager")
+    pair.target.transformers_module.set_attn_implementation("eager")
     result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30), k=10)
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
 
@@ -175,7 +175,7 @@ def test_unknown_devices_and_dtypes_are_refused() -> None:
         with pytest.raises(SpecgenError, match="no CUDA device"):
             pick_device("cuda")
     with pytest.raises(SpecgenError, match="no dtype 'float8'"):
-        choose_dtype("float8", None, Path(), torch.device("cpu"))
+        choose_dtype("float8", describe(specgen.demo.folder("target"), ModelSource("the model")), torch.device("cpu"))
 
 
 @pytest.mark.gpu

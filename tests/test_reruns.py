@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
-from families import exit_of, make_model, save
+from families import make_model, save, with_exit
 from head_layouts import write_head
 from tuning_helpers import COSTS, PROMPTS, PairOf, really
 from typer.testing import CliRunner
@@ -21,7 +21,6 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.engine.parts.head_files import load_head
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
@@ -66,7 +65,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target with an exit and a predictor, neither trained, and no draft model."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("early"))
     target = specgen.load(folder, device="cpu", dtype="float32").target
-    return Pair(target, None, exit_layer=exit_of(target, 2))
+    return with_exit(Pair(target, None), 2)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pair = Pair(target, None)
     folder = tmp_path_factory.mktemp("heads")
     for kind, layout in HEADS.items():
-        pair.heads._defaults[kind] = load_head(write_head(folder / kind, layout, target.folder), target)
+        pair.parts.name(write_head(folder / kind, layout, target.folder), is_exit=False)
     return pair
 
 

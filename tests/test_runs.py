@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, exit_of, make_model, near_copy, plain, save
+from families import BACKENDS, CONTEXT, make_model, near_copy, plain, save, with_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
 from specgen.base.types import Round, SamplingParams
-from specgen.engine.transformers.reference import transformers_module
 from specgen.engine.transformers.transformers_model import TransformersModel
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair, Result
@@ -64,13 +63,13 @@ def several_ends(models_folder: Path) -> Pair:
     target.generation_config.eos_token_id = ends
     folder = save(target, models_folder / "ends")
     pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair.exit_layer, pair._process_worker = exit_of(pair.target, 1), None
-    return pair
+    pair._process_worker = None
+    return with_exit(pair, 1)
 
 
 @pytest.fixture(scope="module")
 def ended(several_ends: Pair) -> list[int]:
-    return plain(transformers_module(several_ends.target), [1, 5, 6, 7], 40)
+    return plain(several_ends.target.transformers_module, [1, 5, 6, 7], 40)
 
 
 @pytest.mark.parametrize("method", [name for name in METHOD_NAMES if not METHODS[name].head])

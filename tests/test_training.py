@@ -18,6 +18,11 @@ import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import every
 from safetensors.torch import load_file
+from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
+from specgen.train.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
+from specgen.train.generated_text import generate_texts
+from specgen.train.training_loop import TrainingBatches, greedy_agreement
+from specgen.train.training_task import TrainingStopped, TrainingTask, check_same_run
 from training_helpers import TINY, Recorder, corpus_of, invoke, opened, refused, train_command, trained
 
 from specgen.base.errors import RunError, SpecgenError
@@ -25,14 +30,9 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model import TrainableExit
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.exit_files import DESCRIPTION, WEIGHTS, Description, load_exit, read_description
 from specgen.train.corpus import Corpus, Part, read_corpus
 from specgen.train.distillation import DistillationBatches
-from specgen.train.exit_training import ExitTraining, exit_outputs, first_layers, train_exit
-from specgen.train.generated_text import generate_texts
 from specgen.train.packing import IGNORED, pack
-from specgen.train.training_loop import TrainingBatches, greedy_agreement
-from specgen.train.training_task import TrainingStopped, TrainingTask, check_same_run
 
 pytestmark = pytest.mark.usefixtures("short_fit")
 
@@ -268,7 +268,7 @@ def test_the_command_trains_an_exit(
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     if backend != "transformers":  # the native decoder does everything: no other copy of the weights is loaded
         monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
-        monkeypatch.setattr("specgen.engine.transformers.reference.load_module", None)
+        monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
     result = trained(command(folder, corpus, None, "--steps", "3", "--json", "--backend", backend))
     line = json.loads(result.stdout)
     assert line["type"] == "train"

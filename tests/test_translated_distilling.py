@@ -11,6 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from families import LETTERS, make_model, make_tokenizer, save
+from specgen.train.generated_text import GeneratedText, generate_texts, read_texts
+from specgen.train.training_task import TrainingStopped, TrainingTask
+from specgen.train.translated_text import (
+    TranslatedBatches,
+    check_overlap,
+    overlap_shares,
+    shared_ends,
+    translate,
+)
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
@@ -23,16 +32,7 @@ from specgen.engine.text.translation import Translation, token_overlap
 from specgen.train.corpus import Part
 from specgen.train.distillation import DraftTraining, distill
 from specgen.train.divergence import divergence, overlap_divergence
-from specgen.train.generated_text import GeneratedText, generate_texts, read_texts
 from specgen.train.packing import IGNORED
-from specgen.train.training_task import TrainingStopped, TrainingTask
-from specgen.train.translated_text import (
-    TranslatedBatches,
-    check_overlap,
-    overlap_shares,
-    shared_ends,
-    translate,
-)
 
 WORDS = ["the", "quick", "brown", "lazy", "dog", "and", "is", "not", "amused", "12345", "times", "fibonacci", "été", "Größe"]
 ONLY_TAUGHT = replace(TINY, generated_share=1.0)
@@ -261,7 +261,7 @@ def test_the_shares_of_the_overlap(target: LoadedModel, translation: Translation
 def test_a_resumed_run_ends_with_the_same_weights(folders: tuple[Path, Path], texts_file: Path, tmp_path: Path) -> None:
     def run(name: str, observer: Recorder) -> tuple[Path, dict[str, object]]:
         target, draft = opened(folders[0]), opened(folders[1], "transformers")
-        draft = replace(draft, translation=between(target, draft))
+        draft.translation = between(target, draft)
         task = TrainingTask(tmp_path / name, replace(ONLY_TAUGHT, learning_rate=3e-3), corpus=corpus_of(texts_file, target))
         return task.out, distill(target, draft, task, observer)
 

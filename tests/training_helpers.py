@@ -14,7 +14,7 @@ from specgen.cli.app import app
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
 from specgen.train.corpus import Corpus, read_corpus
 from specgen.train.packing import IGNORED, PackedBatch, pack
-from specgen.train.training_task import Recipe, TrainingProgress
+from specgen.train.task import Recipe, TrainingProgress
 
 TINY = Recipe(steps=6, batch_size=4, training_length=24)
 TEXTS = [[5, 9, 7, 3, 11], [4, 8], [30, 31, 32, 33, 34, 35, 36]]

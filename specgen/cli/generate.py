@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -84,8 +84,7 @@ def generate(
         choice = profile_lookup.choose(tuned, method, given)
         formatted = pair.tokenizer.chat(text, system) if chat else text
         request, run = _prepared(pair, formatted, choice, params, err, record=record, quiet=quiet)
-        with closing(OutputWriter(pair, request, run, output, choice.tuned, trace)) as writer:
-            return _run(run, writer, Progress(err, quiet=quiet))
+        return _run(run, OutputWriter(pair, request, run, output, choice.tuned, trace), Progress(err, quiet=quiet))
 
 
 def _prepared(
@@ -108,7 +107,7 @@ def _prepared(
         request = pair.request(prompt, choice.method, sampling, record=record, **choice.settings)
         pair.prepare(request)
         run = pair.run(request)
-    if (unused := pair.heads.unused(chosen)) is not None and not quiet:
+    if (unused := pair.parts.unused(chosen)) is not None and not quiet:
         err.print(Text(unused), soft_wrap=True)
     return request, run
 

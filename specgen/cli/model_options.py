@@ -154,7 +154,8 @@ def open_pair(
         loading.announce("warming up")
         pair.warm_up()
         interrupts.check()
-    for warning in (pair.heads.warning, getattr(pair.draft, "warning", None)):
+    doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+    for warning in (*doubts, getattr(pair.draft, "warning", None)):
         if warning is not None and not quiet:
             err.print(Text(f"warning: {warning}"), soft_wrap=True)
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many

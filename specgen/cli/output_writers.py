@@ -115,11 +115,6 @@ class OutputWriter:
         if self._trace_error is not None:
             raise self._trace_error
 
-    def close(self) -> None:
-        """Ends the energy measurement of a run that failed. The trace belongs to the caller."""
-        if self._meter is not None:
-            self._meter.close()
-
     @property
     def _records(self) -> bool:
         return self._output.json or self._trace is not None

@@ -15,7 +15,8 @@ from specgen.base.machine import launch
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import ModelOptions
-from specgen.cli.train_request import DEFAULT_MINUTES, TrainRequest
+from specgen.cli.train import DEFAULT_MINUTES, TrainRequest
+from specgen.cli.train import train as run_training
 
 _METHODS = "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."
 _PROMPTS = (
@@ -96,7 +97,7 @@ def tune(
 ) -> int | None:
     """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
     begin = time.perf_counter()
-    from specgen.cli import train_run, tune_run
+    from specgen.cli import tune_run
     from specgen.view import theme
 
     err = theme.console(stderr=True, no_color=display.no_color)
@@ -118,7 +119,7 @@ def tune(
             exit_layer=models.exit_layer,
             **asdict(training),
         )
-        return train_run.train(models, task, err, quiet=display.quiet, as_json=display.json)
+        return run_training(models, task, err, quiet=display.quiet, as_json=display.json)
     request = tune_run.TuneRequest(begin, sampling=sampling.params(), **asdict(tuning))
     tune_run.tune_pair(models, request, err, quiet=display.quiet, as_json=display.json)
     return None

@@ -218,7 +218,8 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
 
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
     draft = None if pair.draft is None else pair.draft.name
-    heads = {kind: exports.ExportedHead(str(folder), name) for kind, (folder, name) in pair.heads.named_elsewhere().items()}
+    found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
+    heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
     made = exports.export(
         engine,

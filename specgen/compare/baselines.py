@@ -59,13 +59,12 @@ def run_baseline(
     if (launched := launch()) is not None:
         raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
     from specgen.engine.text.translation import same_tokens
-    from specgen.engine.transformers.reference import transformers_module
 
     draft = pair.draft if name == "transformers-assisted" else None
     if name == "transformers-assisted" and draft is None:
         raise SpecgenError(f"{name} needs a draft model, and there is none", "Name one with --draft")
-    target = transformers_module(pair.target)
-    assistant = None if draft is None else transformers_module(draft)
+    target = pair.target.transformers_module
+    assistant = None if draft is None else draft.transformers_module
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options: dict[str, Any] = {"generation_config": _config(pair, limit, sampling)}
     if draft is not None:

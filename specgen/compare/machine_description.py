@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specgen.base.machine import machine_in_words
 
 if TYPE_CHECKING:
-    from specgen.engine.deferred_model import DraftModel
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
 
 
@@ -30,7 +30,7 @@ def describe(pair: Pair) -> list[tuple[str, str]]:
     return described
 
 
-def _model(loaded: DraftModel) -> str:
+def _model(loaded: LoadedModel) -> str:
     parameters = loaded.model.num_parameters
     layers = loaded.model.shape.num_layers
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"

@@ -29,7 +29,6 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.decoding.drafting import derive_seed
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.pair.request import RESERVED
@@ -98,7 +97,7 @@ class Runner:
             raise refusal
         for spec in self.config.specs:
             if "exit" in spec.settings:
-                self.pair.exits.get(spec.settings["exit"])
+                self.pair.parts.load("exit", spec.settings["exit"])
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
@@ -198,6 +197,8 @@ class Runner:
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
         """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error) or if
         the prompt is skipped."""
+        from specgen.decoding.drafting import derive_seed  # imports torch
+
         if self._is_ruled_out(spec, prompt):
             return None
         key = prompt.index, repeat
@@ -263,15 +264,11 @@ class Runner:
     @contextmanager
     def _metered(self, summary: Summary) -> Iterator[None]:
         """Adds the energy used inside the block to the summary, if the comparison measures energy."""
-        if self._meter is None:
-            yield
-            return
-        self._meter.start()
-        try:
-            yield
+        if self._meter is not None:
+            self._meter.start()
+        yield
+        if self._meter is not None:
             summary.add_energy(self._meter.stop())
-        finally:
-            self._meter.close()
 
     def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
         if self.config.measures_perplexity:

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from specgen.base.errors import RunError, SpecgenError
-from specgen.engine.quantisation import GGUF_HINT
 
+GGUF_HINT = "llama.cpp runs GGUF files: specgen tune --export llama.cpp prints its options. Here, name the safetensors model"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]

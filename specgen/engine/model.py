@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from torch import nn
 
 from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
@@ -15,40 +14,6 @@ from specgen.engine.model_shape import ModelShape
 from specgen.engine.native.architecture import Architecture
 
 Backend = Literal["native", "transformers"]
-
-
-class ExitLayers(Protocol):
-    """A trained exit layer of EESD: decoder layers of its own, a norm and an LM head."""
-
-    def new_cache(self) -> Cache:
-        """Returns an empty KV cache for the exit layer."""
-        ...
-
-    def forward(self, inputs: HiddenSource) -> ForwardFunction:
-        """Returns a function that runs the exit layer on the hidden states [n, width] that `inputs` returns."""
-        ...
-
-
-class TrainableExit(Protocol):
-    """An exit layer of EESD in training. `module` holds its weights, under the names that they have in its file."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    def run_layers(self, hidden: torch.Tensor, batch: BatchPass) -> torch.Tensor:
-        """Returns the hidden states [batch, n, width] after the exit's decoder layers, for the hidden states that enter them.
-
-        `batch` is the pass, without a cache, whose tokens these are.
-        """
-        ...
-
-    def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
-        ...
-
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [..., vocabulary] of the LM head alone for its input [..., width], which is normed already."""
-        ...
 
 
 class Model(Protocol):
@@ -144,15 +109,6 @@ class Model(Protocol):
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
         ...
 
-    def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> ExitLayers:
-        """Returns a trained exit layer with `count` decoder layers, of the kind of the model's last layers.
-
-        `tensors` has its weights by name: `layers.0.self_attn.q_proj.weight`, ..., `norm.weight` and, unless it uses the model's
-        own LM head, `head.weight`. Raises ValueError for missing and unknown tensors and wrong shapes, and SpecgenError if the
-        model's layers cannot be run one by one.
-        """
-        ...
-
     def batch_cache(self, sequences: int) -> BatchCache:
         """Returns an empty KV cache for so many sequences, for all layers."""
         ...
@@ -176,11 +132,11 @@ class Model(Protocol):
         """
         ...
 
-    def trainable_exit(self, folder: Path, count: int) -> TrainableExit:
-        """Returns an untrained exit layer: float32 copies of the model's last `count` layers, its norm and its LM head.
+    def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
+        """Returns float32 copies of the weights of the model's last `count` layers, of its norm and of its LM head.
 
-        `folder` holds the model's files. Raises SpecgenError for more than `MAX_LAYERS` layers, and if the model's layers cannot
-        be run one by one.
+        Their names are those in an exit layer's file: `layers.0.self_attn.q_proj.weight`, ..., `norm.weight`, `head.weight`.
+        `folder` holds the model's files. Raises SpecgenError if the weights cannot be read.
         """
         ...
 

@@ -1,22 +1,26 @@
-"""Finds a model's files, chooses the backend that runs it, and loads it."""
+"""Finds a model's files, chooses the backend that runs it, and loads it: `prepare`, then `LoadedModel`.
+
+Two records describe a model: `PreparedModel`, what its files say, and `LoadedModel`, the model on its device.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
-from specgen.engine.devices import DTYPES, device_name
-from specgen.engine.dtype_choice import DtypeChoice, choose_dtype
+from specgen.engine.devices import device_name
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
-from specgen.engine.hub import model_folder
+from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model import Model
@@ -26,11 +30,13 @@ from specgen.engine.native.architecture import Architecture, UnsupportedConfig, 
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import use_cuda_graphs
 from specgen.engine.native.loading import load_native
-from specgen.engine.quantisation import GGUF_HINT, Quantisation, read_quantisation
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
+
+if TYPE_CHECKING:
+    from specgen.engine.transformers.loading import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,52 +67,40 @@ class ModelSource:
         return self.label or self.location
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """What a model's config.json says. `raw` is its content, `shape` the model's sizes.
+@dataclass(frozen=True)
+class PreparedModel:
+    """What a model's files in `folder` say, without its weights. `raw` is the content of config.json, `shape` the model's sizes.
 
     The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
-    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` says how the
-    checkpoint's weights are quantised, None if they are not.
+    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` has the
+    settings with which the checkpoint's weights are quantised, None if they are not. Tokenizer and generation config are read
+    when they are first needed.
     """
 
+    source: ModelSource
+    folder: Path
     raw: Mapping[str, Any]
     shape: ModelShape
     architecture: Architecture | None = None
     transformers_config: Any = None
     fallback: str | None = None
-    quantisation: Quantisation | None = None
-
-    @property
-    def backend(self) -> str:
-        return "transformers" if self.architecture is None else "native"
-
-    @property
-    def default_eos(self) -> int | list[int] | None:
-        """The end-of-sequence ids of a model whose files name none: its family's."""
-        if self.architecture is not None:
-            return self.architecture.default_eos
-        found: int | list[int] | None = self.transformers_config.eos_token_id
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
-    """A model whose folder, config and tokenizer have been read and checked, but not its weights."""
-
-    source: ModelSource
-    folder: Path
-    config: ModelConfig
-    generation: GenerationConfig
-    tokenizer: Tokenizer
+    quantisation: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
         return self.source.name
 
     @property
-    def shape(self) -> ModelShape:
-        return self.config.shape
+    def backend(self) -> str:
+        return "transformers" if self.architecture is None else "native"
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        return read_generation_config(self.folder, self.raw)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder, self.raw, self.source.trust_remote_code, self.name)
 
     @property
     def context_limit(self) -> int:
@@ -116,76 +110,167 @@ class PreparedModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
-        return eos_ids(self.config.raw, self.generation, self.config.default_eos, self.tokenizer.eos_id)
+        of_family = self.transformers_config.eos_token_id if self.architecture is None else self.architecture.default_eos
+        return eos_ids(self.raw, self.generation, of_family, self.tokenizer.eos_id)
 
-    def quantisation_on(self, device: torch.device) -> Quantisation | None:
-        """Returns how the weights are kept on a device; see `quantisers.quantisation_on`. None: as ordinary numbers."""
-        return _quantisation_on(device, self.config, self.source)
+    def dequantises_on(self, device: torch.device) -> bool:
+        """Whether quantised weights become ordinary numbers when they are loaded on a device.
 
-    def choose_dtype(self, name: str, device: torch.device) -> DtypeChoice:
-        """Returns the dtype named `name` to run the model in; see `dtype_choice.choose_dtype`.
-
-        Quantised weights stay as they are stored: the dtype is that of the other weights and of the computation. Raises
-        SpecgenError for an unknown name, and if the weights are quantised in a format that cannot be run on the device.
+        Raises SpecgenError if transformers cannot load weights in their format there.
         """
-        config, quantisation = self.config, self.quantisation_on(device)
-        if quantisation is None:
-            return choose_dtype(name, self.shape, self.folder, device, config.architecture)
-        if quantisation.dequantises:
-            from specgen.engine.transformers.structure import count_parameters
+        return self.quantisation is not None and self.checkpoint.dequantises_on(device)
 
-            parameters = count_parameters(config.transformers_config, self.source.trust_remote_code)
-            return choose_dtype(name, self.shape, self.folder, device, narrow_bytes=parameters and 2 * parameters)
-        if name == "auto":
-            return DtypeChoice(
-                DTYPES.get(str(self.shape.dtype), torch.float32), "the dtype of its weights that are not quantised"
-            )
-        return choose_dtype(name, self.shape, self.folder, device)
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What transformers has to know to load the model."""
+        from specgen.engine.transformers.loading import Checkpoint
+
+        return Checkpoint(self.folder, self.name, self.source.trust_remote_code, self.transformers_config, self.quantisation)
 
 
-@dataclass(frozen=True, slots=True)
+def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
+    """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
+
+    Raises SpecgenError if the model does not exist, is no decoder-only model, keeps a recurrent state that cannot be rolled back
+    after a rejected draft, or cannot run on the backend that the source names.
+    """
+    announce(f"looking for {source.name}")
+    folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
+    prepared = describe(folder, source)
+    limit = prepared.shape.context_limit
+    if source.context is not None and source.context < 2:
+        raise SpecgenError(f"--context is {source.context}", "It has to be at least 2: a token of prompt, and a new one")
+    if source.context is not None and source.context > limit:
+        raise SpecgenError(
+            f"--context is {source.context:,}, and {source.name} was made for {limit:,} tokens",
+            f"Take at most {limit}, or leave it out",
+        )
+    _ = prepared.generation, prepared.tokenizer  # mistakes in them are reported now
+    return prepared
+
+
+def describe(folder: Path, source: ModelSource) -> PreparedModel:
+    """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
+    raw, name = read_config(folder, source.name), source.name
+    quantisation, fallback = _quantisation(raw, name), "chosen by --backend transformers"
+    if quantisation is not None:
+        fallback = f"its weights are quantised with {shorten(str(quantisation.get('quant_method')), 40)}"
+        if source.backend == "native":
+            raise SpecgenError(f"the native backend does not run {name}: {fallback}", "Take --backend auto or transformers")
+    elif source.backend == "auto" and (source.trust_remote_code or source.on_mps):
+        fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
+    elif source.backend != "transformers":
+        try:
+            architecture = read_architecture(raw)
+            return PreparedModel(source, folder, raw, of_architecture(architecture), architecture)
+        except UnsupportedConfig as error:
+            fallback = str(error)
+            if source.backend == "native":
+                raise SpecgenError(f"{name}: {error}", "Take --backend auto or transformers") from error
+    if source.exact:
+        raise SpecgenError(f"--exact needs the native backend, and {name} runs on transformers: {fallback}", "Leave it out")
+    from specgen.engine.transformers.loading import read_transformers_config
+
+    config = read_transformers_config(folder, name, source.trust_remote_code)
+    return PreparedModel(source, folder, raw, of_transformers(config), None, config, fallback, quantisation)
+
+
+def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Returns the model's `quantization_config`; a model with vision or audio may have it in its text part.
+
+    Raises SpecgenError for GGUF, and for settings that are no JSON object.
+    """
+    inner = config.get("text_config")
+    found = [part.get("quantization_config") for part in (config, inner if isinstance(inner, dict) else {})]
+    settings = next((each for each in found if each is not None), None)
+    if settings is not None and not isinstance(settings, dict):
+        problem = f"the config.json of {name} has a quantization_config that is no JSON object: {shorten(repr(settings), 40)}"
+        raise SpecgenError(problem, "Download or save it again")
+    if settings is not None and settings.get("quant_method") == "gguf":
+        raise SpecgenError(f"{name} is a GGUF model, which specgen does not run", GGUF_HINT)
+    return settings
+
+
+Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.device] | None], Model]
+"""Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several."""
+
+
 class LoadedModel:
-    """A model with its weights, ready to decode with.
+    """A model on its device, ready to decode with. Its weights are loaded at the first use of `model`, which `load_model` makes.
 
-    `eos_ids` are the token ids that end an output. `context_limit` is the longest context in tokens: the user's limit, or the
-    model's own. `has_penalties`: the model's generation config changes logits depending on earlier tokens (repetition penalty,
-    suppressed tokens). `folder` has its files.
-    `exact` and `quantise`: see `ModelSource`. `backend` runs the forward pass: `native` or `transformers`. `translation` is
-    between the tokens of the target and of this draft model; None if they are the same. `refusal` says why there is none where
-    one is needed. `layer_devices` has the device of each layer if they are on several; None: all are on `device`.
+    A pair may never need its draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
+    of its own. All else is known without weights.
+
+    `prepared` is what the model's files say, `dtype` that of its computations. `translation` is between the tokens of the target
+    and of this draft model; None if they are the same, and if there is none: then `refusal` says why, and drafts go by way of
+    their text. `warning` is for the user, None if there is none. `layer_devices` has the device of each layer if they are on
+    several; None: all are on one. `load` loads the weights.
     """
 
-    name: str
-    model: Model
-    tokenizer: Tokenizer
-    eos_ids: frozenset[int]
-    context_limit: int
-    generation: GenerationConfig
-    has_penalties: bool
-    folder: Path
-    exact: bool = False
-    backend: str = "native"
-    quantise: str | None = None
-    translation: Translation | None = None
-    refusal: SpecgenError | None = None
-    layer_devices: Sequence[torch.device] | None = None
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        translation: Translation | None = None,
+        refusal: SpecgenError | None = None,
+        warning: str | None = None,
+        layer_devices: Sequence[torch.device] | None = None,
+        load: Loader | None = None,
+    ) -> None:
+        self.prepared, self.dtype, self.layer_devices, self._device = prepared, dtype, layer_devices, device
+        self.translation, self.refusal, self.warning = translation, refusal, warning
+        source = prepared.source
+        self.name, self.folder, self.backend = prepared.name, prepared.folder, prepared.backend
+        self.exact, self.quantise, self.context_limit = source.exact, source.quantise, prepared.context_limit
+        self.tokenizer, self.generation, self.eos_ids = prepared.tokenizer, prepared.generation, prepared.eos_ids
+        self.dtype_name = source.quantise or str(dtype).removeprefix("torch.")
+        self._model: Model | None = None
+        self._load, self._lock = load or load_weights, Lock()
+
+    @property
+    def model(self) -> Model:
+        """The model with its weights. Raises SpecgenError or RunError if it cannot be loaded, see `load_weights`."""
+        with self._lock:
+            if self._model is None:
+                self._model = self._load(self.prepared, self.dtype, self._device, self.layer_devices)
+            return self._model
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether the generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens).
+
+        Raises SpecgenError if it does so in a way that is not supported.
+        """
+        return has_penalties(self.generation, self.eos_ids, self.name)
+
+    @cached_property
+    def transformers_module(self) -> Any:
+        """Transformers' model with this model's weights, dtype and device; loaded again if the native decoder runs it."""
+        from specgen.engine.transformers.loading import load_module
+        from specgen.engine.transformers.transformers_model import TransformersModel
+
+        model = self.model
+        if isinstance(model, TransformersModel):
+            return model.module
+        return load_module(self.prepared.checkpoint, model.dtype, model.device)
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
+        """Returns a runner of the model in its own token ids. Raises SpecgenError as `model` and `has_penalties` do."""
+        _ = self.has_penalties
         runner = ModelRunner(self.model, penalties)
         runner.context_limit = self.context_limit
         return runner
 
     def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
-        """Returns a runner that answers in the target's token ids. `penalties` are the target's."""
+        """Returns a runner that answers in the target's token ids; with a `refusal`, in its own. `penalties` are the target's."""
         if self.translation is None:
             return self.runner(penalties)
         return TranslatedRunner(self.runner(), self.translation, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None if it has no penalties."""
-        if not self.has_penalties:
-            return None
-        return PenaltyProcessor(self.generation, self.eos_ids, vocab_size, device)
+        return PenaltyProcessor(self.generation, self.eos_ids, vocab_size, device) if self.has_penalties else None
 
     @inference
     def reference_logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
@@ -201,7 +286,8 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """The device of the logits."""
+        return self._device if self._model is None else self._model.device
 
     @property
     def devices(self) -> list[torch.device]:
@@ -213,10 +299,6 @@ class LoadedModel:
         counts = Counter(map(device_name, self.layer_devices or ()))
         return ", ".join(f"{count} layers on {name}" for name, count in counts.items()) or device_name(self.device)
 
-    @property
-    def dtype_name(self) -> str:
-        return self.quantise or str(self.model.dtype).removeprefix("torch.")
-
     def max_tokens(self, prompt_length: int) -> int:
         """Returns the maximum of tokens in prompt and output together, for a prompt of `prompt_length` tokens.
 
@@ -224,80 +306,8 @@ class LoadedModel:
         would give wrong logits. So a prompt within the boundary gets output only up to the boundary, plus one token: the last
         token of an output is never run through the model.
         """
-        limit, rope_boundary = self.context_limit, self.model.shape.rope_boundary
-        return min(rope_boundary + 1, limit) if rope_boundary is not None and prompt_length <= rope_boundary else limit
-
-
-def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
-    """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
-
-    Raises SpecgenError if the model does not exist, is no decoder-only model, keeps a recurrent state that cannot be rolled back
-    after a rejected draft, or cannot run on the backend that the source names.
-    """
-    announce(f"looking for {source.name}")
-    folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
-    config = describe(folder, source)
-    _check_context(source, config.shape.context_limit)
-    generation = read_generation_config(folder, config.raw)
-    tokenizer = load_tokenizer(folder, config.raw, source.trust_remote_code, source.name)
-    return PreparedModel(source, folder, config, generation, tokenizer)
-
-
-def _check_context(source: ModelSource, own_limit: int) -> None:
-    """Raises SpecgenError if the user's context limit leaves no room for a prompt and a new token, or exceeds the model's own."""
-    if source.context is None:
-        return
-    if source.context < 2:
-        raise SpecgenError(f"--context is {source.context}", "It has to be at least 2: a token of prompt, and a new one")
-    if source.context > own_limit:
-        raise SpecgenError(
-            f"--context is {source.context:,}, and {source.name} was made for {own_limit:,} tokens",
-            f"Take at most {own_limit}, or leave it out",
-        )
-
-
-def describe(folder: Path, source: ModelSource) -> ModelConfig:
-    """Reads the config of the model in `folder` and chooses the backend. Raises SpecgenError as `prepare` does."""
-    raw = read_config(folder, source.name)
-    quantisation = read_quantisation(raw, source.name)
-    fallback = "chosen by --backend transformers"
-    if source.backend != "transformers":
-        try:
-            if quantisation is not None:
-                fallback = f"its weights are quantised with {quantisation.format.title}"
-                if source.backend == "native":
-                    raise SpecgenError(
-                        f"the native backend does not run {source.name}: {fallback}", "Take --backend auto or transformers"
-                    )
-            elif source.backend == "auto" and (source.trust_remote_code or source.on_mps):
-                fallback = "on Apple GPUs" if source.on_mps else "--trust-remote-code allows code of the model itself"
-            else:
-                architecture = read_architecture(raw)
-                return ModelConfig(raw, of_architecture(architecture), architecture)
-        except UnsupportedConfig as error:
-            fallback = str(error)
-            if source.backend == "native":
-                raise SpecgenError(f"{source.name}: {error}", "Take --backend auto or transformers") from error
-    if source.exact:
-        raise SpecgenError(
-            f"--exact needs the native backend, and {source.name} runs on transformers: {fallback}", "Leave it out"
-        )
-    from specgen.engine.transformers.loading import read_transformers_config
-
-    config = read_transformers_config(folder, source.name, source.trust_remote_code)
-    return ModelConfig(raw, of_transformers(config), None, config, fallback, quantisation)
-
-
-def _quantisation_on(device: torch.device, config: ModelConfig, source: ModelSource) -> Quantisation | None:
-    if config.quantisation is None:
-        return None
-    from specgen.engine.transformers.quantisers import quantisation_on
-
-    return quantisation_on(device, config.quantisation, source.name, trust_remote_code=source.trust_remote_code)
-
-
-WeightLoader = Callable[[Path, ModelSource, ModelConfig, torch.dtype, torch.device], Model]
-"""Loads the weights in a folder; `load_weights` is one."""
+        limit, boundary = self.context_limit, self.prepared.shape.rope_boundary
+        return min(boundary + 1, limit) if boundary is not None and prompt_length <= boundary else limit
 
 
 def load_model(
@@ -305,44 +315,39 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     announce: Callable[[str], None],
-    load: WeightLoader | None = None,
+    load: Loader | None = None,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> LoadedModel:
     """Loads a prepared model's weights onto `device`, by `load`, or on several; see `LoadedModel` for `layer_devices`.
 
     Raises SpecgenError for weights that are damaged, no safetensors or unfit for rollbacks, and RunError if memory is short.
     """
-    name = prepared.name
-    announce(f"loading {name}" + (f" on {len(set(layer_devices))} devices, without CUDA graphs" if layer_devices else ""))
-    load = load or partial(load_weights, layer_devices=layer_devices)
-    model = load(prepared.folder, prepared.source, prepared.config, dtype, device)
-    ends, generation, source = prepared.eos_ids, prepared.generation, prepared.source
-    given = prepared.context_limit, generation, has_penalties(generation, ends, name), prepared.folder
-    own = prepared.tokenizer, ends, *given, source.exact, prepared.config.backend, source.quantise
-    return LoadedModel(name, model, *own, layer_devices=layer_devices)
+    where = f" on {len(set(layer_devices))} devices, without CUDA graphs" if layer_devices else ""
+    announce(f"loading {prepared.name}{where}")
+    loaded = LoadedModel(prepared, device, dtype, layer_devices=layer_devices, load=load)
+    _ = loaded.model, loaded.has_penalties
+    return loaded
 
 
 def load_weights(
-    folder: Path,
-    source: ModelSource,
-    config: ModelConfig,
+    prepared: PreparedModel,
     dtype: torch.dtype,
     device: torch.device,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> Model:
-    """Loads the weights in `folder` with the backend that `config` names. Raises SpecgenError and RunError as `load_model`."""
+    """Loads a model's weights with the backend that its files need. Raises SpecgenError and RunError as `load_model`."""
+    source, folder = prepared.source, prepared.folder
     check_weight_files(folder, source.name)
     try:
-        if config.architecture is not None:
-            options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
-            native = load_native(folder, source.name, config.architecture, dtype, device, **options)
-            if device.type == "cuda" and layer_devices is None:  # a graph is of one device
-                use_cuda_graphs(native)
-            return native
-        from specgen.engine.transformers.loading import load_transformers_model
+        if prepared.architecture is None:
+            from specgen.engine.transformers.loading import load_transformers_model
 
-        kept = _quantisation_on(device, config, source)
-        return load_transformers_model(folder, source.name, source.trust_remote_code, dtype, device, kept, layer_devices)
+            return load_transformers_model(prepared.checkpoint, dtype, device, layer_devices)
+        options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
+        native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
+        if device.type == "cuda" and layer_devices is None:  # a graph is of one device
+            use_cuda_graphs(native)
+        return native
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -356,18 +361,17 @@ def check_weight_files(folder: Path, name: str) -> None:
     """Raises SpecgenError if there are no safetensors weights in `folder`, or some that are no files, such as a FIFO without an
     end; `name` is the model's, for the message."""
     found = sorted(folder.glob("*.safetensors"))
-    for path in found:
-        if not path.is_file():
-            raise SpecgenError(f"cannot read the weights of {name}: {path.name} is not a file", "Download or save it again")
+    if wrong := next((path.name for path in found if not path.is_file()), None):
+        raise SpecgenError(f"cannot read the weights of {name}: {wrong} is not a file", "Download or save it again")
     if found:
         return
     if any(folder.glob("*.safetensors.index.json")):
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
-    others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
-    hint = "Other formats can run code when read: convert it to safetensors first" if others else "Download or save it again"
-    if others and others[0].endswith(".gguf"):
+    other = next((path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")), None)
+    hint = "Other formats can run code when read: convert it to safetensors first" if other else "Download or save it again"
+    if other is not None and other.endswith(".gguf"):
         hint = GGUF_HINT
-    raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {others[0]})" if others else ""), hint)
+    raise SpecgenError(f"{name} has no safetensors weights" + (f" (only {other})" if other else ""), hint)
 
 
 def translation_between(target: PreparedModel, draft: PreparedModel) -> Translation | None:
@@ -388,12 +392,9 @@ def translation_between(target: PreparedModel, draft: PreparedModel) -> Translat
     return found
 
 
-_INSTEAD = (
-    "Only drafts by their text work with such tokenizers (-m sd --set translation=text; in compare -m sd:translation=text), "
-    "and methods without a draft model: -m lookup"
-)
-
-
 def _untranslatable(reason: str) -> NoTokenBytes:
-    message = f"the tokenizers differ, and their tokens cannot be translated: {reason}"
-    return NoTokenBytes(message, _INSTEAD)
+    return NoTokenBytes(
+        f"the tokenizers differ, and their tokens cannot be translated: {reason}",
+        "Only drafts by their text work with such tokenizers (-m sd --set translation=text; in compare -m sd:translation=text), "
+        "and methods without a draft model: -m lookup",
+    )

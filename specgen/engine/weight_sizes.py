@@ -36,16 +36,15 @@ def weight_sizes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
             tables[HEAD] = embedding
         rounded = {name: quantised_bytes(weights.quantise, numbers[own], stored[own][0][0]) for name, own in tables.items()}
         return parameters, plain | rounded
-    quantisation = prepared.quantisation_on(device)
-    if quantisation is None:
+    if prepared.quantisation is None:
         return parameters, plain
-    from specgen.engine.transformers.structure import parameter_counts
+    from specgen.engine.transformers.loading import model_without_weights
 
-    counts = parameter_counts(prepared.config.transformers_config, prepared.source.trust_remote_code) or numbers
-    parameters = sum(counts.values())
-    if quantisation.dequantises:
-        return parameters, {name: count * size for name, count in counts.items()}
-    return parameters, {
+    module = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
+    counts = numbers if module is None else {name: weight.numel() for name, weight in module.named_parameters()}
+    if prepared.dequantises_on(device):
+        return sum(counts.values()), {name: count * size for name, count in counts.items()}
+    return sum(counts.values()), {
         name: numbers[name] * (size if kind in _FLOATS else _BYTES.get(kind, 1)) for name, (_, kind) in stored.items()
     }
 

@@ -12,13 +12,11 @@ from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import SpecgenError
 from specgen.base.types import check_backend, check_draft_dtype
-from specgen.engine.deferred_model import DeferredModel
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.draft_dtype import as_chosen, choose_draft_dtype, choose_dtypes
+from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
-from specgen.engine.model_loading import ModelSource, PreparedModel, WeightLoader, load_model, prepare, translation_between
-from specgen.engine.parts.exit_files import FoundExit, load_exit
-from specgen.engine.spread.device_map import place
+from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
@@ -117,13 +115,11 @@ def _add_trained_parts(
     Closes the pair if it cannot be loaded.
     """
     try:
+        pair.parts.is_bundled = is_bundled
         if exit_layer is not None:
-            pair.exit_layer = load_exit(Path(exit_layer), pair.target)
-        else:
-            pair.exits.found = FoundExit(pair.target, is_bundled=is_bundled)
-        pair.heads.is_bundled = is_bundled
+            pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
-            pair.heads.name(head_folder(head, offline, announce))
+            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
     except BaseException:
         pair.close()
         raise
@@ -186,13 +182,13 @@ def _load(
             translation = translation_between(target, model)
         except NoTokenBytes as error:
             refusal = error
-        draft = DeferredModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        draft = LoadedModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
     layer_devices = None if placement is None else placement.layer_devices
     if draft is not None and draft.refusal is None and _needs_process(*devices):
         worker = DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     elif process is not None:
         process.close()
-    load_target: WeightLoader | None = None
+    load_target: Loader | None = None
     if machine.launch() is not None:
         if placement is not None:
             raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
@@ -211,19 +207,19 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
     SpecgenError if the draft model cannot be quantised.
     """
-    assert isinstance(pair.draft, DeferredModel)
+    assert pair.draft is not None
     target, device = pair.target, pair.draft.device
     chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     translation = pair.draft.translation
-    draft = DeferredModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
+    draft = LoadedModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
     worker = None
     if draft.refusal is None and _needs_process(target.device, device):
         worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
         worker.follow(target)
     other = Pair(target, draft, worker)
-    other.exits, other.heads, other.thread_choice = pair.exits, pair.heads, pair.thread_choice
+    other.parts, other.thread_choice = pair.parts, pair.thread_choice
     return other
 
 

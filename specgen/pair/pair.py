@@ -17,14 +17,13 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.deferred_model import DraftModel, DraftModelRunner
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
-from specgen.engine.parts.exit_files import Exit
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
@@ -32,9 +31,8 @@ from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
-from specgen.pair.exits import Exits
 from specgen.pair.figures import Summary, speed_without_prefill
-from specgen.pair.heads import Heads
+from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
 from specgen.pair.skip_search import NEW_TOKENS
 from specgen.workers.worker import DraftWorker
@@ -44,28 +42,19 @@ class Pair:
     """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
 
     The models' KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the
-    process that runs the draft model for PEARL; None if this process does. `exit_layer` is EESD's exit; None if none was loaded.
+    process that runs the draft model for PEARL; None if this process does.
     """
 
-    def __init__(
-        self,
-        target: LoadedModel,
-        draft: DraftModel | None,
-        worker: DraftWorker | None = None,
-        exit_layer: Exit | None = None,
-    ) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft = target, draft
-        self.exits = Exits(target, self._penalties)
-        if exit_layer is not None:
-            self.exit_layer = exit_layer
         self._is_closed = False
         self._reserved = 0  # tokens
         self._process_worker = worker
         self._thread_worker: DraftWorker | None = None
         self.tokenizer = target.tokenizer
         self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
-        self.heads = Heads(target, self._target_runner, self._penalties)
-        self._draft_runner: DraftModelRunner | None = None
+        self.parts = PartStore(target, self._target_runner, self._penalties)
+        self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self._skipping: dict[str, LayerSkippingRunner] = {}
         self._pearl_costs = preparation.PearlCosts(target, draft)
         self._fastest_skips: str | None = None
@@ -75,7 +64,7 @@ class Pair:
         self.thread_choice: ThreadChoice | None = None  # made by `warm_up` with a model on a CPU
 
     @property
-    def runners(self) -> tuple[ModelRunner, DraftModelRunner | None]:
+    def runners(self) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
         """The model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
         self.load_draft()
         return self._target_runner, self._draft_runner
@@ -90,20 +79,11 @@ class Pair:
         in_worker = method.is_parallel and self._process_worker is not None
         return self.draft is not None and method.uses_draft_model and not in_worker
 
-    @property
-    def exit_layer(self) -> Exit | None:
-        """EESD's trained exit layer, or None. If the user named none, the first use loads the one found for this target."""
-        return self.exits.default
-
-    @exit_layer.setter
-    def exit_layer(self, exit_layer: Exit) -> None:
-        self.exits.default = exit_layer
-
     def devices(self, method: Method | None = None) -> list[torch.device]:
         """The target's devices and the draft model's, if there is one and the method uses it (None: any)."""
         return [device for model in self._models(method) for device in model.devices]
 
-    def _models(self, method: Method | None) -> list[DraftModel | LoadedModel]:
+    def _models(self, method: Method | None) -> list[LoadedModel]:
         uses_draft = method is None or method.uses_draft_model
         return [self.target, *([self.draft] if self.draft is not None and uses_draft else [])]
 
@@ -166,7 +146,7 @@ class Pair:
         self._check_open()
         chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
-        has_predictor = chosen.needs_exit_layer and self.exits.has_predictor(exit_name)
+        has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
         resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         sampling = SamplingParams() if sampling is None else sampling
         is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
@@ -194,8 +174,7 @@ class Pair:
         if request.settings.values.get("skip") == "auto" and self._fastest_skips is None:
             self._fastest_skips = preparation.fastest_skips(self.target, self.skipping_speed)
         if self.knowledge.lacks_costs(request):
-            values = request.settings.values
-            part = self.exits.digest(values.get("exit")) or self.heads.digest(request.method, values.get("head"))
+            part = self.parts.digest(request.method, name_in(request.settings.values))
             part = self._fastest_skips if request.method.skips_layers else part
             limit = min(model.context_limit for model in self._models(request.method))
 
@@ -255,13 +234,9 @@ class Pair:
 
     def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
-        if method.head:
-            runners = self.heads.runners(method, str(settings.values["head"]))
-            runners.reserve(components.capacity)
-            return replace(components, target=runners.target, draft=runners.draft)
-        early = self.exits.runners(method, str(settings.values["exit"]))
-        early.reserve(components.capacity)
-        return replace(components, target=early.target, draft=early.draft, acceptance_predictor=early.acceptance_predictor)
+        runners = self.parts.runners(method, name_in(settings.values))
+        runners.reserve(components.capacity)
+        return replace(components, target=runners.target, draft=runners.draft, acceptance_predictor=runners.predictor)
 
     def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
@@ -383,8 +358,7 @@ class Pair:
         for runner in (self._target_runner, self._draft_runner):
             if runner is not None:
                 runner.clear_cache()
-        self.exits.clear_caches()
-        self.heads.clear_caches()
+        self.parts.clear_caches()
         if self._process_worker is not None:
             self._process_worker.forget()
 

@@ -30,8 +30,8 @@ from specgen.pair.skip_search import PROMPT_TOKENS, PROMPTS, search_skips
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Setup
-    from specgen.engine.deferred_model import DraftModel
     from specgen.engine.layer_skipping import SkippedLayers
+    from specgen.engine.model_loading import LoadedModel
     from specgen.workers.worker import DraftWorker
 
 SEARCH_SECONDS = 10.0
@@ -54,7 +54,7 @@ class PearlCosts:
     Runs share them if they have the same `_bucket`. Until the process ends they do not change, so that equal runs stay equal.
     """
 
-    def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
         self._target, self._draft = target, draft
         self._known: dict[tuple[Any, ...], MeasuredCosts] = {}
 
@@ -111,7 +111,7 @@ class PearlCosts:
         return MeasuredCosts(costs, CostCheck(lambda drafted: drafted * costs.draft_pass, costs.pass_seconds, drop))
 
 
-def conditions(*models: DraftModel) -> dict[str, Any]:
+def conditions(*models: LoadedModel) -> dict[str, Any]:
     """Returns everything but the measured work itself that changes how long the models' passes take: a part of cache keys."""
     translations = [model.translation.digest for model in models if model.translation is not None]
     return {
@@ -120,7 +120,7 @@ def conditions(*models: DraftModel) -> dict[str, Any]:
         "devices": [model.device_label for model in models],
         "dtypes": [model.dtype_name for model in models],
         "backends": [model.backend for model in models],
-        "exact": [isinstance(model, LoadedModel) and model.exact for model in models],
+        "exact": [model.exact for model in models],
         "threads": [torch.get_num_threads(), thread_settings()],
         "versions": versions(),
         "machine": machine(),

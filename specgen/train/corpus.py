@@ -44,6 +44,7 @@ class Part(IntEnum):
 CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
 """The parts of eight documents or prompts that follow each other. Fewer than eight are all for training."""
 ALL_PARTS = frozenset(Part)
+NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 
 
 def parts_of(numbers: Sequence[int]) -> list[Part]:

@@ -2,7 +2,7 @@
 
 The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed and
 stored before training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one.
-For a draft with another tokenizer see `translated_text`.
+For a draft with another tokenizer see `translation`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,29 +23,29 @@ from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.transformers.attention_masks import AttentionMasks
 from specgen.engine.transformers.quiet import quiet_transformers
-from specgen.engine.transformers.reference import transformers_module
-from specgen.train.corpus import Corpus, Part
+from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
 from specgen.train.divergence import divergence
-from specgen.train.generated_text import GeneratedText
-from specgen.train.packing import IGNORED, PackedBatch
-from specgen.train.text_generation import NOT_HELD_OUT, Purpose, TextGeneration
-from specgen.train.training_loop import (
+from specgen.train.generation import Purpose
+from specgen.train.loop import (
     MAX_LOGITS,
     Labels,
-    Training,
+    Objective,
     TrainingBatches,
     autocast_for,
     greedy_agreement,
     greedy_matches,
     next_tokens,
 )
-from specgen.train.training_task import Recipe, TrainingObserver, TrainingTask
-from specgen.train.translated_text import TranslatedBatches, check_overlap, overlap_shares
+from specgen.train.packing import IGNORED, PackedBatch
+from specgen.train.task import Recipe, TrainingObserver, TrainingTask
+from specgen.train.texts import GeneratedText
+from specgen.train.translation import TranslatedBatches, check_overlap, overlap_shares
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
+_ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -84,30 +85,46 @@ def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0, 1)
 
 
-class DraftTraining(Training):
-    """A draft model in training.
+class DraftObjective(Objective):
+    """A draft model, to be saved with weights of `saved_dtype`. `target` loses its weights.
 
     The loss is that of the batches' method `compare` for tokens whose target probabilities are stored, and cross-entropy with the
-    next token elsewhere. The weights are float32. Matrix products use float32 if `target_dtype` is float32, otherwise bfloat16.
+    next token elsewhere. The weights are float32. Matrix products use float32 if the target's do, otherwise bfloat16.
     """
 
-    batches: DistillationBatches | TranslatedBatches
+    purpose = Purpose.DRAFT
 
-    def __init__(
-        self, draft: LoadedModel, batches: DistillationBatches | TranslatedBatches, target_dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.draft, self._dtype = draft, torch.float32 if target_dtype == torch.float32 else torch.bfloat16
-        self._model = transformers_module(draft).to(torch.float32).requires_grad_(True)
+    def __init__(self, target: LoadedModel, draft: LoadedModel, saved_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(target)
+        self.draft, self._saved_dtype, self.device = draft, saved_dtype, draft.device
+        self.settings = {"draft": weights_fingerprint(draft.folder)}
+        self._dtype = torch.float32 if target.model.dtype == torch.float32 else torch.bfloat16
+        self._model = draft.transformers_module.to(torch.float32).requires_grad_(True)
         self._masks = AttentionMasks(self._model)
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        piece_size = max(_MIN_PIECE, (_CPU_LOGITS if draft.device.type == "cpu" else MAX_LOGITS) // vocabulary)
-        super().__init__(dict(self._model.named_parameters()), batches, draft.device, vocabulary, piece_size)
+        self.parameters = dict(self._model.named_parameters())
+        self.vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        self.rows = max(_MIN_PIECE, (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary)
+        self.batches: DistillationBatches | TranslatedBatches
 
-    def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, Labels]:
+    def check(self, task: TrainingTask) -> None:
+        if self.draft.translation is not None:
+            check_overlap(self.draft.translation, task, self.draft.model.num_embeddings)
+
+    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches:
+        self.target.model.free_weights()
+        if (translation := self.draft.translation) is None:
+            self.batches = DistillationBatches(task.corpus, texts, recipe)
+        else:
+            sizes = self.vocabulary, self.draft.context_limit
+            self.batches = TranslatedBatches(task.corpus, texts, recipe, translation, *sizes)
+        self._before = self.batches.measure(self.next_logits, _held_out(texts))
+        return self.batches
+
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
         forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
         mask = self._masks.batched(forward_pass, self._dtype)
-        with autocast_for(self.draft.device, self._dtype):
+        with autocast_for(self.device, self._dtype):
             logits: torch.Tensor = self._model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
@@ -124,74 +141,43 @@ class DraftTraining(Training):
         loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
         return torch.cat((loss[None], matches))
 
-    @torch.no_grad()
-    def round_weights(self, dtype: torch.dtype) -> None:
-        """Rounds the weights, which stay float32, to values of `dtype`."""
-        for weight in self.trained.values():
-            weight.copy_(weight.to(dtype))
-
     @inference
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def next_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
-        logits: torch.Tensor = self._model(input_ids=ids[None].to(self.draft.device), use_cache=False).logits[0]
+        logits: torch.Tensor = self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
         return logits.float()
 
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Rounds the weights, which stay float32, to what is saved of them."""
+        for weight in self.parameters.values():
+            weight.copy_(weight.to(self._saved_dtype))
 
-def distill(
-    target: LoadedModel, draft: LoadedModel, task: TrainingTask, observer: TrainingObserver, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Trains `draft` to predict what `target` predicts, and saves it in the folder `task.out` with weights of `dtype`.
-
-    The files that `draft` was loaded from do not change. The target's weights are freed, so `target` cannot be used afterwards.
-    Returns measurements to store with the result: those of TrainingProgress.figures, and those of the batches' method `measure`
-    on held-out text before (`agreement_before`, ...) and after training (`agreement`, ...); for a draft with another tokenizer
-    also those of `overlap_shares`. Raises TrainingStopped if `observer` requests a stop (the same call resumes the training), and
-    SpecgenError for an unsuitable model.
-    """
-    translation = draft.translation
-    if translation is not None:
-        check_overlap(translation, task, draft.model.num_embeddings)
-    settings = {**task.settings(target), "draft": weights_fingerprint(draft.folder)}
-    generation = TextGeneration(target, task, settings, observer, Purpose.DRAFT)
-    texts = generation.run()
-    target_dtype = target.model.dtype
-    target.model.free_weights()
-    held_out = [text for text in texts if text.part == Part.HELD_OUT]
-    recipe = task.recipe.after_generation(generation.seconds)
-    batches: DistillationBatches | TranslatedBatches
-    if translation is None:
-        batches = DistillationBatches(task.corpus, texts, recipe)
-    else:
-        vocabulary = transformers_module(draft).get_output_embeddings().weight.shape[0]
-        batches = TranslatedBatches(task.corpus, texts, recipe, translation, vocabulary, draft.context_limit)
-    del texts  # their tensors have been copied
-    training = DraftTraining(draft, batches, target_dtype)
-    before = batches.measure(training.logits, held_out)
-    progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
-    training.round_weights(dtype)  # what is measured now is what is saved
-    after = batches.measure(training.logits, held_out)
-    figures = progress.figures(generation.seconds) | {f"{name}_before": value for name, value in before.items()} | after
-    if translation is not None:
-        figures |= overlap_shares(translation, held_out)
-    _save(draft, dtype, target, task, figures)
-    shutil.rmtree(task.folder, ignore_errors=True)
-    return figures
+    def finish(
+        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+    ) -> tuple[Path, dict[str, Any]]:
+        """Also measures the draft as it was before training (`agreement_before`, ...). Its files are copied with new weights."""
+        self.round_weights()
+        held_out = _held_out(texts)
+        figures |= {f"{name}_before": value for name, value in self._before.items()}
+        figures |= self.batches.measure(self.next_logits, held_out)
+        figures |= {} if self.draft.translation is None else overlap_shares(self.draft.translation, held_out)
+        task.out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.draft.folder.iterdir()):
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, task.out / path.name)
+        with quiet_transformers():
+            self._model.requires_grad_(False).to(self._saved_dtype).save_pretrained(task.out)
+        names = {"draft": self.draft.name, "target": self.target.name}
+        description = {
+            **names,
+            "fingerprint": weights_fingerprint(self.target.folder),
+            "figures": figures,
+            "made_with": task.made_with(),
+        }
+        write_whole(task.out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+        return task.out, figures
 
 
-def _save(draft: LoadedModel, dtype: torch.dtype, target: LoadedModel, task: TrainingTask, figures: dict[str, Any]) -> None:
-    """Writes the trained weights and a description (YAML) to `task.out`, and copies the draft's tokenizer and other files."""
-    task.out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(draft.folder.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, task.out / path.name)
-    with quiet_transformers():
-        transformers_module(draft).requires_grad_(False).to(dtype).save_pretrained(task.out)
-    description = {
-        "draft": draft.name,
-        "target": target.name,
-        "fingerprint": weights_fingerprint(target.folder),
-        "figures": figures,
-        "made_with": task.made_with(),
-    }
-    about = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
-    write_whole(task.out / DESCRIPTION, about + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+def _held_out(texts: Sequence[GeneratedText]) -> list[GeneratedText]:
+    return [text for text in texts if text.part == Part.HELD_OUT]

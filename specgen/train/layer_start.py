@@ -10,7 +10,7 @@ import torch
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture
 from specgen.engine.native.layer_weights import FINAL_NORM, bias_of, layer_shapes, layer_tensors
-from specgen.train.frozen_target import FrozenTarget
+from specgen.train.heads import HeadObjective
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
 DEVIATION = 0.02  # of random initial weights
@@ -46,7 +46,7 @@ def layer_config(target: Architecture, config: Mapping[str, Any]) -> dict[str, A
     return {**made, **rope}
 
 
-def last_layer(own: Architecture, theirs: Architecture, target: FrozenTarget) -> dict[str, torch.Tensor]:
+def last_layer(own: Architecture, theirs: Architecture, target: HeadObjective) -> dict[str, torch.Tensor]:
     """Returns the weights of the target's last layer and final norm under a Llama's names, without the prefix `model.`.
 
     `own` is the architecture of the result's config, `theirs` the target's. Empty unless the target's layer is like a Llama's.

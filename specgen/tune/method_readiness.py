@@ -14,12 +14,12 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.parts.exit_files import find_exit, read_named_description
-from specgen.engine.parts.head_files import find_head, load_head
+from specgen.engine.parts.trained_part import open_part
 from specgen.engine.parts.weights import KINDS
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, Method, training_command
+from specgen.methods.method import Method, training_command
 from specgen.pair.pair import Pair
+from specgen.pair.parts import PartStore
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -60,30 +60,24 @@ def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, by
 
 def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, Readiness]:
     """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
-    is_bundled = target.source.label == "demo/target"
-    location = None if target.source.label else target.source.location
-    missing: dict[str, Readiness] = {}
-    if parts.exit_layer is not None:
-        read_named_description(parts.exit_layer, target.name, target.folder)
-    else:
-        try:
-            if find_exit(target.name, target.folder, is_bundled=is_bundled) is None:
-                missing["exit"] = Readiness(False, "no exit layer", f"train one with {training_command(EXIT, location)}")
-        except SpecgenError as error:
-            missing["exit"] = Readiness(False, error.message, error.hint)
-    named = None if parts.head is None else _checked_kind(parts.head, target)
-    for kind in KINDS:
-        if kind != named and find_head(kind, target.name, target.folder, is_bundled=is_bundled) is None:
-            missing[kind] = Readiness(False, "no head", f"train one with {training_command(kind, location)}")
-    return missing
-
-
-def _checked_kind(head: Path, target: PreparedModel) -> str:
-    """Returns the kind of the head in the folder `head`, after the checks that loading it for this target makes."""
     shape, cpu = target.shape, torch.device("cpu")
     sizes = SimpleNamespace(shape=shape, vocab_size=shape.vocab_size, num_embeddings=shape.vocab_size, device=cpu)
     unloaded = SimpleNamespace(name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes)
-    return load_head(head, cast("LoadedModel", unloaded)).weights.kind
+    store = PartStore(cast("LoadedModel", unloaded), is_bundled=target.source.label == "demo/target")
+    if parts.exit_layer is not None:
+        store.named["exit"] = open_part(parts.exit_layer, cast("LoadedModel", unloaded), is_exit=True)
+    if parts.head is not None:
+        store.name(parts.head, is_exit=False)
+    location = None if target.source.label else target.source.location
+    missing: dict[str, Readiness] = {}
+    for kind in ("exit", *KINDS):
+        if store.find(kind) is None:
+            error, train = store.refusal(kind), training_command(kind, location)
+            why = f"no {'exit layer' if kind == 'exit' else 'head'}"
+            missing[kind] = Readiness(False, why, f"train one with {train}")
+            if error is not None:
+                missing[kind] = Readiness(False, error.message, error.hint)
+    return missing
 
 
 def _readiness(
@@ -129,10 +123,10 @@ def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
     """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
-    if prepared.config.backend == "native":
+    if prepared.backend == "native":
         return None
     from specgen.engine.transformers.decoder_layers import missing_part
-    from specgen.engine.transformers.structure import model_without_weights
+    from specgen.engine.transformers.loading import model_without_weights
 
-    model = model_without_weights(prepared.config.transformers_config, prepared.source.trust_remote_code)
+    model = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
     return None if model is None or missing_part(model) is None else prepared.shape.model_type

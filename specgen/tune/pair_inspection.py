@@ -13,14 +13,12 @@ from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
-from specgen.engine.draft_dtype import choose_dtypes
-from specgen.engine.dtype_choice import DtypeChoice
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
 from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
-from specgen.engine.spread.device_map import place
-from specgen.engine.spread.placement import Placement, Stage
+from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
@@ -86,8 +84,8 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
         shape.kv_bytes_per_token(size),
         None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,
-        prepared.config.backend,
-        prepared.config.fallback,
+        prepared.backend,
+        prepared.fallback,
         weights.warning or weights.reason,
         prepared.tokenizer.fallback,
     )

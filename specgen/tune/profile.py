@@ -27,7 +27,7 @@ from specgen.tune.outcome import TuningOutcome, Verdict
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
-    from specgen.engine.deferred_model import DraftModel
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.drafting_knowledge import DraftingKnowledge
     from specgen.pair.pair import Pair
 
@@ -228,15 +228,16 @@ def profile_key_of(pair: Pair) -> ProfileKey:
     from specgen.base.machine import machine, versions
     from specgen.engine.fingerprint import weights_fingerprint
 
-    def described(model: DraftModel) -> Model:
+    def described(model: LoadedModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)
         return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
 
+    digests = pair.parts.digests()
     return ProfileKey(
         target=described(pair.target),
         draft=None if pair.draft is None else described(pair.draft),
-        exit_layer=None if pair.exits.description is None else pair.exits.description.digest,
-        heads=pair.heads.digests(),
+        exit_layer=digests.pop("exit", None),
+        heads=digests,
         translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
         versions=versions(),
         machine=machine(),

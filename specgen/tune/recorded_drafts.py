@@ -26,8 +26,8 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:
-    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.parts.acceptance import Predictor
     from specgen.pair.pair import Pair
 
 CONTINUATION = 16  # tokens recorded after a draft's first rejected token

@@ -315,7 +315,7 @@ def _probes(
     token_seconds = sum(reference.seconds for reference in references) / sum(len(each.token_ids) for each in references)
     room = seconds / len(prompts)
     lengths = next((sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < room), _SWEEPS[-1])
-    exit_signals = frozenset({"predicted_acceptance"} if pair.exits.has_predictor() else ())
+    exit_signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
     given = (prompts, sampling)
     probes: dict[str, RoundProbe | ParallelProbe] = {
         "echo": RoundProbe(pair, "ar", *given, lengths=(0, *lengths), drafter=RepeatDrafter()),

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.policy import LengthPolicy
     from specgen.decoding.run import Run
-    from specgen.engine.exit_parts import Predictor
     from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.parts.acceptance import Predictor
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
     from specgen.tune.recorded_drafts import ReferenceOutput
@@ -201,7 +201,7 @@ class SimulatedRuns:
         run with this pair.
         """
         method = methods.find(name)
-        settings = methods.resolve(method, given, has_predictor=self._pair.exits.has_predictor())
+        settings = methods.resolve(method, given, has_predictor=self._pair.parts.has_predictor())
         costs = self._costs_of(method, settings)
         summary, learned = Summary(name), self._prior(costs) if settings.policy == Adaptive.name else None
         for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
@@ -283,15 +283,13 @@ class SimulatedRuns:
             target, draft = self._pair.runners
             predictor = None
             if method.needs_exit_layer:
-                early = self._pair.exits.runners(method)
-                target, draft = early.target, early.draft
-                layer = self._pair.exit_layer
-                if layer is not None and layer.predictor is not None:
+                target, draft, _, of_exit = self._pair.parts.runners(method)
+                if of_exit is not None:
                     hidden = target.logits(Context(reference.prompt_ids), reference.token_ids).hidden_states
                     assert hidden is not None
-                    predictor = RecordedPredictor(layer.predictor, hidden)
+                    predictor = RecordedPredictor(of_exit.predictor, hidden)
             elif method.head:
-                target, draft = self._pair.heads.runners(method)
+                target, draft, *_ = self._pair.parts.runners(method)
             runs_draft = method.runs_model
             if draft is None and runs_draft:
                 raise method.without_part(None)

@@ -119,11 +119,11 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
         return "there is no draft model"
     if method.uses_draft_model and pair.draft is not None and pair.draft.refusal is not None:
         return pair.draft.refusal.message
-    if method.needs_exit_layer and pair.exit_layer is None:
-        return str(pair.exits.refusal or "there is no exit layer (specgen tune --train)")
-    if method.head and not pair.heads.has(method.head):
-        return str(pair.heads.found(method.head).refusal or f"there is no head ({training_command(method.head, None)})")
-    if name == "eesd-cali" and not pair.exits.has_predictor():
+    if method.needs_exit_layer and pair.parts.load("exit") is None:
+        return str(pair.parts.refusal("exit") or "there is no exit layer (specgen tune --train)")
+    if method.head and pair.parts.find(method.head) is None:
+        return str(pair.parts.refusal(method.head) or f"there is no head ({training_command(method.head, None)})")
+    if name == "eesd-cali" and not pair.parts.has_predictor():
         return "the exit layer has no predictor"
     if name == "selfsd" and not named:
         return "its layers are searched for only with --methods selfsd"
@@ -157,7 +157,7 @@ def measure_pair(
     kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
     measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
     observer.done(measured.description)
-    flags = pair.exits.has_predictor(), pair.has_flexible_window(sampling)
+    flags = pair.parts.has_predictor(), pair.has_flexible_window(sampling)
     overlap = None
     if "parallel" in measured.costs and pair.drafts_in_callers_thread:
         overlap = pair.parallel_costs(typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
@@ -202,9 +202,10 @@ def record_drafts(
     target, draft = pair.runners
     if "model" in drafters and draft is not None:
         recorders["model"] = Recorder(target, draft, sampling)
-    if "exit" in drafters and pair.exit_layer is not None:
-        early = pair.exits.runners(methods.METHODS["eesd"])
-        recorders["exit"] = Recorder(early.target, early.draft, sampling, predictor=pair.exit_layer.predictor)
+    if "exit" in drafters and pair.parts.load("exit") is not None:
+        early = pair.parts.runners(methods.METHODS["eesd"])
+        predictor = None if early.predictor is None else early.predictor.predictor
+        recorders["exit"] = Recorder(early.target, early.draft, sampling, predictor=predictor)
     for drafter, recorder in recorders.items():
         try:
             drafts[drafter] = [recorder.record(reference) for reference in references]

@@ -19,7 +19,7 @@ from specgen.base.text import one_line
 from specgen.view.theme import SHORTEST_WRAP, width, wrapped
 
 if TYPE_CHECKING:
-    from specgen.train.training_task import TrainingProgress
+    from specgen.train.task import TrainingProgress
 
 PREFILL_DELAY = 2.0  # seconds; the prompt of a small model is over before
 _BAR = 20  # cells

@@ -74,9 +74,8 @@ class DraftServer:
     def load(self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any) -> None:
         """Loads the model of a folder. `threads` is the number of CPU threads to use; for `translation` see `DraftWorker`."""
         torch.set_num_threads(threads)
-        folder = Path(source.location)
         self._runner = None  # of a model loaded before
-        self._model = load_weights(folder, source, describe(folder, source), DTYPES[dtype], torch.device(device))
+        self._model = load_weights(describe(Path(source.location), source), DTYPES[dtype], torch.device(device))
         self._translation = translation
         runner = ModelRunner(self._model)
 

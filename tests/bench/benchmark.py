@@ -76,8 +76,8 @@ class ForwardClock:
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
         runners = [runner for runner in pair.runners if runner is not None]
-        if pair.exit_layer is not None:
-            both = pair.exits.runners(find("eesd"))
+        if pair.parts.find("exit") is not None:
+            both = pair.parts.runners(find("eesd"))
             runners += [both.target, both.draft]
         for runner in runners:
             runner._forward = self._timed(runner._forward)

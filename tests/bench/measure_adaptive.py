@@ -187,7 +187,7 @@ class Measurement:
 def _recorder(pair: Pair, drafter: str, sampling: SamplingParams) -> Recorder:
     if drafter != "exit":
         return Recorder(*pair.runners, sampling, sampling.seed or 0)
-    early = pair.exits.runners(methods.find(METHODS[drafter]))
+    early = pair.parts.runners(methods.find(METHODS[drafter]))
     return Recorder(early.target, early.draft, sampling, sampling.seed or 0)
 
 

@@ -6,73 +6,21 @@ predicted features: row i imitates feature i + 1, and its logits predict token i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specgen.base.errors import SpecgenError
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attention import attend_batch
-from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, Take, bias_of, layer_shapes, layer_weights
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, Take, bias_of, layer_weights
 from specgen.engine.native.products import MakeProduct
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"
-_FIRST = "layers.0.self_attn."
 _FIRST_NORM = "layers.0.input_layernorm.weight"
-_OTHER_FIELDS = frozenset({"bias", "qkv_bias", "draft_vocab_size", "target_hidden_size", "eagle_config", "norm_before_residual"})
-
-
-@dataclass(frozen=True, slots=True)
-class EagleDesign:
-    """What the layers of an EAGLE head are like, but for the numbers in their weights.
-
-    `version` is 1 (also for EAGLE-2) or 3. `has_bias`: `fc` has a bias. `norm_before_residual` is as in `EagleWeights`.
-    """
-
-    version: int
-    architecture: Architecture
-    has_bias: bool = False
-    norm_before_residual: bool = False
-
-    @property
-    def width(self) -> int:
-        return self.architecture.hidden_size
-
-
-def read_design(
-    version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, norm_before_residual: bool = False
-) -> EagleDesign:
-    """Returns the design that a head's config and the names and shapes of its tensors describe.
-
-    Which products have biases, and how wide an attention head is, the tensors say. Raises SpecgenError for layers of another kind
-    than Llama's and Qwen 3's.
-    """
-    query, heads = tensors.get(f"{_FIRST}q_proj.weight"), config.get("num_attention_heads")
-    known = {name: value for name, value in config.items() if name not in _OTHER_FIELDS}
-    known.setdefault("model_type", "llama")
-    if query is not None and isinstance(heads, int) and heads > 0:
-        known["head_dim"] = query.shape[0] // heads
-    try:
-        architecture = read_architecture(known)
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"cannot run the layers of the EAGLE head: {error}", _OTHER_HEAD) from error
-    usual = replace(architecture, post_norms=False, pre_norms=True, residual_scale=1.0)
-    if architecture != usual or architecture.model_type == "phi3":
-        raise SpecgenError(f"the EAGLE head has layers of the kind {architecture.model_type!r}", _OTHER_HEAD)
-    architecture = replace(
-        architecture,
-        qkv_bias=f"{_FIRST}q_proj.bias" in tensors,
-        output_bias=f"{_FIRST}o_proj.bias" in tensors,
-        mlp_bias="layers.0.mlp.down_proj.bias" in tensors,
-    )
-    return EagleDesign(version, architecture, bias_of(FC) in tensors, norm_before_residual)
 
 
 class FirstLayer(NativeLayer):
@@ -117,44 +65,37 @@ class UnrolledLayer(FirstLayer):
 
 
 class EagleLayers:
-    """The layers of a head with their weights, for drafting and for training.
+    """The layers of a head of EAGLE-1 or EAGLE-3 (`version`) with their weights, for drafting and for training.
 
-    `take` returns the head's tensors by name (see `check_tensors`), `make_product` makes a product as for `NativeLayer`. `device`
-    is that of the layers, `norm_gain` is as in `layer.norm_function`.
+    `take` returns the head's tensors by name. `has_bias`: `fc` has a bias. `make_product` makes a product as for `NativeLayer`.
+    `device` is that of the layers, `norm_gain` as in `layer.norm_function`, `norm_before_residual` as in `EagleWeights`.
     """
 
     def __init__(
         self,
-        design: EagleDesign,
+        version: int,
+        architecture: Architecture,
         take: Take,
         dtype: torch.dtype,
         make_product: MakeProduct,
         device: torch.device,
         *,
+        has_bias: bool,
+        norm_before_residual: bool = False,
         norm_gain: float = 1.0,
         first_layer: type[FirstLayer] = FirstLayer,
     ) -> None:
-        self.design, architecture = design, design.architecture
+        self._version = version
         self.normed = norm_function(architecture.norm_eps, norm_gain)  # of predicted features: what `head_weight` reads
-        bias = take(bias_of(FC)).to(dtype) if design.has_bias else None
+        bias = take(bias_of(FC)).to(dtype) if has_bias else None
         self.fc = make_product(take(FC).to(dtype), bias, 1.0)
-        self._feature_norm: Tensor | None = None
-        if design.norm_before_residual:
-            self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
-        first_take = _with_both_norms(take) if design.version == 3 else take
+        self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype) if norm_before_residual else None
+        first_take = _with_both_norms(take) if version == 3 else take
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self._layers: list[NativeLayer] = []
         for index, kind in enumerate(kinds):
-            is_first = index == 0
-            made = layer_weights(
-                architecture,
-                index,
-                first_take if is_first else take,
-                dtype,
-                norm_gain,
-                is_normed=not is_first or design.version == 3,
-            )
-            layer = first_layer if is_first else NativeLayer
+            own_take, layer = (take, NativeLayer) if index else (first_take, first_layer)
+            made = layer_weights(architecture, index, own_take, dtype, norm_gain, is_normed=index > 0 or version == 3)
             self._layers.append(layer(architecture, index, kind, made, make_product, gain=norm_gain))
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
@@ -162,7 +103,7 @@ class EagleLayers:
 
         `embeddings` and `features` are [n, width]: of version 3, features after `fc`.
         """
-        if self.design.version == 1:
+        if self._version == 1:
             attended = self.fc(torch.cat((embeddings, features), dim=-1))
             hidden = attended.to(features.dtype, copy=True)  # in training, products are in bfloat16 and sums in float32
         else:
@@ -185,28 +126,3 @@ def head_weight(take: Take, norm_gain: float = 1.0) -> Tensor:
 def _with_both_norms(take: Take) -> Take:
     """Returns what takes the tensors of version 3's first layer, whose attention reads two normed vectors side by side."""
     return lambda name: torch.cat((take(name), take(FEATURE_NORM))) if name == _FIRST_NORM else take(name)
-
-
-def check_tensors(design: EagleDesign, tensors: Mapping[str, Tensor], fc_inputs: int, head_rows: int) -> None:
-    """Raises SpecgenError if a head lacks a tensor, or if one has another shape than it has to have for its target.
-
-    `fc` reads `fc_inputs` numbers, and the LM head of version 3 has `head_rows` tokens.
-    """
-    width = design.width
-    expected: dict[str, tuple[int, ...]] = {FC: (width, fc_inputs)} | ({bias_of(FC): (width,)} if design.has_bias else {})
-    for index in range(len(design.architecture.layers)):
-        expected |= layer_shapes(design.architecture, index)
-    if design.version == 3:
-        expected |= {f"{_FIRST}{name}_proj.weight": (expected[f"{_FIRST}{name}_proj.weight"][0], 2 * width) for name in "qkv"}
-        expected |= {FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (head_rows, width)}
-    else:
-        del expected[_FIRST_NORM]
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise SpecgenError(f"the EAGLE head has no {name}", _OTHER_HEAD)
-        if (found := tuple(tensors[name].shape)) != shape:
-            stored, wanted = (" x ".join(map(str, sizes)) for sizes in (found, shape))
-            raise SpecgenError(f"{name} of the EAGLE head is {stored}, but has to be {wanted} for this model", _OTHER_HEAD)
-
-
-_OTHER_HEAD = "Take a head that was made for this model"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.hub import GGUF_HINT
 from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
-from specgen.engine.quantisation import GGUF_HINT
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

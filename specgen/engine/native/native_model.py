@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move, upload
-from specgen.engine.exit_parts import check_exit_layers
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import ModelShape
@@ -19,9 +18,8 @@ from specgen.engine.native.architecture import Architecture, of_architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function
-from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes, layer_weights
-from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
-from specgen.engine.native.trainable_exit import NativeTrainableExit, final_logits, untrained_exit
+from specgen.engine.native.layer_weights import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.native.products import DenseProduct, Product, ProductChoice
 from specgen.engine.weights import model_files
 
 
@@ -150,10 +148,6 @@ class NativeModel:
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
 
-    def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> NativeExit:
-        """Returns a trained exit layer; see `engine.model.Model`."""
-        return NativeExit(self, tensors, count)
-
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
@@ -194,11 +188,15 @@ class NativeModel:
         assert features is not None
         return features.view(*batch.ids.shape, -1)
 
-    def trainable_exit(self, folder: Path, count: int) -> NativeTrainableExit:
-        """Returns an untrained exit layer; see `engine.model.Model`."""
-        check_exit_layers(count)
-        files = model_files(folder, str(folder), self.device)
-        return NativeTrainableExit(self.architecture, self.inputs, untrained_exit(self.architecture, files, count), count)
+    def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
+        """Returns copies of the last layers' weights; see `engine.model.Model`."""
+        files, first = model_files(folder, str(folder), self.device), len(self.layer_devices) - count
+        taken: dict[str, str] = {}
+        for index in range(count):
+            names = layer_shapes(self.architecture, index), layer_shapes(self.architecture, first + index)
+            taken |= dict(zip(*names, strict=True))
+        taken |= {FINAL_NORM: FINAL_NORM, EXIT_HEAD: HEAD if HEAD in files or not self.architecture.tied else EMBEDDING}
+        return {own: files.take(name).to(torch.float32, copy=True) for own, name in taken.items()}
 
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of weights; see `engine.model.Model`."""
@@ -284,36 +282,10 @@ class NativeForward:
         return hidden.clone() if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
 
 
-class NativeExit:
-    """A trained exit layer of EESD, made of native layers. Implements `engine.model.ExitLayers`."""
-
-    def __init__(self, model: NativeModel, tensors: Mapping[str, torch.Tensor], count: int) -> None:
-        self._model, self._count = model, count
-        architecture, dtype, gain = model.architecture, model.dtype, model.norm_gain
-        expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-        expected |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if EXIT_HEAD in tensors else {}
-        for index in range(count):
-            expected |= layer_shapes(architecture, index)
-        if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
-            wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-            raise ValueError(f"the exit layer has other tensors than it has to have: {', '.join(wrong)}")
-
-        def take(name: str) -> torch.Tensor:
-            return tensors[name].to(model.device)
-
-        with torch.no_grad():
-            factory = ProductFactory(model.device, dtype)
-            head = factory(take(EXIT_HEAD).to(dtype)) if EXIT_HEAD in tensors else model.parts.head
-            self._parts = model.parts._replace(norm=final_norm(architecture, take, dtype, gain), head=head)
-            last = architecture.layers[len(architecture.layers) - count :]
-            kinds = [model.inputs.kinds.index((kind, model.device)) for kind in last]
-            weights = [layer_weights(architecture, index, take, dtype, gain) for index in range(count)]
-            made = enumerate(zip(kinds, weights, strict=True))
-            self._layers = [NativeLayer(architecture, index, *each, factory, gain=gain) for index, each in made]
-
-    def new_cache(self) -> KVBuffer:
-        made, model = self._model.architecture, self._model
-        return KVBuffer([model.device] * max(self._count, 1), made.num_kv_heads, made.head_size, model.dtype)
-
-    def forward(self, inputs: HiddenSource) -> ForwardFunction:
-        return self._model.wrapped(NativeForward(self._model, self._layers, self._parts, inputs))
+def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits that a model predicts with, from the output of its LM head's product: scaled, then capped."""
+    if architecture.logit_scale != 1.0:
+        logits = logits * architecture.logit_scale
+    if (cap := architecture.logit_cap) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,18 +1,35 @@
-"""The weights of a trained head under one set of names, whatever the layout of the files that they were read from."""
+"""The weights of a trained part under one set of names, whatever the layout of the files that they were read from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.families import read_architecture
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.exit_layers import ExitLayers
+
 HeadKind = Literal["medusa", "eagle", "glide"]
+Kind = Literal["exit", "medusa", "eagle", "glide"]
 KINDS: tuple[HeadKind, ...] = ("medusa", "eagle", "glide")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class ExitWeights:
+    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
+
+    kind: ClassVar[Kind] = "exit"
+    layers: ExitLayers
+    after: int
+    predictor: Predictor | None = None
+
+
+@dataclass(frozen=True)
 class MedusaWeights:
     """The heads of Medusa-1 (Cai et al. 2024, section 2.1). Head k predicts the k-th token (from 0) of a draft.
 
@@ -30,16 +47,16 @@ class MedusaWeights:
     rank_accuracies: Sequence[Sequence[float]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EagleWeights:
     """A head of EAGLE-1 and EAGLE-2 (`version` 1; Li et al. 2024) or of EAGLE-3 (`version` 3; Li et al. 2025).
 
-    `config` describes its decoder layer as the config.json of a Llama (or of a Qwen 3, which norms queries and keys) with
-    `num_hidden_layers` layers. `tensors` has the layer's weights under the names of EAGLE's authors, without a prefix:
-    `fc.weight`, `fc.bias` (optional), `layers.0.self_attn.q_proj.weight`, ..., `layers.0.mlp.down_proj.weight`,
-    `layers.0.post_attention_layernorm.weight`; for version 3 also `layers.0.input_layernorm.weight` (of the embedding),
-    `layers.0.hidden_norm.weight` (of the features), `norm.weight` and `lm_head.weight` [head vocabulary, width].
-    `embed_tokens.weight` [target vocabulary, width] is there only if it differs from the target's embedding.
+    `config` describes its decoder layers as the config.json of a Llama, or of a Qwen with its biases or norms. `tensors` has the
+    weights under the names of EAGLE's authors, without a prefix: `fc.weight`, `fc.bias` (optional),
+    `layers.0.self_attn.q_proj.weight`, ..., `layers.0.mlp.down_proj.weight`, `layers.0.post_attention_layernorm.weight`; for
+    version 3 also `layers.0.input_layernorm.weight` (of the embedding), `layers.0.hidden_norm.weight` (of the features),
+    `norm.weight` and `lm_head.weight` [head vocabulary, width]. `embed_tokens.weight` [target vocabulary, width] is there only if
+    it differs from the target's embedding.
 
     Version 3: `feature_layers` are the three layers whose inputs are the features, counted as transformers counts
     `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of each of the
@@ -54,17 +71,21 @@ class EagleWeights:
     vocabulary: torch.Tensor | None = None
     norm_before_residual: bool = False
 
+    @cached_property
+    def architecture(self) -> Architecture:
+        return read_architecture(dict(self.config))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class GlideWeights:
     """A GliDe draft model (Du et al. 2024), whose layers also attend to the target's KV cache.
 
-    `config` describes its layers as the config.json of a Llama. `tensors` has its weights under Llama's names without the prefix
-    `model.`: `layers.0.self_attn.q_proj.weight`, ..., `norm.weight`, and for each layer j also
-    `layers.j.cross_attn.q_proj.weight` [target heads * target head size, width] and `layers.j.cross_attn.o_proj.weight`
-    (transposed shape). `embed_tokens.weight` and `lm_head.weight` are missing where the target's are used.
-    Its layer j of m reads the keys and values of the target's layer L - m + j. `block_size` is the number of tokens in a block of
-    its training, and so the longest distance to the newest visible key that it was trained for.
+    `config` is as in `EagleWeights`. `tensors` has its weights under Llama's names without the prefix `model.`:
+    `layers.0.self_attn.q_proj.weight`, ..., `norm.weight`, and for each layer j also `layers.j.cross_attn.q_proj.weight` [target
+    heads * target head size, width] and `layers.j.cross_attn.o_proj.weight` (transposed shape). `embed_tokens.weight` and
+    `lm_head.weight` are missing where the target's are used. Its layer j of m reads the keys and values of the target's layer L -
+    m + j. `block_size` is the number of tokens in a block of its training, and so the longest distance to the newest visible key
+    that it was trained for.
     """
 
     kind: ClassVar[HeadKind] = "glide"
@@ -72,12 +93,10 @@ class GlideWeights:
     tensors: Mapping[str, torch.Tensor]
     block_size: int = 5
 
-
-def without_tensors(weights: HeadWeights) -> HeadWeights:
-    """Returns a head's weights without the tensors that its runner has copies of, to free their memory."""
-    if isinstance(weights, MedusaWeights):
-        return replace(weights, blocks=(), lm_heads=None)
-    return replace(weights, tensors={})
+    @cached_property
+    def architecture(self) -> Architecture:
+        return read_architecture(dict(self.config))
 
 
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights
+Weights = ExitWeights | HeadWeights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from specgen.engine.batch_pass import BatchCache, BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.architecture import Architecture, of_architecture
-from specgen.engine.native.native_model import NativeExit, NativeModel, NativeParts
+from specgen.engine.native.native_model import NativeModel, NativeParts
 from specgen.engine.native.products import Product
 from specgen.engine.spread.follower import make_forward
 from specgen.engine.spread.leader import Leader
@@ -104,7 +104,7 @@ class DistributedModel:
         self.min_rows, self.exact = local.min_rows, local.exact
         norm = local.parts.norm
         parts = NativeParts(norm[None], norm, _AnnouncedHead(leader, self._key, local))
-        # What rank 0 runs alone, exit layers, is as in the whole model.
+        # What rank 0 runs alone is as in the whole model.
         self._alone = NativeModel(
             architecture, (), parts, self.dtype, norm_gain=local.norm_gain, min_rows=local.min_rows, exact=local.exact
         )
@@ -138,9 +138,6 @@ class DistributedModel:
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
 
-    def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> NativeExit:
-        return NativeExit(self._alone, tensors, count)
-
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         with self._leader.call(Operation.REFERENCE, [self._key, *ids]):
@@ -158,7 +155,7 @@ class DistributedModel:
     def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
         raise no_training()
 
-    def trainable_exit(self, folder: Path, count: int) -> NoReturn:
+    def last_layers(self, folder: Path, count: int) -> NoReturn:
         raise no_training()
 
     def free_weights(self, kept_layers: int = 0) -> None:

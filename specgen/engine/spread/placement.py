@@ -1,15 +1,29 @@
-"""Plans which layers of a target live on which device, where it is spread over several GPUs and the CPU (`--device auto-map`)."""
+"""Plans which layers of a target live on which device with `--device auto-map`: the GPUs in their order, then the CPU.
+
+The sizes are those in the headers of the models' files. Each device is filled before the next one gets a layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-_STEPS = 20  # of the bisection that balances the devices: to a millionth of their memory
+from specgen.base.errors import RunError
+from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
+from specgen.engine.devices import AUTO_MAP, free_memory
+from specgen.engine.dtype_choice import DtypeChoice
+from specgen.engine.model_loading import PreparedModel, check_weight_files
+from specgen.engine.model_shape import ModelShape
+from specgen.engine.weight_sizes import weight_sizes
+
+PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 _OVERHEAD = 512 << 20  # bytes per GPU that its context, its libraries' workspaces and gaps between allocations take
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_HEADS = ("lm_head.", "embed_out.")
 
 
 class Room(NamedTuple):
@@ -17,6 +31,10 @@ class Room(NamedTuple):
 
     device: torch.device
     free: int
+
+    @property
+    def overhead(self) -> int:
+        return 0 if self.device.type == "cpu" else _OVERHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +53,23 @@ class ModelMemory:
     cache: int
     working: int
 
-    def weights_on_one_device(self) -> int:
-        return sum(self.layers) + self.ends(is_first=True, is_last=True)
-
-    def ends(self, *, is_first: bool, is_last: bool) -> int:
-        """Returns the bytes of embedding and head on a device that has the first layer, the last layer, or both."""
+    def weights_of(self, layers: range) -> int:
+        """Returns the bytes of some layers that follow one another, with the embedding before and the head after them."""
+        is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
+        ends = self.embedding * is_first + self.head * is_last
         if is_first and is_last and self.tied:
-            return max(self.embedding, self.head)
-        return self.embedding * is_first + self.head * is_last
+            ends = max(self.embedding, self.head)
+        return sum(self.layers[layers.start : layers.stop]) + ends
+
+    @property
+    def weights(self) -> int:
+        """The bytes of all weights on a single device."""
+        return self.weights_of(range(len(self.layers)))
 
     @property
     def total(self) -> int:
         """The bytes that the model takes on a single device."""
-        return self.weights_on_one_device() + self.cache * len(self.layers) + self.working
+        return self.weights + self.cache * len(self.layers) + self.working
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +96,8 @@ class Stage:
 class Placement:
     """A plan: what is on each device that is used, in the order of the layers. `context` is the number of tokens planned for.
 
-    `draft_device` is None if there is no draft model, or if the user has named its device.
+    `draft_device` is None if there is no draft model, or if the user has named its device. `device` is that of the target's last
+    layers, its norm and its head: where its logits are. `layer_devices` has the device of each layer; None if all are on one.
     """
 
     stages: tuple[Stage, ...]
@@ -83,124 +106,116 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
-        """The device of the target's last layers, its norm and its head: where its logits are."""
-        return self.target_stages[-1].device
-
-    @property
-    def target_stages(self) -> list[Stage]:
-        return [stage for stage in self.stages if stage.layers]
+        return [stage.device for stage in self.stages if stage.layers][-1]
 
     @property
     def layer_devices(self) -> list[torch.device] | None:
-        """The device of each layer; None if all are on one."""
-        stages = self.target_stages
-        return [stage.device for stage in stages for _ in stage.layers] if len(stages) > 1 else None
+        devices = [stage.device for stage in self.stages for _ in stage.layers]
+        return devices if len(set(devices)) > 1 else None
 
 
-class _Split(NamedTuple):
-    """A way to spread a target: the rooms that get layers, and which."""
+def find_rooms() -> list[Room]:
+    """Returns the GPUs of this machine with their free memory, then the CPU; nothing if there is no GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(count)] + [torch.device("cpu")]
+    return [Room(device, free_memory(device) or 0) for device in devices] if count else []
 
-    rooms: list[Room]
-    layers: list[range]
+
+def place(
+    device: str, models: Sequence[PreparedModel], choices: Sequence[DtypeChoice], draft_device: str | None
+) -> Placement | None:
+    """Returns the plan for a target, and for its draft model if there is one and the user has not named its device.
+
+    None unless `device` is `auto-map` and this machine has GPUs: then it means `auto`. Raises RunError if nothing fits.
+    """
+    rooms = find_rooms() if device == AUTO_MAP else []
+    if not rooms:
+        return None
+    context = models[0].source.context or min(models[0].context_limit, PLANNED_CONTEXT)
+    target = model_memory(models[0], rooms[0].device, choices[0], context)
+    draft = 0
+    if len(models) == 2 and draft_device is None:
+        draft = model_memory(models[1], rooms[0].device, choices[1], min(models[1].context_limit, context)).total
+    found = plan([room for room in rooms if room.device.type != "cpu"], target, context, draft)
+    if found is None and models[0].backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
+        target = replace(target, cache=0, working=target.working + target.cache * len(target.layers) + max(target.layers))
+    found = plan(rooms, target, context, draft) if found is None else found
+    if found is None:
+        raise _does_not_fit(models[0].name, rooms, target, context, draft)
+    return found
 
 
 def plan(rooms: Sequence[Room], model: ModelMemory, context: int, draft: int = 0) -> Placement | None:
     """Returns the plan for a target, and for a draft model that takes `draft` bytes (0: none to place). None if nothing fits.
 
-    Takes as few GPUs as possible, those with the most room, and fills them in equal shares of their free memory, so that each
-    keeps room for longer contexts. Only where all GPUs together are too small, they are filled, and the CPU takes the rest: the
-    last layers. Each device has layers that follow one another, the first one also the embedding, the last one norm and head.
-    The draft model is on the GPU that then has the most room left, which may be one without layers of the target. With layers on
-    the CPU, it is on the GPU that leaves the fewest of them there, and on the CPU only if no GPU has room for it.
+    Each device has layers that follow one another, the first one also the embedding, the last one norm and head. The draft model
+    is on the last GPU that has room for it, and if none has, on the last device.
     """
-    gpus = [room for room in rooms if room.device.type != "cpu"]
-    ranked = sorted(gpus, key=lambda room: -room.free)
-    for count in range(1, len(gpus) + 1):
-        used = sorted(ranked[:count], key=gpus.index)
-        options = [
-            (share, host, split)
-            for host in (gpus if draft else [None])
-            if (share := _least_share(used, host, model, draft)) is not None
-            and (split := _split(used, host, model, draft, share)) is not None
-        ]
-        if options:
-            _, host, split = min(options, key=lambda option: option[0])
-            return _placement(split, host, model, draft, context)
-    choices: list[list[Room | None]] = [[*ranked], [*rooms[len(gpus) :]]] if draft else [[None]]
-    for hosts in choices:
-        filled = [(split, host) for host in hosts if (split := _split(rooms, host, model, draft, 1.0)) is not None]
-        if filled:
-            split, host = min(filled, key=lambda option: len(option[0].layers[-1]))
-            return _placement(split, host, model, draft, context)
-    return None
-
-
-def reserve(room: Room, model: ModelMemory) -> int:
-    """Returns the bytes of a device that the target uses which are kept for forward passes."""
-    return model.working + (_OVERHEAD if room.device.type != "cpu" else 0)
-
-
-def _least_share(used: Sequence[Room], host: Room | None, model: ModelMemory, draft: int) -> float | None:
-    """Returns the smallest share of each device's memory with which all fits, with the draft model on `host`; None if none."""
-    others = 0.0
-    if host is not None and host not in used:
-        others = (draft + _OVERHEAD) / max(host.free, 1)
-        if others > 1:
-            return None
-    low, high = 0.0, 1.0
-    if _split(used, host, model, draft, high) is None:
-        return None
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _split(used, host, model, draft, middle) is not None else (middle, high)
-    return max(high, others)
-
-
-def _split(rooms: Sequence[Room], host: Room | None, model: ModelMemory, draft: int, share: float) -> _Split | None:
-    """Spreads the layers over the rooms in their order, each filled up to `share` of its free memory; None if they do not fit.
-
-    A room that is too small for a layer gets none.
-    """
-    count, first = len(model.layers), 0
-    found = _Split([], [])
+    fitting = [room for room in rooms if draft + room.overhead <= room.free and room.device.type != "cpu"]
+    host = (fitting or rooms)[-1] if draft else None
+    stages, first = [], 0
     for room in rooms:
-        capacity = share * room.free - reserve(room, model) - (draft if room is host else 0)
-        last = _filled(capacity, model, first)
-        if last > first:
-            found.rooms.append(room)
-            found.layers.append(range(first, last))
-            first = last
-    is_placed = first == count and (host is None or host in found.rooms or draft <= host.free)
-    return found if is_placed else None
+        own, reserved = draft if room is host else 0, model.working + room.overhead
+        last = _filled(room.free - reserved - own, model, first)
+        layers = range(first, last)
+        if layers:
+            used = model.weights_of(layers), len(layers) * model.cache, reserved, own
+            stages.append(Stage(room.device, layers, room.free, *used))
+        elif own and own <= room.free:
+            stages.append(Stage(room.device, layers, room.free, draft_bytes=own))
+        first = last
+    is_complete = first == len(model.layers) and sum(stage.draft_bytes for stage in stages) == draft
+    return Placement(tuple(stages), host and host.device, context) if is_complete else None
 
 
-def _filled(capacity: float, model: ModelMemory, first: int) -> int:
+def _filled(capacity: int, model: ModelMemory, first: int) -> int:
     """Returns the end of the layers from `first` on that fit into so many bytes. The last layer only goes with the head."""
-    count, last, weights = len(model.layers), first, 0
-    while last < count:
-        weights += model.layers[last]
-        ends = model.ends(is_first=first == 0, is_last=last == count - 1)
-        if weights + ends + (last + 1 - first) * model.cache > capacity:
-            break
+    last = first
+    while last < len(model.layers) and model.weights_of(range(first, last + 1)) + (last + 1 - first) * model.cache <= capacity:
         last += 1
     return last
 
 
-def _placement(split: _Split, host: Room | None, model: ModelMemory, draft: int, context: int) -> Placement:
-    return Placement(tuple(_stages(split, host, model, draft)), None if host is None else host.device, context)
+def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int) -> ModelMemory:
+    """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of its files.
+
+    `weights` is the dtype that it is run in; quantised ones may be dequantised on `device`. Raises SpecgenError if the files
+    cannot be read.
+    """
+    check_weight_files(prepared.folder, prepared.name)
+    shape, size = prepared.shape, weights.dtype.itemsize
+    layers, embedding, others, has_head = [0] * shape.num_layers, 0, 0, False
+    for name, taken in weight_sizes(prepared, device, weights)[1].items():
+        found = _LAYER.search(name)
+        if found is not None:
+            if int(found[1]) < shape.num_layers:  # others predict further tokens, and are not loaded
+                layers[int(found[1])] += taken
+        elif name.startswith(_HEADS):
+            has_head, others = True, others + taken
+        elif "embed" in name or ".wte." in name or ".wpe." in name:
+            embedding += taken
+        else:
+            others += taken
+    tied = shape.tied and not has_head
+    cache = context * shape.kv_bytes_per_token(size) // shape.num_layers
+    working = max(_pass_bytes(shape, size, context), 2 * max(layers))  # layers are fused in float32 while they are loaded
+    return ModelMemory(tuple(layers), embedding, others + (embedding if tied else 0), tied, cache, working)
 
 
-def _stages(split: _Split, host: Room | None, model: ModelMemory, draft: int) -> Iterator[Stage]:
-    for room, layers in zip(*split, strict=True):
-        ends = model.ends(is_first=layers.start == 0, is_last=layers.stop == len(model.layers))
-        yield Stage(
-            room.device,
-            layers,
-            room.free,
-            sum(model.layers[layers.start : layers.stop]) + ends,
-            model.cache * len(layers),
-            reserve(room, model),
-            draft if room is host else 0,
-        )
-    if host is not None and host not in split.rooms:
-        yield Stage(host.device, range(0), host.free, draft_bytes=draft)
+def _pass_bytes(shape: ModelShape, size: int, context: int) -> int:
+    """Returns about how many bytes the largest forward pass takes: a chunk of a long prompt, with its attention mask."""
+    tokens = min(chunk_size(max(context - PREFILL_CHUNK, 0)), context)
+    per_token = 8 * shape.hidden_size + 4 * (shape.intermediate_size or 4 * shape.hidden_size) + 2 * context
+    return tokens * per_token * size + 16 * shape.vocab_size * 4  # logits of a draft, in float32
+
+
+def _does_not_fit(name: str, rooms: Sequence[Room], target: ModelMemory, context: int, draft: int) -> RunError:
+    """Returns the error that says what is needed, and what the devices have."""
+    needs = f"{_size(target.weights)} of weights, {_size(target.cache * len(target.layers))} of cache for {context:,} tokens"
+    needs += f" and {_size(target.working)} for passes on each device" + (f", its draft {_size(draft)}" if draft else "")
+    free = ", ".join(f"{room.device} {_size(room.free)}" for room in rooms)
+    return RunError(f"{name} needs {needs}; free are {free}", "Try --context N, --dtype bfloat16 or a smaller model")
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):,.1f} GiB" if count >> 30 else f"{count / (1 << 20):,.1f} MiB"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,7 +27,7 @@ from specgen.base import heartbeat
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.heartbeat import INTERVAL, LOOK, SilenceWatch, beat_while_parent_lives
 from specgen.base.machine import Launch, launch
-from specgen.engine.model_loading import ModelConfig, ModelSource, check_weight_files
+from specgen.engine.model_loading import PreparedModel, check_weight_files
 from specgen.engine.spread.distributed_model import DistributedModel
 from specgen.engine.spread.follower import Follower
 from specgen.engine.spread.leader import Leader
@@ -174,23 +173,25 @@ _connection = _Connection()
 
 
 def load_distributed(
-    folder: Path, source: ModelSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    prepared: PreparedModel, dtype: torch.dtype, device: torch.device, layer_devices: object = None
 ) -> DistributedModel:
     """Loads a model on all ranks; called on rank 0. Raises SpecgenError for a model that cannot be split, or cannot be loaded."""
-    if config.architecture is None:
+    if prepared.architecture is None:
         raise SpecgenError(
-            f"{source.name} cannot be split over torchrun's processes: transformers runs it ({config.fallback})",
+            f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})",
             "Run it without torchrun, with --device auto-map where it does not fit into one device",
         )
-    check_weight_files(folder, source.name)
+    check_weight_files(prepared.folder, prepared.name)
     try:
         leader = _connection.open(device)
-        return DistributedModel(leader, folder, source.name, config.architecture, dtype=dtype, device=device, exact=source.exact)
+        return DistributedModel(
+            leader, prepared.folder, prepared.name, prepared.architecture, dtype=dtype, device=device, exact=prepared.source.exact
+        )
     except Exception as error:
         if not is_out_of_memory(error) or isinstance(error, SpecgenError):
             raise
         hint = "Try --dtype bfloat16, a smaller model or more processes"
-        raise RunError(f"a part of {source.name} does not fit into the memory of {device}", hint) from error
+        raise RunError(f"a part of {prepared.name} does not fit into the memory of {device}", hint) from error
 
 
 def end() -> None:

@@ -1,30 +1,50 @@
-"""Reads configs and loads models with transformers."""
+"""Reads configs and loads models with transformers, also quantised ones, and onto several devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partialmethod
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.quantisation import Quantisation
 from specgen.engine.tolerances import logits_error
-from specgen.engine.transformers.device_map import module_devices
-from specgen.engine.transformers.quantisers import device_map, quiet_quantisers
-from specgen.engine.transformers.quiet import reading
-from specgen.engine.transformers.structure import model_without_weights
+from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import TransformersModel
 from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
 _AGAIN = "Download or save it again"
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
+
+
+class Checkpoint(NamedTuple):
+    """A model to load: `name` is what messages call it, `config` transformers' own, None if it is not known.
+
+    `quantisation` has the settings with which its weights are quantised, None if they are not.
+    """
+
+    folder: Path
+    name: str
+    trust_remote_code: bool
+    config: Any = None
+    quantisation: Mapping[str, Any] | None = None
+
+    def dequantises_on(self, device: torch.device) -> bool:
+        """Whether quantised weights become ordinary numbers when they are loaded on a device; see `check_quantisation`."""
+        return self.quantisation is not None and check_quantisation(self.quantisation, device, self.name)
 
 
 def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
@@ -42,77 +62,76 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
     return config
 
 
-def load_transformers_model(
-    folder: Path,
-    name: str,
-    trust_remote_code: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantisation: Quantisation | None = None,
-    layer_devices: Sequence[torch.device] | None = None,
-) -> TransformersModel:
-    """Loads the model in `folder`, and checks that cached passes with a rollback give the right logits.
+def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: str) -> bool:
+    """Makes transformers check that it can load weights with these quantisation settings onto a device. Loads no weights.
 
-    `quantisation` says how its weights are quantised, and whether they stay so on `device`; None: they are not. `layer_devices`
-    has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or missing weights,
-    or without a package that several devices need, and RunError if memory is short.
+    Returns whether it will dequantise them. Raises SpecgenError with its reason if it cannot.
     """
-    placed = None
-    if layer_devices is not None:
-        config = read_transformers_config(folder, name, trust_remote_code)
-        placed = module_devices(model_without_weights(config, trust_remote_code), name, layer_devices)
-    with nullcontext() if quantisation is None else quiet_quantisers():  # some decompress weights at their first pass
-        module = load_module(folder, name, trust_remote_code, dtype, device, quantisation, placed)
+    try:
+        with _quiet_quantisers():
+            from transformers.quantizers.auto import AutoHfQuantizer
+
+            quantiser = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+            quantiser.validate_environment(device_map={"": str(device)}, weights_only=True)
+    except Exception as error:
+        reason = shorten(" ".join(str(error).split()), 200, placeholder=" …").rstrip(".") or type(error).__name__
+        method = shorten(str(settings.get("quant_method")), 40)
+        hint = "Install what it names" if isinstance(error, ImportError) else "Take another checkpoint of the model"
+        message = f"the weights of {name} are quantised with {method}, which transformers cannot load here: {reason}"
+        raise SpecgenError(message, hint) from error
+    return bool(getattr(quantiser.quantization_config, "dequantize", False))
+
+
+def load_transformers_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
+) -> TransformersModel:
+    """Loads a model, and checks that cached passes with a rollback give the right logits.
+
+    `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or
+    missing weights, or without a package that several devices need, and RunError if memory is short.
+    """
+    with _quiet_quantisers():  # some decompress weights at their first pass
+        module = load_module(checkpoint, dtype, device, layer_devices)
         if getattr(type(module), "_is_stateful", False):
-            raise _recurrent(name, module.config.model_type)
+            raise _recurrent(checkpoint.name, module.config.model_type)
         model = TransformersModel(module)
-        _check_rollback(model, name, quantisation)
+        _check_rollback(model, checkpoint, device)
     return model
 
 
 def load_module(
-    folder: Path,
-    name: str,
-    trust_remote_code: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantisation: Quantisation | None = None,
-    placed: Mapping[str, torch.device] | None = None,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
 ) -> Any:
-    """Returns the transformers model in `folder`, on `device` in evaluation mode. Checks only its tensors.
-
-    `quantisation` is as for `load_transformers_model`. `placed` has the devices of its modules by name, if they are on several.
-    Raises SpecgenError for damaged, missing or unexpected weights, RunError if memory is short.
-    """
-    options: dict[str, Any] = {}
-    if quantisation is not None:
-        config = read_transformers_config(folder, name, trust_remote_code)
-        config.quantization_config = dict(quantisation.settings)
-        options = {"config": config, "device_map": device_map(device)}
-    elif device.type not in ("cpu", "mps"):  # straight to the device; without accelerate by way of the host's memory, see below
-        options["device_map"] = device_map(device)
-    if placed is not None:
-        options["device_map"] = dict(placed)
+    """Returns the transformers model, on `device` in evaluation mode. Checks only its tensors."""
+    name, trust = checkpoint.name, checkpoint.trust_remote_code
+    dequantises, options = checkpoint.dequantises_on(device), dict[str, Any]()
+    if device.type not in ("cpu", "mps") or checkpoint.quantisation is not None:  # straight to the device
+        options["device_map"] = {"": str(device)} if is_accelerate_available() else None
+    if checkpoint.quantisation is not None:  # which may be in the text part of its config.json
+        options["config"] = checkpoint.config
+        checkpoint.config.quantization_config = dict(checkpoint.quantisation)
+    if layer_devices is not None:
+        structure = model_without_weights(checkpoint.config, trust)
+        options["device_map"] = module_devices(structure, name, layer_devices)
     with reading("weights", name):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
+                checkpoint.folder,
                 dtype=dtype,
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=trust,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
                 **options,
             )
             if options.get("device_map") is None:  # some quantised models cannot be moved, not even to where they are
                 model = model.to(device)
-            if quantisation is not None and quantisation.dequantises:  # transformers gives them the dtype of their scales
-                model = model.to(dtype)
-            model = model.eval()
+            model = (model.to(dtype) if dequantises else model).eval()  # transformers gives them the dtype of their scales
         except (torch.OutOfMemoryError, MemoryError) as error:
-            hint = "Try --dtype bfloat16 or a smaller model"
-            where = device if placed is None else ", ".join(dict.fromkeys(map(str, placed.values())))
-            raise RunError(f"{name} does not fit into the memory of {where}", hint) from error
+            where = ", ".join(map(str, dict.fromkeys(layer_devices or [device])))
+            raise RunError(
+                f"{name} does not fit into the memory of {where}", "Try --dtype bfloat16 or a smaller model"
+            ) from error
     _check_report(report, model.config.get_text_config(), name)
     return model
 
@@ -137,7 +156,7 @@ def _recurrent(name: str, what: str) -> SpecgenError:
 
 
 @inference
-def _check_rollback(model: TransformersModel, name: str, quantisation: Quantisation | None) -> None:
+def _check_rollback(model: TransformersModel, checkpoint: Checkpoint, device: torch.device) -> None:
     """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
 
     Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
@@ -152,10 +171,75 @@ def _check_rollback(model: TransformersModel, name: str, quantisation: Quantisat
         return runner.logits(context).logits
 
     if why := logits_error(logits_after_rollback, lambda: model.reference_logits(ids)):
-        quantised = quantisation is not None and not quantisation.dequantises
+        is_packed = checkpoint.quantisation is not None and not checkpoint.dequantises_on(device)
         raise SpecgenError(
-            f"{name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
+            f"{checkpoint.name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
             "Its weights are quantised: try --dtype bfloat16, or another --device"
-            if quantised
+            if is_packed
             else "Take a causal language model with attention in every layer",
         )
+
+
+def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
+    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
+
+    `config` is transformers' config. Returns None if building the model fails.
+    """
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # noqa: BLE001  loading the model reports the error
+        return None
+
+
+def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Returns accelerate's device map of a model without weights: the devices of its modules by their names.
+
+    What comes before the layers is on the first layer's device, as are modules without weights (rotary embedding); what comes
+    after them is on the last one's, but for a head that shares the embedding's table. Raises SpecgenError without accelerate, and
+    for a model (`name` in messages) whose layers cannot be found.
+    """
+    if find_spec("accelerate") is None:
+        raise SpecgenError(
+            f"{name} runs on transformers, which needs the package accelerate to use several devices",
+            "Install it: pip install accelerate, or specgen[multi-gpu]; or take --device cuda",
+        )
+    count, named = len(layer_devices), [] if module is None else list(module.named_modules())
+    layers = next((path for path, part in named if isinstance(part, nn.ModuleList) and len(part) == count), None)
+    if layers is None:
+        raise SpecgenError(f"the layers of {name} cannot be told from its other modules", "Take --device cuda or cpu")
+    tied = bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+    found: dict[str, torch.device] = {}
+    head, seen = module.get_output_embeddings(), False
+    for path, part in _parts(module, layers):
+        if path == layers:
+            found |= {f"{path}.{index}": device for index, device in enumerate(layer_devices)}
+            seen = True
+        else:
+            is_late = seen and any(True for _ in part.parameters()) and not (tied and part is head)
+            found[path] = layer_devices[-1 if is_late else 0]
+    return found
+
+
+def _parts(module: nn.Module, layers: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields the names of the modules beside the list `layers` and around it, and of the list itself, in their order."""
+    for name, part in module.named_children():
+        path = f"{prefix}{name}"
+        if layers.startswith(f"{path}."):
+            yield from _parts(part, layers, f"{path}.")
+        else:
+            yield path, part
+
+
+@contextmanager
+def _quiet_quantisers() -> Iterator[None]:
+    """Switches off warnings, log messages and progress bars of transformers and of the quantisers' packages."""
+    disabled, bars = logging.root.manager.disable, tqdm.__init__
+    logging.disable(logging.WARNING)
+    tqdm.__init__ = partialmethod(bars, disable=True)
+    try:
+        with quiet_transformers():
+            yield
+    finally:
+        logging.disable(disabled)
+        tqdm.__init__ = bars

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from specgen.engine.transformers.decoder_layers import (
     decoder_of,
     layer_types,
 )
-from specgen.engine.transformers.exit_layer import ExitLayer
 from specgen.engine.transformers.kv_cache import KVCache
-from specgen.engine.transformers.structure import count_parameters, is_quantised
+from specgen.engine.transformers.structure import count_parameters, dequantised_layer, dequantised_linear, is_quantised
 
 
 class TransformersModel:
@@ -109,19 +108,6 @@ class TransformersModel:
         """Returns the LM head's logits; see `engine.model.Model`."""
         return move(self._decoder_layers([], with_head=True).head_logits(hidden), self.device)
 
-    def exit_layers(self, tensors: Mapping[str, torch.Tensor], count: int) -> TransformersExit:
-        """Returns a trained exit layer; see `engine.model.Model`."""
-        layer = ExitLayer.of(self.module, count)
-        if "head.weight" not in tensors:
-            layer.head = nn.Identity()
-        try:
-            layer.load_state_dict(dict(tensors))
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-        if "head.weight" not in tensors:
-            layer.head = self.module.lm_head
-        return TransformersExit(self, layer)
-
     def batch_cache(self, sequences: int) -> KVCache:
         """Returns an empty KV cache; its first pass decides for how many sequences."""
         return KVCache(self.shape.num_layers, self.device)
@@ -157,11 +143,19 @@ class TransformersModel:
         inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
         return torch.cat([move(inputs[tap], self.device) for tap in taps], dim=-1)
 
-    def trainable_exit(self, folder: Path, count: int) -> TransformersTrainableExit:
-        """Returns an untrained exit layer; see `engine.model.Model`."""
+    def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
+        """Returns copies of the last layers' weights; see `engine.model.Model`."""
         if self.is_placed:
             raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
-        return TransformersTrainableExit(self, ExitLayer.of(self.module, count))
+        decoder, head = decoder_of(self.module), self.module.lm_head
+        start = len(decoder.layers) - count
+        layers = list(decoder.layers[start:])
+        if is_quantised(self.module):
+            config, head = self.module.config.get_text_config(), dequantised_linear(head, self.dtype)
+            layers = [dequantised_layer(layer, index, config, self.dtype) for index, layer in enumerate(layers, start)]
+        named = [*((f"layers.{index}", layer) for index, layer in enumerate(layers)), ("norm", decoder.norm), ("head", head)]
+        stored = {f"{part}.{name}": weight for part, module in named for name, weight in module.state_dict().items()}
+        return {name: weight.detach().to(self.device, torch.float32, copy=True) for name, weight in stored.items()}
 
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of weights; see `engine.model.Model`."""
@@ -180,37 +174,6 @@ class TransformersModel:
         norm, head = (decoder.norm, self.module.lm_head) if with_head else (nn.Identity(), nn.Identity())
         config = self.module.config.get_text_config() if with_head else None
         return DecoderLayers(parts, [types[part.layer] for part in layers], norm, head, config)
-
-
-class TransformersTrainableExit:
-    """An exit layer made of transformers' decoder layers, in training. Implements `engine.model.TrainableExit`."""
-
-    def __init__(self, model: TransformersModel, layer: ExitLayer) -> None:
-        self._model, self.module = model, layer
-
-    def run_layers(self, hidden: torch.Tensor, batch: BatchPass) -> torch.Tensor:
-        """Runs the decoder layers; see `engine.model.TrainableExit`."""
-        return self.module.run_layers(hidden, *self._model.inputs.batched(batch, hidden))
-
-    def norm_and_head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.module.norm_and_head(hidden)
-
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits; see `engine.model.TrainableExit`."""
-        return self.module.head_logits(hidden)
-
-
-class TransformersExit:
-    """An exit layer made of transformers' decoder layers. Implements `engine.model.ExitLayers`."""
-
-    def __init__(self, model: TransformersModel, layer: ExitLayer) -> None:
-        self._model, self.layer = model, layer
-
-    def new_cache(self) -> KVCache:
-        return KVCache(len(self.layer.layers), self._model.device)
-
-    def forward(self, inputs: HiddenSource) -> ForwardFunction:
-        return _LayersForward(self._model, self.layer, inputs)
 
 
 class _InputMaker:

@@ -1,0 +1,139 @@
+"""An exit layer of EESD (section 3.1), made of native layers: it drafts from the hidden states between a target's layers.
+
+The target may be run by either backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specgen.base.errors import SpecgenError
+from specgen.engine.batch_pass import BatchPass
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, ModelOutput
+from specgen.engine.model import Model
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, Take, final_norm, layer_shapes, layer_weights
+from specgen.engine.native.native_model import NativeModel, final_logits
+from specgen.engine.native.products import MakeProduct, ProductFactory
+
+MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
+
+
+def check_exit_layers(count: int) -> None:
+    """Raises SpecgenError unless an exit may have `count` decoder layers."""
+    if not 0 <= count <= MAX_LAYERS:
+        raise SpecgenError(f"the exit has {count} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+
+
+def check_exit_depth(layers: int, depth: int, name: str = "the exit") -> None:
+    """Raises SpecgenError unless an exit after the first `depth` of `layers` layers has a layer before and after it.
+
+    `name` is what the message calls the exit.
+    """
+    if not 1 <= depth < layers:
+        raise SpecgenError(f"{name} is after layer {depth} of {layers}", f"It can be after layer 1 to {layers - 1}")
+
+
+def default_exit_depth(layers: int) -> int:
+    """Returns N, the number of layers before EESD's exit: 1 + layers // 20.
+
+    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40. From 10 layers on, it is always 5 to 10 % of
+    them, as the paper suggests (section 5.4).
+    """
+    return 1 + layers // 20
+
+
+def known_architecture(model: Model, feature: str) -> Architecture:
+    """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
+    try:
+        return model.architecture
+    except UnsupportedConfig as error:
+        raise SpecgenError(f"{feature} needs a target of a family that specgen knows, but {error}", "Take -m svip") from error
+
+
+class ExitLayers:
+    """The decoder layers of an exit, a norm and an LM head, on the hidden states after the first layers of the target `model`.
+
+    `take` returns the weights by their names in an exit layer's file. `make_product` None makes a layer that drafts; in training
+    it makes differentiable products from parameters. `has_head`: the LM head is not the target's.
+    """
+
+    def __init__(
+        self, model: Model, count: int, take: Take, make_product: MakeProduct | None = None, *, has_head: bool = True
+    ) -> None:
+        self._architecture = architecture = known_architecture(model, "early exit")
+        self._model, self._device, dtype = model, model.device, torch.float32
+        gain = 1.0
+        if make_product is None:
+            dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
+            gain = model.norm_gain if isinstance(model, NativeModel) else gain
+            make_product = ProductFactory(model.device, dtype)
+        devices = [model.device] * len(architecture.layers)
+        # passes are padded as the target's, with which they share hidden states
+        self._inputs = model.inputs if isinstance(model, NativeModel) else InputMaker(architecture, dtype, devices)
+        self._normed = norm_function(architecture.norm_eps, gain)
+        kinds = [self._inputs.kinds.index((kind, model.device)) for kind in architecture.layers[len(devices) - count :]]
+        with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
+            self._norm = final_norm(architecture, take, dtype, gain)
+            self._head = make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if has_head else None
+            weights = [layer_weights(architecture, index, take, dtype, gain) for index in range(count)]
+        made = enumerate(zip(kinds, weights, strict=True))
+        self._layers = [NativeLayer(architecture, index, *each, make_product, gain=gain) for index, each in made]
+
+    def new_cache(self) -> KVBuffer:
+        """Returns an empty KV cache for the exit layer."""
+        made, devices = self._architecture, [self._device] * max(len(self._layers), 1)
+        return KVBuffer(devices, made.num_kv_heads, made.head_size, self._model.dtype)
+
+    def forward(self, source: HiddenSource) -> ForwardFunction:
+        """Returns a function that runs the exit layer on the hidden states [n, width] that `source` returns."""
+
+        def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            inputs, states = self._inputs(forward_pass), source(forward_pass)
+            count = states.shape[0]
+            hidden = pad(states, (0, 0, 0, inputs.rows - count)) if inputs.rows > count else states.clone()
+            for layer in self._layers:
+                hidden = layer(hidden, inputs)
+            begin, rows = count - logits_to_keep, self._inputs.padded(logits_to_keep)
+            first = max(0, min(begin, inputs.rows - rows))
+            logits, normed = self.norm_and_head(hidden[first : first + rows])
+            kept = slice(begin - first, begin - first + logits_to_keep)
+            return ModelOutput(logits[kept], normed[kept])
+
+        return run
+
+    def run_layers(self, hidden: Tensor, batch: BatchPass) -> Tensor:
+        """Returns the hidden states [batch, n, width] after the decoder layers, for those that enter. Differentiable."""
+        inputs, states = self._inputs.batched(batch), hidden.flatten(0, 1)
+        for layer in self._layers:
+            states = layer(states, inputs)
+        return states.view(hidden.shape)
+
+    def norm_and_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
+        states = self._normed(hidden) * self._norm
+        if self._head is None:
+            return self._model.head_logits(states), states
+        return final_logits(self._architecture, self._head(states)), states
+
+
+def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLayers:
+    """Returns a trained exit layer with `count` decoder layers. `tensors` has its weights by the names in its file, `head.weight`
+    only if the LM head is its own. Raises ValueError for missing and unknown tensors and wrong shapes."""
+    architecture, has_head = known_architecture(model, "early exit"), EXIT_HEAD in tensors
+    expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
+    expected |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if has_head else {}
+    for index in range(count):
+        expected |= layer_shapes(architecture, index)
+    if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(f"the exit layer has other tensors than it has to have: {', '.join(wrong)}")
+    with torch.no_grad():
+        return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=has_head)

@@ -1,0 +1,366 @@
+"""A trained part of a target: an exit layer of EESD, or a head (Medusa, EAGLE, GliDe). Its folder, its description, its weights.
+
+An exit layer is `exit.yaml` and `exit.safetensors`. A head has one of the published layouts (`published_heads`), and, if specgen
+trained it, `head.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+import yaml
+from pydantic import ConfigDict, Field
+from safetensors.torch import save
+
+from specgen import demo
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
+from specgen.base.schema import read
+from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.exit_layers import check_exit_depth, check_exit_layers, read_exit
+from specgen.engine.parts.head_config import MEDUSA_FILE
+from specgen.engine.parts.published_heads import PublishedHead, published
+from specgen.engine.parts.weights import EagleWeights, ExitWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
+from specgen.engine.weights import SINGLE_FILE, WeightFiles, shown
+
+EXIT_DESCRIPTION = "exit.yaml"
+_COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
+_EXIT_COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
+_D = TypeVar("_D")
+_SAVED_DTYPE = torch.bfloat16
+_RETRAIN = "Train it again"
+_NAME_FILES = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDescription:
+    """The contents of `exit.yaml`, which describes a trained exit layer.
+
+    `target` and `fingerprint` are the name of the target and a hash of its weights. The exit comes after the target's first
+    `after` layers and has `layers` layers itself. `own_head`: it has an LM head of its own instead of the target's. `predictor`:
+    a predictor of acceptance was trained too. `figures` (measured in training) and `made_with` (settings and versions of the
+    training) inform people; the program does not use them.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    target: str
+    fingerprint: str
+    after: int
+    layers: int = 1
+    own_head: bool = True
+    predictor: bool = False
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """The sizes of the target that a head was trained for. `vocab_size` is its number of logits."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """The contents of `head.yaml`, which describes a head that specgen trained; see `ExitDescription`.
+
+    `sizes` are the target's. `weights` is a hash of the head's own weights, which `save_head` fills in. `feature_layers` of
+    EAGLE-3 and `rank_accuracies` of Medusa are as in the head's weights.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    kind: HeadKind
+    target: str
+    fingerprint: str
+    sizes: TargetSizes
+    weights: str = ""
+    feature_layers: tuple[int, ...] = ()
+    rank_accuracies: Sequence[Sequence[Annotated[float, Field(ge=0, le=1)]]] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal[1] = 1
+
+
+class TrainedPart:
+    """A trained part that belongs to `target`. Its description has been read and compared with the target, its weights not yet.
+
+    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained.
+    After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an EAGLE head (1 or 3).
+    Open one by `open_part`.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        path: Path,
+        target: LoadedModel,
+        description: ExitDescription | HeadDescription | None,
+        files: PublishedHead | None = None,
+    ) -> None:
+        self.kind, self.path, self.description = kind, path, description
+        self.warning: str | None = None
+        self.version: int | None = None
+        self._target, self._files = target, files
+        self._weights: Weights | None = None
+
+    @property
+    def name(self) -> str:
+        return f"the {'exit layer' if self.kind == 'exit' else 'head'} {self.path}"
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify the training that made it, or the weights of a head."""
+        if self.kind != "exit":
+            return weights_fingerprint(self.path)
+        assert self.description is not None
+        return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
+
+    @property
+    def has_predictor(self) -> bool:
+        return isinstance(self.description, ExitDescription) and self.description.predictor
+
+    def load(self) -> Weights:
+        """Returns the weights, which are read and checked once, and kept until `release`.
+
+        Raises SpecgenError, in one line, for files that are damaged or do not fit the target; RunError if memory is short.
+        """
+        if self._weights is None:
+            try:
+                self._weights = self._read_exit() if self.kind == "exit" else self._read_head()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise RunError(f"{self.name} does not fit into the memory of {self._target.device}") from error
+        return self._weights
+
+    def release(self) -> None:
+        """Frees the memory of the weights as they were read: a runner has its own, fused or converted."""
+        self._weights = None
+
+    def _read_head(self) -> HeadWeights:
+        described, files = self.description, self._files or PublishedHead(self.path, self._target)
+        self._files = None  # open files keep what was read of them in memory
+        features = described.feature_layers if isinstance(described, HeadDescription) else ()
+        weights = files.read(features)
+        if isinstance(described, HeadDescription) and isinstance(weights, MedusaWeights):
+            weights = replace(weights, rank_accuracies=described.rank_accuracies)
+        self.warning = files.warning
+        self.version = weights.version if isinstance(weights, EagleWeights) else None
+        return weights
+
+    def _read_exit(self) -> ExitWeights:
+        described, model = self.description, self._target.model
+        assert isinstance(described, ExitDescription)
+        check_exit_layers(described.layers)
+        check_exit_depth(model.shape.num_layers, described.after, self.name)
+        tensors = read_exit_tensors(self.path, described.fingerprint)
+        if described.own_head != ("exit.head.weight" in tensors):
+            raise SpecgenError(f"{self.name} does not fit its description", _RETRAIN)
+        if any(not weight.isfinite().all() for weight in tensors.values()):
+            raise SpecgenError(f"{self.name} holds NaN", f"Its training diverged. {_RETRAIN}")
+        try:
+            layers, predictor = read_exit(model, _under("exit.", tensors), described.layers), None
+            if described.predictor:
+                predictor = Predictor(model.shape.hidden_size)
+                predictor.load_state_dict(_under("predictor.", tensors))
+                predictor.to(model.device).requires_grad_(False)
+        except (ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise SpecgenError(f"{self.name} does not fit its description", _RETRAIN) from error
+        return ExitWeights(layers, described.after, predictor)
+
+
+def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
+    """Opens the exit layer or head that `path` names: its folder, or for an exit layer also one of its two files.
+
+    Raises SpecgenError if there is none, if it was trained for another target, or if its files do not belong together.
+    """
+    if is_exit:
+        weights, yaml_file = _exit_files(path)
+        exit_ = _described(yaml_file, ExitDescription, "exit layer", "eesd")
+        part = TrainedPart("exit", weights, target, exit_)
+        _check_target(part, target)
+        return part
+    if not path.is_dir():
+        problem = f"{path} is a file" if path.exists() else f"there is no folder {path}"
+        raise SpecgenError(problem, "Name the folder of a Medusa, EAGLE or GliDe head")
+    head: HeadDescription | None = None
+    if (path / HEAD_DESCRIPTION).exists():
+        head = _described(path / HEAD_DESCRIPTION, HeadDescription, "head", "medusa, eagle or glide")
+        _check_target(TrainedPart(head.kind, path, target, head), target)
+        if head.weights and head.weights != weights_fingerprint(path):
+            raise SpecgenError(f"the weights in {path} and their {HEAD_DESCRIPTION} do not belong together", _RETRAIN)
+    files = PublishedHead(path, target)
+    part = TrainedPart(files.kind, path, target, head, files)
+    if head is not None and head.kind != part.kind:
+        problem = f"{part.name}: it is of the kind {part.kind}, and its {HEAD_DESCRIPTION} says {head.kind}"
+        raise SpecgenError(problem, _RETRAIN)
+    return part
+
+
+def find_part(kind: Kind, target: LoadedModel, *, is_bundled: bool) -> TrainedPart | None:
+    """Opens the part of a kind that is used if the user names none; returns None if there is none.
+
+    It is the one trained on this machine for the target's weights, preferably under the target's name. If there is none and the
+    target comes with specgen (`is_bundled`), it is the one that comes with it. Raises SpecgenError as `open_part` does.
+    """
+    fingerprint = weights_fingerprint(target.folder)
+    if kind == "exit":
+        found, bundled = kept_exit(target.name, fingerprint), demo.exit_folder()
+    else:
+        found, bundled = kept_head(kind, target.name, fingerprint), demo.head_folder(kind)
+    found = bundled if found is None and is_bundled and bundled.is_dir() else found
+    return None if found is None else open_part(found, target, is_exit=kind == "exit")
+
+
+def _check_target(part: TrainedPart, target: LoadedModel) -> None:
+    described = part.description
+    if described is not None and described.fingerprint != weights_fingerprint(target.folder):
+        method = "eesd" if part.kind == "exit" else part.kind
+        trained_for = f"{shown(described.target)} ({shown(described.fingerprint, 16)})"
+        hint = f"Train one for this target: specgen tune --train --methods {method}"
+        raise SpecgenError(f"{part.name} was trained for {trained_for}, not for {target.name}", hint)
+
+
+def _described(path: Path, kind: type[_D], what: str, methods: str) -> _D:
+    if path.exists() and not path.is_file():
+        raise SpecgenError(f"{path} is not a file", f"Train the {what} again, or restore the file")
+    if not path.exists():
+        hint = f"Train one for this target: specgen tune --train --methods {methods}"
+        raise SpecgenError(f"there is no {what} in {path.parent} (no {path.name})", hint)
+    return read(path, kind, f"description of the {what}", f"Train the {what} again, or restore the file")
+
+
+def _exit_files(path: Path) -> tuple[Path, Path]:
+    """Returns the paths of an exit layer's weights and description, whose names differ in their suffixes."""
+    if path.is_dir():
+        return path / EXIT_WEIGHTS, path / EXIT_DESCRIPTION
+    weights, description = (path.with_suffix(Path(name).suffix) for name in (EXIT_WEIGHTS, EXIT_DESCRIPTION))
+    for file in (path, weights, description):
+        if not file.is_file():
+            raise SpecgenError(f"there is no exit layer {path} (no file {file})", _NAME_FILES)
+    return weights, description
+
+
+def read_exit_tensors(path: Path, fingerprint: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of an exit layer's file, which was trained for the target with this fingerprint."""
+    files = WeightFiles(path, f"the exit layer {path}")
+    if files.metadata.get("fingerprint") != fingerprint:
+        described = path.with_suffix(Path(EXIT_DESCRIPTION).suffix).name
+        raise SpecgenError(f"{path} and its {described} do not belong together", "Restore the one that was replaced")
+    return {name: files.take(name) for name in files.names}
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names start with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def describe_head(
+    kind: HeadKind, target: LoadedModel, figures: Mapping[str, Any], made_with: Mapping[str, Any]
+) -> HeadDescription:
+    """Returns the description of a head that was trained for `target`."""
+    shape = target.model.shape
+    sizes = TargetSizes(shape.hidden_size, shape.num_layers, shape.num_heads, shape.head_size, target.model.vocab_size)
+    return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
+
+
+def check_head_folder(folder: Path) -> None:
+    """Raises SpecgenError if `save_head` would overwrite what is no head of specgen's in `folder`, such as a model."""
+    names = ("config.json", SINGLE_FILE, MEDUSA_FILE)
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is not None and not (folder / HEAD_DESCRIPTION).exists():
+        raise SpecgenError(f"{folder} has a {found} that does not belong to a head trained by specgen", "Name another folder")
+
+
+def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) -> Path:
+    """Writes a head in a published layout, in bfloat16, with its `head.yaml`. Returns the path of the weights.
+
+    All files are replaced together. Raises SpecgenError as `check_head_folder` does, and OSError.
+    """
+    check_head_folder(folder)
+    config, tensors, name = published(weights, description.target, asdict(description.sizes))
+    if isinstance(weights, MedusaWeights):
+        description = replace(description, rank_accuracies=[list(each) for each in weights.rank_accuracies])
+    elif isinstance(weights, EagleWeights):
+        description = replace(description, feature_layers=weights.feature_layers)
+    data = save({key: _stored(tensor) for key, tensor in tensors.items()}, {"format": "pt"})
+    description = replace(description, weights=file_fingerprint(BytesIO(data)))
+    shown_config = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    _write(folder, {HEAD_DESCRIPTION: _yaml(description), "config.json": shown_config.encode(), name: data})
+    (folder / (SINGLE_FILE if name == MEDUSA_FILE else MEDUSA_FILE)).unlink(missing_ok=True)  # of an older head
+    return folder / name
+
+
+def save_exit(
+    folder: Path, tensors: Mapping[str, torch.Tensor], predictor: Predictor | None, description: ExitDescription
+) -> Path:
+    """Writes `exit.safetensors` and `exit.yaml`, the weights in bfloat16. Returns the path of the weights. Raises OSError.
+
+    `tensors` has those of `ExitLayers` by name; the LM head is left out unless it is the exit's own.
+    """
+    kept = {f"exit.{name}": weight for name, weight in tensors.items() if description.own_head or name != "head.weight"}
+    if predictor is not None:
+        kept |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
+    # One entry only: the order of several changes, and the same weights should give the same file.
+    data = save({name: _stored(weight) for name, weight in kept.items()}, {"fingerprint": description.fingerprint})
+    _write(folder, {EXIT_WEIGHTS: data, EXIT_DESCRIPTION: _yaml(description)})
+    return folder / EXIT_WEIGHTS
+
+
+def replace_predictor(path: Path, folder: Path, predictor: Predictor, description: ExitDescription) -> Path:
+    """Writes a copy of the exit layer with the weights `path` and another predictor into `folder`, as `save_exit` does."""
+    return save_exit(folder, _under("exit.", read_exit_tensors(path, description.fingerprint)), predictor, description)
+
+
+def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Rounds the parameters that are trained to what a file keeps of them, and ends their training.
+
+    What is measured after that are the figures of the saved weights.
+    """
+    with torch.no_grad():
+        for weight in parameters.values():
+            if weight.requires_grad:
+                weight.copy_(weight.to(_SAVED_DTYPE))
+            weight.requires_grad_(False)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = _SAVED_DTYPE if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype).contiguous().clone()
+
+
+def _yaml(description: ExitDescription | HeadDescription) -> bytes:
+    """Returns a description as YAML after a comment. Floats get four significant digits."""
+    comment = _COMMENT.format(description.kind) if isinstance(description, HeadDescription) else _EXIT_COMMENT
+    plain = json.loads(json.dumps(asdict(description)), parse_float=lambda text: float(f"{float(text):.4g}"))
+    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return (comment + text).encode()
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files, and then moves them into place, the first one last: it is what makes the others be found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as moves:
+        for name, data in files.items():
+            moves.enter_context(whole_file(folder / name)).write(data)

@@ -1,0 +1,210 @@
+"""What users and scripts rely on, read from the program: commands, options, JSON keys, exit codes, methods and Python names.
+
+`python tests/golden_interface.py --write` records it in `golden/interface.json`. `command` runs `specgen` in this process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+FILE = Path(__file__).parent / "golden" / "interface.json"
+WIDTH = "999"  # columns of the help text, so that each option takes one line
+# Dictionaries whose keys are data, such as names of settings, or depend on the machine. Their keys are not recorded.
+OPEN = {"settings", "costs", "engine", "policy", "predicted", "perplexity", "left_out"}
+OPEN |= {"tune.measured", "target_seconds", "pays_from"}
+BY_NAME = {"methods", "by_category"}  # dictionaries of equal records: the keys of one of them are recorded
+UNPROMISED = {"self", "announce", "process"}  # parameters that no user is told of
+EXITS: dict[str, list[str]] = {  # name -> arguments; their exit codes are recorded
+    "help": ["--help"],
+    "done": ["generate", "-m", "ar", "-n", "2", "text"],
+    "no command": ["nonesuch"],
+    "no such option": ["generate", "--nonesuch", "text"],
+    "no such method": ["generate", "-m", "nonesuch", "text"],
+    "no such setting": ["generate", "-m", "sd", "--set", "nonesuch=1", "text"],
+    "a setting out of bounds": ["generate", "-m", "sd", "--set", "k=0", "text"],
+    "a policy that the drafter cannot feed": ["generate", "-m", "lookup", "--set", "policy=svip", "text"],
+    "zero tokens": ["generate", "-n", "0", "text"],
+    "a draft without a target": ["generate", "-d", "FOLDER/MODEL", "text"],
+    "no such model": ["generate", "-t", "FOLDER/nonesuch", "text"],
+    "no such device": ["generate", "--device", "cuda:99", "text"],
+    "a trace that cannot be written": ["generate", "-n", "2", "--trace", "FOLDER/nonesuch/trace.jsonl", "text"],
+    "- for an output": ["generate", "-n", "2", "--trace", "-", "text"],
+    "a prompt without room for a token": ["generate", "--context", "2", "one two three four five"],
+    "sampling with joint": ["generate", "-m", "joint", "--temperature", "1", "text"],
+    "NaN logits": ["generate", "-t", "FOLDER/BROKEN", "--device", "cpu", "--dtype", "float32", "text"],
+    "no method that can run": ["compare", "-t", "FOLDER/MODEL", "-m", "medusa", "--limit", "1"],
+    "no such prompts": ["compare", "--prompts", "FOLDER/nonesuch.yaml"],
+    "a budget that is too small": ["tune", "--budget", "1"],
+    "no such trace": ["inspect", "FOLDER/nonesuch.jsonl"],
+    "nothing to inspect": ["inspect"],
+}
+
+
+@contextmanager
+def own_folders(**environment: str) -> Iterator[None]:
+    """Sets `environment`, and folders for data and measurements in which nothing is."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"SPECGEN_DATA": f"{folder}/data", "SPECGEN_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        with patch.dict(os.environ, {**names, "OMP_NUM_THREADS": "1", **environment}):
+            yield
+
+
+def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Runs `specgen` in this process, as `python -m specgen` does: its exit code, standard output and standard error."""
+    out, err, nothing = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(3))
+    with (
+        own_folders(**environment),
+        patch.object(sys, "argv", ["specgen", *arguments]),
+        patch.object(sys, "stdin", nothing),
+        patch("gc.disable"),  # a program of its own may stop collecting garbage, this process may not
+        patch("gc.freeze"),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            runpy.run_module("specgen", run_name="__main__")
+            code: Any = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+    for stream in (out, err):
+        stream.seek(0)
+    return code, out.read(), err.read()
+
+
+def save_models(folder: Path) -> None:
+    """Saves a tiny model as MODEL, and as BROKEN one whose logits are NaN."""
+    import torch
+    from golden_rounds import make_model, save
+
+    model = make_model("llama")
+    save(model, folder / "MODEL")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    save(model, folder / "BROKEN")
+
+
+def help_of(name: str) -> tuple[str, dict[str, str]]:
+    """A command's usage line, and for each option its short name, its values and its default, as `-n N =128`."""
+    _, text, _ = command(*filter(None, [name]), "--help", COLUMNS=WIDTH, TERMINAL_WIDTH=WIDTH)
+    options = {}
+    for row in re.findall(r"^[│|] +(--.*?) *[│|]$", text, re.MULTILINE):
+        option, short, values, rest = re.fullmatch(r"(--[\w-]+)\s+(?:(-\w)\s+)?(\S+)(.*)", row).groups()  # type: ignore[union-attr]
+        default = re.search(r"\[default: (.*?)\]", rest)
+        parts = (short, None if values.startswith("<") else values, default and f"={default[1]}")
+        options[option] = " ".join(filter(None, parts))
+    usage = re.search(r"Usage: .*?\b(specgen .*)", text)
+    assert usage
+    return usage[1].strip(), options
+
+
+def keys(value: dict[str, Any], kind: str, before: str = "") -> list[str]:
+    """The keys of a JSON object, those of inner objects behind a dot, and those of objects in a list behind `[].`."""
+    found = []
+    for key, inner in value.items():
+        name = before + key
+        if key in BY_NAME and isinstance(inner, dict):
+            inner, name = next(iter(inner.values()), None), f"{name}.*"
+        if isinstance(inner, list) and inner:
+            inner, name = inner[0], name + "[]" * isinstance(inner[0], dict)
+        is_open = key in OPEN or f"{kind}.{key}" in OPEN
+        found += keys(inner, kind, f"{name}.") if isinstance(inner, dict) and inner and not is_open else [name]
+    return found
+
+
+def lines(*arguments: str) -> list[dict[str, Any]]:
+    """The JSON lines of a command that succeeds."""
+    code, out, err = command(*arguments)
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def json_keys(folder: Path) -> dict[str, list[str]]:
+    """The keys of each kind of JSON line, sorted: their order is no promise."""
+    trace = str(folder / "trace.jsonl")
+    short = ("-n", "4", "--json")
+    generated = lines("generate", "-m", "svip", *short, "--record", "distributions", "--trace", trace, "text")
+    records = {f"generate {line['type']}": line for line in generated}
+    records["compare method"] = lines("compare", "-m", "sd", *short, "--limit", "1", "--repeats", "1", "--trace", trace)[-1]
+    compared = map(json.loads, Path(trace).read_text(encoding="utf-8").splitlines())
+    records["compare start"] = next(line for line in compared if line["type"] == "start")
+    records["tune"] = lines("tune", "-m", "ar", *short, "--limit", "1", "--budget", "5")[0]
+    records["inspect pair"] = lines("inspect", "--measure", "--json")[0]
+    records["inspect trace"] = lines("inspect", trace, "--json")[0]
+    return {name: sorted(keys(record, name.split()[0])) for name, record in records.items()}
+
+
+def methods() -> dict[str, Any]:
+    """What `inspect --methods --json` says of each method, but for help texts."""
+    found = {}
+    for line in lines("inspect", "--methods", "--json"):
+        settings = {}
+        for name, setting in line.pop("settings").items():
+            low, high, choices = setting["low"], setting["high"], setting["choices"]
+            settings[name] = [setting["default"], "|".join(choices) if choices else [low, high]]
+        name = line.pop("name")
+        found[name] = {**line, "settings": settings}
+    return found
+
+
+def python_names() -> dict[str, Any]:
+    """The signatures of the Python interface, and the methods by name."""
+    import specgen
+
+    def parameters(function: Any) -> list[str]:
+        found = [each for each in inspect.signature(function).parameters.values() if each.name not in UNPROMISED]
+        return [re.sub(r":.*?(?= = |$)", "", str(each)) for each in found if each.kind is not each.VAR_KEYWORD]
+
+    pair = specgen.Pair
+    return {
+        "load": parameters(specgen.load),
+        "pair.generate": parameters(pair.generate),
+        "pair.rounds": parameters(pair.rounds),
+        "SamplingParams": [f"{each.name} = {each.default!r}" for each in fields(specgen.SamplingParams)],
+        "SpecgenError": issubclass(specgen.SpecgenError, Exception),
+        "Result": [name for name in ("text", "token_ids", "rounds", "summary") if hasattr(specgen.Result, name)],
+        "METHODS": list(specgen.METHODS),
+    }
+
+
+def record() -> dict[str, Any]:
+    """Everything that the golden file holds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(folder)
+        exits = {what: command(*(each.replace("FOLDER", name) for each in arguments))[0] for what, arguments in EXITS.items()}
+        usage = {name or "specgen": help_of(name) for name in ("", "generate", "compare", "inspect", "tune")}
+        return {
+            "usage": {name: line for name, (line, _) in usage.items()},
+            "options": {name: options for name, (_, options) in usage.items()},
+            "exit_codes": exits,
+            "json": json_keys(folder),
+            "methods": methods(),
+            "python": python_names(),
+        }
+
+
+def written(content: Any) -> str:
+    """JSON with inner objects on lines of their own, but without line breaks in lists."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    return re.sub(r"\[[^][{}]*(?:\[[^][{}]*\][^][{}]*)*\]", lambda found: re.sub(r"\n *", " ", found[0]), text) + "\n"
+
+
+if __name__ == "__main__":
+    text = written(record())
+    if sys.argv[1:] == ["--write"]:
+        FILE.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
