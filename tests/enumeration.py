@@ -210,7 +210,8 @@ class InlineDrafter:
         pass
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
-        self.drafted = self._model.propose(context, self.policy, limit, list(unverified))
+        drafted = self._model.propose(context, self.policy, limit, list(unverified))
+        self.drafted = drafted.with_predictions(self.policy.predictions)
 
     def first(self, count: int) -> list[int]:
         return list(self.drafted.tokens[:count])

@@ -230,6 +230,15 @@ DRAFTING = [
             "self._continuations[tuple(context.ids[position - length : position])] = position - 1",
         ),
     ),
+    *mutants(
+        "decoding/logits_ops.py",
+        Selection("test_penalised_signals.py"),
+        (
+            "drafts go on where penalties forbid all tokens",
+            "return bool((logits.amax(dim=-1) == -torch.inf).any())",
+            "return False",
+        ),
+    ),
 ]
 
 PARALLEL = [

@@ -51,7 +51,7 @@ _FORKSERVER.set_forkserver_preload(
         "specgen.cli.compare",
         "specgen.pair.loading",
         "specgen.engine.native.loading",
-        "specgen.workers.worker_loop",
+        "specgen.workers.server",
     ]
 )
 

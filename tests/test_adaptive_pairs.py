@@ -15,6 +15,7 @@ import specgen
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.methods.runs import make_policy
 from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 
@@ -155,6 +156,7 @@ def test_pearl_with_a_given_window_measures_what_it_needs(
     ids = pair.generate(PROMPT, "ar", GREEDY).token_ids
     assert pair.generate(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_).token_ids == ids
     assert bool(pair.measurements._known) == (not given_)
-    policy: Any = pair.run(pair.request(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_)).policy
+    run: Any = pair.run(pair.request(PROMPT, "pearl", GREEDY, policy="adaptive", window=4, **given_))
+    policy: Any = make_policy(run.settings, 0, run.schedule.drafter._setup.adaptive)
     assert policy._costs.draft == 0
     assert policy._costs.verification.at(1) == given_.get("verify_cost", policy._costs.verification.at(1))

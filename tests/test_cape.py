@@ -13,7 +13,7 @@ from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Context, Draft, SamplingParams, Verdict
+from specgen.base.types import Context, SamplingParams, Verdict
 from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, Fixed
 from specgen.decoding.verification import RejectionSampling
@@ -143,17 +143,6 @@ def test_any_number_of_candidates_is_lossless(further: int, sizes: tuple[int, in
     assert one_round(monkeypatch, further, sizes=sizes) < ROUNDING
 
 
-def whole_q(draft: Draft) -> Draft:
-    """The candidates as if they were drawn, too."""
-    length = draft.probs.shape[0]
-    origins = [*range(length), *(parent + 1 for parent in draft.parents[length:])]
-    return replace(draft, probs=draft.probs[torch.tensor(origins)])
-
-
-def test_the_enumeration_notices_candidates_that_count_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one_round(monkeypatch, 2, whole_q) > 0.01
-
-
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
@@ -167,11 +156,3 @@ def test_the_enumeration_notices_candidates_that_count_as_drawn(monkeypatch: pyt
 def test_settings_that_exclude_each_other(name: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecgenError, match=message):
         methods.resolve(methods.find(name), given)
-
-
-def test_a_method_has_defaults_for_other_policies_than_its_own() -> None:
-    row = replace(methods.find("sd"), defaults={"svip": {"every": 2}, "fixed": {"k": 7}})
-    assert methods.resolve(row, {"policy": "svip"}).values["every"] == 2
-    assert methods.resolve(row, {"policy": "svip", "every": 3}).values["every"] == 3
-    assert methods.resolve(row, {}).values["k"] == 7
-    assert methods.resolve(row, {"policy": "heuristic"}).values["k"] == 5

@@ -373,7 +373,7 @@ def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
     def broken(*_: object) -> None:
         raise RunError("the worker died", "Try again")
 
-    monkeypatch.setattr("specgen.decoding.prompt_lookup.PromptLookupDrafter.propose", broken)
+    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", broken)
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
     assert code == 1
     assert err == "error: lookup: the worker died. Try again\n"

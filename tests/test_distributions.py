@@ -93,7 +93,7 @@ def path_of(name: str, settings: dict[str, object]) -> tuple[object, ...]:
     """What decides how the method drafts and verifies with these settings."""
     method = methods.find(name.partition(":")[0])
     values = methods.resolve(method, settings, has_predictor=True)
-    return method.needs, method.drafter, method.drafts_trees(values), values.policy, method.verifier, method.schedule
+    return method.drafter, method.drafts_trees(values), values.policy, method.verifier, method.schedule
 
 
 def test_every_lossless_method_is_tested() -> None:

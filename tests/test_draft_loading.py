@@ -138,27 +138,18 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "apart", "apart_as_graphs"),
+    ("target", "draft", "apart"),
     [
-        ("cpu", "cpu", True, True),
-        ("cpu", "cuda:0", True, True),
-        ("cuda:0", "cuda:1", True, False),
-        ("cuda:0", "cpu", True, False),
-        ("cuda:0", "cuda:0", False, False),
-        ("mps", "mps", False, False),
-        ("mps", "cpu", True, True),
+        ("cpu", "cpu", True),
+        ("cpu", "cuda:0", True),
+        ("cuda:0", "cuda:1", True),
+        ("cuda:0", "cuda:0", False),
+        ("mps", "cpu", True),
     ],
 )
-def test_a_process_drafts_where_the_targets_pass_keeps_this_one_busy(
-    monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool, apart_as_graphs: bool
+def test_a_process_drafts_unless_both_models_share_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool
 ) -> None:
-    devices = torch.device(target), torch.device(draft)
     for possible in (True, False):
         monkeypatch.setattr(loading, "is_possible", lambda possible=possible: possible)
-        for backend, layers, expected in (
-            ("native", None, apart_as_graphs),
-            ("transformers", None, apart),
-            ("native", [devices[0], torch.device("cpu")], apart),
-        ):
-            is_queued = loading._is_queued(devices[0], backend, layers)
-            assert loading._needs_process(*devices, is_queued=is_queued) == (possible and expected)
+        assert loading._needs_process(torch.device(target), torch.device(draft)) == (possible and apart)

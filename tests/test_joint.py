@@ -83,13 +83,6 @@ class TestJointAcceptance:
         assert whole == Verdict((0,), 2, "bonus")
         assert verifier.verify(Draft(), rows((0.0, 1.0, 0.0))) == Verdict((), 1, None)
 
-    def test_nan_logits_are_an_error(self) -> None:
-        for sampling in (SAMPLING, GREEDY):
-            with pytest.raises(RunError, match="target model's logits hold NaN"):
-                JointLikelihoodVerifier(sampling, CPU, 0, 0.1).verify(
-                    draft((0,), (0.5,)), ModelOutput(torch.full((2, 3), torch.nan))
-                )
-
 
 def beam_search(
     runner: object, sampling: SamplingParams, *, width: int, stochastic: bool = False, eos: tuple[int, ...] = ()
@@ -152,16 +145,6 @@ class TestBeams:
         greedy = beam_search(runner, GREEDY, width=36, stochastic=True).propose(Context(PROMPT), Fixed(3), 10)
         assert greedy.tokens == joint_argmax(runner, PROMPT, 3)[0]
 
-    def test_one_beam_is_greedy_drafting(self) -> None:
-        runner = TableRunner(4)
-        ids = list(PROMPT)
-        for _ in range(4):
-            ids.append(int(runner.row(ids).argmax()))
-        found = beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 10)
-        assert found.tokens == ids[len(PROMPT) :]
-        assert len(beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 1).tokens) == 1
-        assert not beam_search(runner, SAMPLING, width=1).propose(Context(PROMPT), Fixed(4), 0).tokens
-
     def test_stochastic_beams_are_drawn_by_their_joint_likelihoods(self) -> None:
         """One beam is sampling from the draft; two are two draws without replacement."""
         runner = TableRunner(4)
@@ -202,26 +185,6 @@ class TestBeams:
         search.propose(context, Fixed(4), 10)
         assert passes[4:] == [1, 6, 6, 6], "the accepted path's rows were kept"
 
-    @pytest.mark.parametrize(("family", "backend"), [("llama", "native"), ("gemma2", "native"), ("gpt2", "transformers")])
-    def test_beams_in_a_runner_are_those_of_the_model_without_a_cache(self, family: str, backend: str) -> None:
-        model = make_model(family)
-        runner = ModelRunner(model_of(model, backend))
-        search = BeamSearchDrafter(Setup(runner, SAMPLING, frozenset(), 96), width=4, stochastic=False)
-        context = Context([1, 5, 6, 7])
-        for _ in range(3):
-            found = search.propose(context, Fixed(4), 10)
-            beams: list[tuple[list[int], float]] = [([], 0.0)]
-            for _ in range(4):
-                longer = []
-                for tokens, before in beams:
-                    with torch.no_grad():
-                        row = model(torch.tensor([context.ids + tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
-                    longer += [([*tokens, token], before + value) for token, value in enumerate(row.tolist())]
-                beams = sorted(longer, key=lambda beam: -beam[1])[:4]
-            assert found.tokens == beams[0][0]
-            assert found.log_likelihoods[-1] == pytest.approx(beams[0][1], abs=1e-3)
-            context.extend([*found.tokens[:2], 11])
-
     def test_nan_logits_are_an_error(self) -> None:
         runner = TableRunner(1)
         runner.table.fill_(math.nan)
@@ -246,26 +209,6 @@ def greedy(runner: TableRunner, count: int, ids: Sequence[int] = PROMPT) -> list
 
 
 class TestMtad:
-    @pytest.mark.parametrize("seed", range(8))
-    def test_exact_joint_decoding_is_at_most_as_perplexing_as_greedy_decoding(self, seed: int) -> None:
-        """MTAD, Corollary 3.3, block by block: no continuation of the same context is likelier."""
-        runner = TableRunner(seed)
-        for length in (1, 2, 3, 4):
-            block, likelihood = joint_argmax(runner, PROMPT, length)
-            assert likelihood >= log_likelihood(runner, greedy(runner, length)) - 1e-6
-            assert length > 1 or block == greedy(runner, 1)
-
-    def test_joint_decoding_over_many_blocks_is_less_perplexing_on_the_whole(self) -> None:
-        joint, single = [], []
-        for seed in range(12):
-            runner = TableRunner(seed)
-            tokens: list[int] = []
-            while len(tokens) < 9:
-                tokens += joint_argmax(runner, [*PROMPT, *tokens], 3)[0]
-            joint.append(log_likelihood(runner, tokens))
-            single.append(log_likelihood(runner, greedy(runner, 9)))
-        assert mean(joint) > mean(single)
-
     @pytest.mark.parametrize("seed", range(4))
     def test_with_the_target_as_its_own_draft_and_wide_beams_it_is_exact_joint_decoding(self, seed: int) -> None:
         runner = TableRunner(seed)
@@ -286,12 +229,6 @@ class TestMtad:
         rounds = run("mtad", settings, TableRunner(1), TableRunner(2), sampling)
         assert [len(round_.verdict.path) for round_ in rounds] == [0, 3, 3, 3, 3]
         assert all(round_.verdict.source == "bonus" for round_ in rounds[1:])
-
-    @pytest.mark.parametrize("beam", ["greedy", "sample"])
-    def test_a_threshold_of_one_is_plain_decoding(self, beam: str) -> None:
-        rounds = run("mtad", {"tau": 1, "beam": beam}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=12))
-        assert ids_of(rounds) == greedy(TableRunner(1), 12)
-        assert not any(round_.verdict.path for round_ in rounds)
 
     @pytest.mark.parametrize("settings", [{"beams": 1}, {"k": 1}, {"beams": 1, "k": 1}, {"beams": 256, "k": 2}])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])

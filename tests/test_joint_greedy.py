@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, make_model, model_of
 from scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
-from typer.testing import CliRunner
 
-from specgen.base.errors import RunError, SpecgenError
+from specgen.base.errors import RunError
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.cli.app import app
-from specgen.decoding.run import Clock, StopTexts
-from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.engine.model_runner import ModelOutput
 from specgen.methods import joint_search
 from specgen.pair.figures import Summary
 from specgen.pair.pair import Pair
-from specgen.traces.reader import read_trace
 
 PairOf = Callable[..., Pair]
 Block = tuple[list[int], float]  # tokens and joint log-likelihood
@@ -110,27 +102,6 @@ def test_a_block_may_end_with_an_end_of_sequence_that_greedy_decoding_passes_by(
     assert decoded(runner, 10, k=1, eos=(3,))[0].token_ids == [2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_likeliest_block_of_a_tiny_model(backend: str) -> None:
-    """All 20 ** 3 blocks by the model without a cache, after contexts that hold accepted blocks."""
-    module = make_model("llama", vocab_size=TINY, initializer_range=0.12)
-    prompt, runner = [1, 5, 7, 9], ModelRunner(model_of(module, backend))
-    rounds, context = decoded(runner, 5, k=3, prompt=prompt), list(prompt)
-    assert [len(round_.token_ids) for round_ in rounds] == [3, 2]
-    for round_ in rounds:
-        length = len(round_.token_ids)
-        blocks = torch.tensor(list(product(range(TINY), repeat=length)))
-        ids = torch.cat((torch.tensor(context).expand(len(blocks), -1), blocks), dim=1)
-        with torch.no_grad():
-            log_probs = module(ids).logits[:, len(context) - 1 : -1].log_softmax(-1)
-        joint = log_probs.gather(2, blocks[:, :, None])[:, :, 0].sum(dim=1)
-        assert joint[blocks.tolist().index(round_.token_ids)] == pytest.approx(float(joint.max()), abs=1e-5)
-        context += round_.token_ids
-    plainly = list(scripted_run("ar", {}, runner, None, SamplingParams(max_new_tokens=5), prompt=prompt).rounds())
-    for settings in ({"k": 1}, {"k": 1, "beams": 1}):
-        assert ids_of(decoded(runner, 5, prompt=prompt, **settings)) == ids_of(plainly) != ids_of(rounds)
-
-
 def beam_search(runner: TableRunner, length: int, width: int) -> list[int]:
     beams: list[Block] = [([], 0.0)]
     for _ in range(length):
@@ -196,35 +167,3 @@ def test_nan_logits_are_an_error() -> None:
         runner.table[position] = math.nan
         with pytest.raises(RunError, match="target model's logits hold NaN"):
             decoded(runner, 5, k=2)
-
-
-def test_a_stop_text_cuts_a_block() -> None:
-    run = scripted_run("joint", {"k": 4}, TableRunner(2), None, SamplingParams(max_new_tokens=8))
-    block = decoded(TableRunner(2), 4, k=4)[0].token_ids
-    run.stop_texts = StopTexts([str(block[1])], str)
-    assert ids_of(run.rounds()) == block[: block.index(block[1]) + 1]
-    assert run.finish_reason == "stop"
-    assert isinstance(run.clock, Clock)
-
-
-def test_it_decodes_greedily_only(pair_of: PairOf) -> None:
-    with pytest.raises(SpecgenError, match=r"joint decodes greedily only, and temperature is 0\.7"):
-        pair_of("llama", "near").request([1, 5], "joint", SamplingParams(temperature=0.7))
-    found = CliRunner().invoke(app, ["generate", "-m", "joint", "--temperature", "0.7", "Hi"])
-    assert found.exit_code == 2
-    assert found.stdout == ""
-
-
-def test_traces_hold_the_passes(tmp_path: Path) -> None:
-    trace = tmp_path / "t.jsonl"
-    found = CliRunner().invoke(app, ["generate", "-m", "joint", "-n", "7", "--trace", str(trace), "User: Hi\nAssistant:"])
-    assert found.exit_code == 0
-    *_, summary = lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    (run,) = read_trace(trace)
-    assert run.fold().target_passes == summary["target_passes"] > summary["rounds"] == 2
-    assert sum(line["target_passes"] for line in lines if line["type"] == "round") == summary["target_passes"]
-    assert summary["perplexity"] > 0
-    for line in lines:
-        line.pop("target_passes", None)
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert next(read_trace(trace)).fold().target_passes == 2, "older traces have one pass per round"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, total_variation
+from enumeration import PROMPT
 from scripted_models import VOCAB, TableRunner, ids_of, scripted_run
 
 from specgen import methods
@@ -16,7 +14,7 @@ from specgen.decoding import logits_ops
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.mtad_search import BeamSearchDrafter
-from specgen.methods.multi_draft_tree import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
+from specgen.methods.multi_draft_tree import MultiDraftDrafter, k_sequential, multi_round
 from specgen.methods.sd import Confidence
 from specgen.methods.svip import SVIP
 
@@ -90,47 +88,6 @@ def test_of_several_beams_the_policy_sees_the_likeliest(stochastic: bool) -> Non
 def path(draft: Draft, node: int) -> list[int]:
     """The tokens on the path to a node."""
     return [*path(draft, draft.parents[node]), draft.tokens[node]] if node >= 0 else []
-
-
-def distance(rule: AcceptanceRule, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch) -> tuple[float, set[int]]:
-    """Total variation between the target and a round over all its random paths, and the numbers of levels of its drafts."""
-    target, draft, sampling, levels = SmallRunner(2, 2), SmallRunner(11, 2), SamplingParams(temperature=1.0), set()
-    drafter = MultiDraftDrafter(Setup(draft, sampling, frozenset(), 2), drafts=2)  # type: ignore[arg-type]
-    verifier = TreeSampling(rule, sampling, torch.device("cpu"), 0)
-
-    def round_() -> tuple[int, ...]:
-        proposed = drafter.propose(Context(PROMPT), policy(), 3)
-        levels.add(proposed.levels)
-        verdict = verifier.verify(proposed, target.logits(Context(PROMPT), proposed.tokens, proposed.parents))
-        assert verdict.token is not None
-        return (*(proposed.tokens[node] for node in verdict.path), verdict.token)
-
-    with monkeypatch.context() as patch:
-        begun = Paths(patch).all(round_)
-    assert sum(begun.values()) == pytest.approx(1, abs=ROUNDING)
-    return total_variation(exact(target, sampling, 4, start=begun), exact(target, sampling, 4)), levels
-
-
-@pytest.mark.parametrize(("rule", "policy"), [("specinfer", "confidence"), ("spectr", "confidence"), ("specinfer", "svip")])
-def test_a_policy_on_several_drafts_keeps_the_targets_distribution(
-    rule: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far, levels = distance(RULES[rule], POLICIES[policy], monkeypatch)
-    assert far < ROUNDING
-    assert len(levels) > 1, "the policy ends some drafts early"
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_enumeration_notices_a_level_that_is_dropped(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A level must stay in the tree when the policy ends the draft at it."""
-    propose = MultiDraftDrafter.propose
-
-    def dropping(drafter: MultiDraftDrafter, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        draft = propose(drafter, context, policy, limit)
-        return Draft() if draft.levels == 1 else draft
-
-    monkeypatch.setattr(MultiDraftDrafter, "propose", dropping)
-    assert distance(RULES[rule], POLICIES["confidence"], monkeypatch)[0] > 0.001
 
 
 POLICIES_OF = {

@@ -6,40 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact
 from scripted_models import TableRunner
 
 from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
-from specgen.decoding.verification import RejectionSampling
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import runs
 from specgen.methods.multi_draft_tree import AcceptanceRule, MultiDraftDrafter, TreeSampling, k_sequential, multi_round
 
 JUDGES = {"specinfer": multi_round, "spectr": k_sequential}
-
-
-@pytest.mark.parametrize("probs", [None, [[0.1, 0.2, 0.7]]], ids=["none drawn", "the first drawn"])
-def test_a_tree_of_distinct_deterministic_candidates_is_lossless_too(
-    probs: list[list[float]] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Top-k candidates, each with a one-hot distribution: a rejected one is removed from the target's."""
-    target, sampling = SmallRunner(1), SamplingParams(temperature=1.0)
-    verifier = RejectionSampling(sampling, torch.device("cpu"), 0)
-
-    def round_() -> tuple[int, ...]:
-        first = 2 if probs is None else logits_ops.draw_on_cpu(torch.tensor(probs[0]), torch.Generator())
-        draft = Draft((first, (first + 1) % 3, 1, 2), (-1, -1, 0, 0), probs=None if probs is None else torch.tensor(probs))
-        verdict = verifier.verify(draft, target.logits(Context(PROMPT), draft.tokens, draft.parents))
-        return (*(draft.tokens[node] for node in verdict.path), verdict.token)  # type: ignore[return-value]
-
-    found = exact(target, sampling, 3, frozenset(), Paths(monkeypatch).all(round_))
-    wanted = exact(target, sampling, 3, frozenset())
-    assert found == pytest.approx(wanted, abs=ROUNDING)
 
 
 @pytest.mark.parametrize("rule", JUDGES.values())

@@ -94,7 +94,7 @@ def test_what_was_generated_before_is_shown_and_recorded(
 def test_in_a_comparison_the_other_methods_are_measured(
     compare: Compare, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("specgen.decoding.prompt_lookup.PromptLookupDrafter.propose", raising(error))
+    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", raising(error))
     options = ("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "1")
     code, out, err = compare(*options)
     assert (code, err) == (1, "error: lookup: out of memory. Leave this method out, or take a smaller -n\n")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import traces
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
 from specgen.base.types import SamplingParams
@@ -19,7 +17,6 @@ from specgen.decoding import run as run_module
 from specgen.engine.devices import WaitingTimer
 from specgen.methods.eesd import CaliTS
 from specgen.pair.figures import Summary
-from specgen.traces.reader import read_trace
 from specgen.view.generation import footer
 from specgen.view.html.charts import time_bar
 from specgen.workers.worker import DraftWorker
@@ -93,20 +90,6 @@ def test_in_pearl_the_decisions_are_not_part_of_a_round(clock: Clock) -> None:
     run = scripted_run("pearl", with_policy, TableRunner(1), draft, SamplingParams(max_new_tokens=12), worker=worker)
     assert {round_.seconds["policy"] for round_ in run.rounds() if round_.index} == {UPDATE}
     worker.close()
-
-
-def test_a_trace_without_the_phase_has_none_of_its_time(tmp_path: Path) -> None:
-    """As written by earlier versions."""
-    lines = traces.a_run("svip")
-    for line in lines:
-        line.get("seconds", {}).pop("policy", None)
-    found = next(iter(read_trace(traces.write(tmp_path / "old.jsonl", *lines))))
-    assert [traced.round.seconds["policy"] for traced in found.rounds] == [0.0] * 6
-    summary = Summary("svip", [traced.round for traced in found.rounds])
-    line = summary.as_dict("", "eos") | {"drafts": summary.drafts}
-    del line["phase_seconds"]["policy"]
-    summary.include(line)
-    assert (summary.phase_seconds["policy"], summary.phase_seconds["draft"]) == (0, 2 * 5 * 0.25)
 
 
 def test_the_footer_and_the_pages_show_the_phase() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from enumeration import InlineWorker
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Draft, SamplingParams
@@ -19,7 +19,6 @@ from specgen.methods.first_acceptance import FirstAcceptance
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.pearl_schedule import _joined
 from specgen.pair.records import round_line
-from specgen.workers.worker import DraftWorker
 
 GREEDY = SamplingParams(max_new_tokens=30)
 
@@ -62,11 +61,10 @@ def test_a_policy_without_predictions_records_none() -> None:
 
 def test_pearl_reports_the_predictions_of_drafts_in_parts() -> None:
     runner = TableRunner(0)
-    with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
-        run = scripted_run("pearl", {"window": 3}, runner, runner, GREEDY, worker=worker)
-        drafter: Any = run.schedule.drafter  # type: ignore[attr-defined]
-        drafter.policy = Predicting(9)
-        rounds = [round_ for round_ in run.rounds() if round_.draft.tokens]
+    run = scripted_run("pearl", {"window": 3}, runner, runner, GREEDY, worker=InlineWorker(runner))  # type: ignore[arg-type]
+    drafter: Any = run.schedule.drafter  # type: ignore[attr-defined]
+    drafter.policy = Predicting(9)
+    rounds = [round_ for round_ in run.rounds() if round_.draft.tokens]
     for round_ in rounds:
         assert len(round_.draft.predicted) == len(round_.draft.tokens)
     assert {share for round_ in rounds[1:-1] for share in round_.draft.predicted} == {0.1, 0.2, 0.3}

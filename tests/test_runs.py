@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, make_model, near_copy, plain, save, with_exit
+from families import BACKENDS, CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
@@ -52,38 +49,6 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")
     assert rounds[0].mode == "prefill"
     assert [round_.index for round_ in rounds] == list(range(len(rounds)))
-
-
-@pytest.fixture(scope="module")
-def several_ends(models_folder: Path) -> Pair:
-    """A target with two end-of-sequence ids that its greedy output reaches."""
-    target = make_model("qwen2", seed=3)
-    ahead = plain(target, [1, 5, 6, 7], 12)
-    ends = sorted({ahead[7], ahead[9]})
-    target.generation_config.eos_token_id = ends
-    folder = save(target, models_folder / "ends")
-    pair = specgen.load(folder, save(near_copy(target), models_folder / "ends-draft"), device="cpu", dtype="float32")
-    pair._worker = None
-    return with_exit(pair, 1)
-
-
-@pytest.fixture(scope="module")
-def ended(several_ends: Pair) -> list[int]:
-    return plain(several_ends.target.transformers_module, [1, 5, 6, 7], 40)
-
-
-@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if not METHODS[name].head])
-@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
-def test_the_first_of_several_ends_ends_the_output(several_ends: Pair, ended: list[int], method: str, k: int) -> None:
-    setting, expected = LENGTH_SETTINGS.get(method), ended
-    settings = ({setting: k} if setting else {}) | ({"skip": "1"} if method == "selfsd" else {})
-    assert len(expected) < 12
-    result = several_ends.generate([1, 5, 6, 7], method, SamplingParams(max_new_tokens=40), **settings)
-    assert result.token_ids == expected
-    assert result.summary["finish_reason"] == "eos"
-    longer = several_ends.generate([1, 5, 6, 7], method, SamplingParams(max_new_tokens=40, ignore_eos=True), **settings)
-    assert len(longer.token_ids) == 40
-    assert longer.token_ids[: len(expected)] == expected
 
 
 def test_the_context_ends_a_run(pair_of: Callable[..., Pair]) -> None:
@@ -201,12 +166,6 @@ def test_a_summary_recomputes_from_its_rounds(demo_pair: Pair) -> None:
     assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["seconds"])
 
 
-def test_plain_decoding_has_no_rates_and_a_block_efficiency_of_one(demo_pair: Pair) -> None:
-    summary = demo_pair.generate("def add(a, b):\n", "ar", SamplingParams(max_new_tokens=10)).summary
-    assert summary["block_efficiency"] == 1
-    assert [summary[name] for name in ("acceptance_rate", "draft_share", "harmonic_mean")] == [None] * 3
-
-
 def test_rounds_keep_no_tensors(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of("llama", "near")
     result = pair.generate([1, 5], "sd", SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True))
@@ -236,8 +195,3 @@ def test_the_python_interface(demo_pair: Pair) -> None:
             demo_pair.rounds(**arguments)  # raised by the call, not by the first round
     with pytest.raises(specgen.SpecgenError, match="no target"):
         specgen.load(draft="somewhere")
-
-
-def test_importing_the_package_imports_no_torch() -> None:
-    code = "import specgen, specgen.cli.app, sys; assert specgen.METHODS; print({'torch', 'transformers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

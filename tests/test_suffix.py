@@ -18,7 +18,6 @@ from specgen.compare.method_specs import parse_spec
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.decoding.run import Run
-from specgen.methods import suffix
 from specgen.methods.length_sweep import RepeatDrafter
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair import drafting_knowledge, measurements
@@ -227,10 +226,6 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
     assert isinstance(timed[0].drafter, RepeatDrafter)
 
 
-def test_help_says_that_the_history_is_in_memory() -> None:
-    assert "in memory only; not in compare and tune" in methods.find("suffix").settings["history"].help
-
-
 def test_a_history_is_cleared_by_its_owner_and_follows_turns() -> None:
     """An output is added when the next run begins, as far as it has got."""
     history = SuffixHistory()
@@ -242,27 +237,3 @@ def test_a_history_is_cleared_by_its_owner_and_follows_turns() -> None:
     contexts[1].extend([5, 6])
     history.begin(contexts[2])
     assert [drafted(history.find([token]), 5) is not None for token in (1, 2, 3, 5, 6)] == [False, True, False, True, False]
-
-
-def test_of_equal_matches_the_contexts_own_counts() -> None:
-    history = SuffixHistory()
-    history.add([1, 2, 8])
-    drafter = SuffixDrafter(0.0, 1.0, frozenset(), history)
-    assert list(drafter.propose(Context([1, 2, 9, 1, 2]), Recording(), 1).tokens) == [9]
-    history.add([0, 1, 2, 8])
-    assert list(drafter.propose(Context([1, 2, 9, 0, 1, 2]), Recording(), 1).tokens) == [8]
-
-
-def test_costs_do_not_depend_on_the_number_of_occurrences(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
-    longest = SuffixIndex._longest
-
-    def counting(index: SuffixIndex, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
-        compared.append(len(positions))
-        return longest(index, ids, positions, length)
-
-    monkeypatch.setattr(suffix.SuffixIndex, "_longest", counting)
-    index = SuffixIndex()
-    index.extend([7] * 5000)
-    assert drafted(index.find(index.ids), 3) == (LONGEST_MATCH, [7] * 3, [pytest.approx(0.996, abs=0.002)] * 3)
-    assert compared == [MOST_OCCURRENCES]

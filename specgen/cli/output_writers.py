@@ -149,7 +149,7 @@ class OutputWriter:
                 notes.append(remark)
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             notes.append(f"window {run.settings.values['window']}")
-        if (method.name in ("lookup", "suffix") or method.drafts_without_model) and self._pair.draft is None:
+        if method.copies and self._pair.draft is None:
             notes.append("no draft model")
         if self._request.context_ends and finish_reason == "length":
             notes.append(f"the context of {len(run.context):,} tokens is full")

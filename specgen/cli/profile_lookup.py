@@ -155,7 +155,8 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
         settings = None if spec.is_baseline or spec.settings else profile.settings_of(spec.name)
         if settings:
             notes.append(written(spec.name, settings))
-            spec = replace(spec, settings={name: str(value) for name, value in settings.items()})
+            given = {name: str(value) for name, value in settings.items()}
+            spec = replace(spec, settings=given, choice=methods.choose(spec.name, given))
         completed.append(spec)
     if notes and profile.draft_dtype is not None:
         notes.append(f"{profile.draft_dtype} draft")
@@ -171,11 +172,9 @@ def with_origin(profile: Profile | None, specs: list[MethodSpec]) -> list[Method
         return specs
     marked = []
     for spec in specs:
-        tuned = None if spec.is_baseline else profile.settings_of(spec.name)
-        if tuned:
-            method = methods.find(spec.name)
-            if methods.resolve(method, spec.settings) == methods.resolve(method, tuned):
-                spec = replace(spec, tuned_on=frozenset(prompts))
+        tuned = None if spec.choice is None else profile.settings_of(spec.name)
+        if spec.choice is not None and tuned and spec.choice.settings == methods.choose(spec.name, tuned).settings:
+            spec = replace(spec, tuned_on=frozenset(prompts))
         marked.append(spec)
     return marked
 

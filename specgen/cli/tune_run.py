@@ -99,7 +99,7 @@ class TuneRequest:
         if self.methods is None:
             return None
         names = [name.strip() for name in self.methods.split(",")]
-        return [*names, *(["eesd-cali", "eesd-beta"] if "eesd" in names else [])]
+        return [*names, *(other for name in names if name in methods.METHODS for other in methods.find(name).stands_for)]
 
     @property
     def may_reuse_profile(self) -> bool:

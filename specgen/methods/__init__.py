@@ -28,7 +28,7 @@ from specgen.methods.selfsd import SELFSD, SelfSD
 from specgen.methods.suffix import SUFFIX
 from specgen.methods.svip import SVIP, SVIP_METHOD
 
-__all__ = ["ADAPTIVE", "DEFAULT_EXIT", "DEFAULT_HEAD", "METHODS", "POLICIES", "Choice", "Method", "find", "parse", "resolve"]
+__all__ = ["ADAPTIVE", "DEFAULT_EXIT", "DEFAULT_HEAD", "METHODS", "POLICIES", "Choice", "Method", "find", "resolve"]
 
 DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
 ALL_METHODS = "specgen inspect --methods"
@@ -50,8 +50,8 @@ def find(name: str) -> Method:
     return METHODS[name]
 
 
-def parse(written: str) -> Choice:
-    """Reads a method with settings as users write it: `svip:threshold=0.4:max_draft=12`. Raises SpecgenError."""
+def split(written: str) -> tuple[str, dict[str, str]]:
+    """Splits a method with settings, written like `svip:threshold=0.4:max_draft=12`, into its name and its settings by name."""
     name, *pairs = (part.strip() for part in written.strip().split(":"))
     given: dict[str, str] = {}
     for pair in pairs:
@@ -61,8 +61,13 @@ def parse(written: str) -> Choice:
                 f"cannot read {pair!r} in {written!r}", "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7"
             )
         given[setting] = value
+    return name, given
+
+
+def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
+    """Returns the method `name` with these settings and the defaults of all others. Raises SpecgenError as `resolve`."""
     method = find(name)
-    return Choice(method, given, resolve(method, given))
+    return Choice(method, given, resolve(method, given, has_predictor=has_predictor))
 
 
 def signals_of(settings: Settings) -> Signals:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.policy import Signals
+from specgen.decoding.policy import MATCH_LENGTH, Signals
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
@@ -106,6 +106,11 @@ class Method:
     def runs_model(self) -> bool:
         """Whether a model, or a part of the target, drafts."""
         return self.needs != NOTHING
+
+    @property
+    def copies(self) -> bool:
+        """Whether its drafts, or some of them, are copied from the context."""
+        return MATCH_LENGTH in self.signals
 
     def may_measure(self, settings: Settings) -> bool:
         """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""

@@ -272,12 +272,16 @@ class Engine(NamedTuple):
     head_kinds: tuple[str, ...] = ()
 
 
+def _methods_of(engine: str) -> tuple[str, ...]:
+    return tuple(name for name, method in methods.METHODS.items() if engine in method.engines)
+
+
 # tests/check_exports.py compares the options with the engines themselves
 ENGINES: Mapping[str, Engine] = {
-    "transformers": Engine(_transformers, ("sd", "heuristic", "confidence", "lookup")),
-    "vllm": Engine(_vllm, ("sd", "lookup", "suffix", "eagle"), ("eagle", "eagle3")),
-    "sglang": Engine(_sglang, ("sd", "lookup", "eagle"), ("eagle", "eagle3")),
-    "tensorrt-llm": Engine(_tensorrt_llm, ("sd", "lookup", "eagle"), ("eagle3",)),
-    "llama.cpp": Engine(_llama_cpp, ("sd", "confidence", "lookup", "eagle"), ("eagle3",)),
-    "mlx": Engine(_mlx, ("sd",)),
+    "transformers": Engine(_transformers, _methods_of("transformers")),
+    "vllm": Engine(_vllm, _methods_of("vllm"), ("eagle", "eagle3")),
+    "sglang": Engine(_sglang, _methods_of("sglang"), ("eagle", "eagle3")),
+    "tensorrt-llm": Engine(_tensorrt_llm, _methods_of("tensorrt-llm"), ("eagle3",)),
+    "llama.cpp": Engine(_llama_cpp, _methods_of("llama.cpp"), ("eagle3",)),
+    "mlx": Engine(_mlx, _methods_of("mlx")),
 }

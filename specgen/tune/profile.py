@@ -204,7 +204,7 @@ class Profile(_StrictModel):
         """
         if name == self.chosen.method:
             return self.chosen.settings
-        names = ("eesd-cali", "eesd-beta") if name == "eesd" else (name,)
+        names = methods.find(name).stands_for or (name,)
         return next((self.methods[each].settings for each in names if each in self.methods), None)
 
     def mismatch(self, now: ProfileKey) -> str | None:

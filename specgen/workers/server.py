@@ -158,9 +158,11 @@ class DraftServer:
             fields["probs"] = fields["logits"] = None
         return Drafted(draft.tokens, fields, time.perf_counter() - start, state)
 
-    def end(self, run: int) -> None:
-        """Ends a run."""
-        self._runs.pop(run, None)
+    def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
+        """Ends a run, whose last drafts were verified with these token counts."""
+        if (ended := self._runs.pop(run, None)) is not None:
+            for drafted, accepted in observed:
+                ended.policy.observe(drafted, accepted)
 
     def forget(self) -> None:
         """Clears the draft model's KV cache."""

@@ -200,7 +200,7 @@ class WorkerDrafter:
         channel, self._channel = self._channel, None
         self._worker.leave(self)
         with suppress(RunError):  # a worker that is gone has no runs to end; this one may be complete
-            channel.send("end", self._run)
+            channel.send("end", self._run, list(self._observed))
 
 
 class _PolicyMirror(LengthPolicy):
