@@ -89,7 +89,15 @@ ENGINE_MUTANTS = [
     *mutants(
         "train/texts.py",
         BATCH,
-        ("a batch's new tokens are at positions off by one", "(columns - padding).clamp_min(0)", "(columns - padding + 1).clamp_min(0)"),
-        ("a batch's texts see the padding", "visible, positions = columns >= padding,", "visible, positions = columns >= 0 * padding,"),
+        (
+            "a batch's new tokens are at positions off by one",
+            "(columns - padding).clamp_min(0)",
+            "(columns - padding + 1).clamp_min(0)",
+        ),
+        (
+            "a batch's texts see the padding",
+            "visible, positions = columns >= padding,",
+            "visible, positions = columns >= 0 * padding,",
+        ),
     ),
 ]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec

@@ -12,16 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from families import LETTERS, make_model, make_tokenizer, save
-from specgen.train.generated_text import GeneratedText, generate_texts, read_texts
-from specgen.train.training_task import TrainingStopped, TrainingTask
-from specgen.train.translated_text import (
-    TranslatedBatches,
-    check_overlap,
-    overlap_shares,
-    shared_ends,
-    translate,
-)
-from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained, written
