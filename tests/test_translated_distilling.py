@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from families import LETTERS, make_model, make_tokenizer, save
+from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 from training_helpers import TINY, Recorder, corpus_of, opened, refused, train_command, trained, written

@@ -13,7 +13,6 @@ from specgen.base.types import QUANTISED, Round
 from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
-from specgen.pair.pair import capture_seconds, devices
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
@@ -37,6 +36,8 @@ class OutputWriter:
     def __init__(
         self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None
     ) -> None:
+        from specgen.pair.pair import capture_seconds, devices  # imports torch
+
         self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
@@ -99,6 +100,8 @@ class OutputWriter:
 
         Raises RunError if a line could not be written to the trace.
         """
+        from specgen.pair.pair import capture_seconds  # imports torch
+
         if self._meter is not None:
             self._summary.add_energy(self._meter.stop())
         self._summary.capture_seconds = capture_seconds(self._pair) - self._captured

@@ -13,7 +13,6 @@ from specgen.compare.results import MethodResult, Prediction, Results, Run, medi
 from specgen.decoding.costs.round_costs import Curve
 from specgen.decoding.costs.speedup import eesd_speedup
 from specgen.methods import METHODS
-from specgen.pair.pair import runners
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
@@ -85,6 +84,8 @@ def measure_costs(pair: Pair, results: Results) -> PassCosts:
     # on average a pass comes after half of the answer
     lengths = [len(pair.tokenizer.encode(prompt.text)) + plain[prompt.index].tokens // 2 for prompt in prompts]
     context = max(int(median(lengths)), 1) if lengths else 1
+    from specgen.pair.pair import runners  # imports torch
+
     target, draft = runners(pair)
     draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
     return PassCosts(draft_seconds, time_passes(target, widths, context))

@@ -31,7 +31,6 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
-from specgen.pair.pair import capture_passes, devices
 from specgen.pair.request import RESERVED
 from specgen.traces.reader import TracedRound, TracedRun
 
@@ -78,6 +77,8 @@ class Runner:
         write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
         held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        from specgen.pair.pair import devices  # imports torch
+
         self.pair, self.config, self._write, self._held = pair, config, write, held
         self.results = Results(config)
         seed = config.sampling.seed
@@ -132,6 +133,8 @@ class Runner:
             for spec in self.config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
+        from specgen.pair.pair import capture_passes  # imports torch
+
         first_prompt = self.config.prompts[0]
         shortest, longest = self._context_lengths()
         self.pair.reserve(longest)
