@@ -167,11 +167,11 @@ class Comparison:
         return [views.picture(shown)]
 
     def _page(self, shown: views.Report) -> Iterable[str]:
-        from specgen.view.html import compare_page
+        from specgen.view.pages import comparison_page
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = f"specgen {shlex.join(sys.argv[1:])}"
-        return compare_page.page(shown, describe(self._pair), installed, command)
+        return comparison_page(shown, describe(self._pair), installed, command)
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
         """Returns the exit code. Prints an error for each method whose output differs from plain decoding's, or if there are none
