@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import Lines, parsed, run_main
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
@@ -58,7 +60,7 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
 
 
 PHASE_SHARES = {"prefill": 0.1, "draft": 0.17, "policy": 0.03, "verify": 0.6, "sample": 0.05, "other": 0.05}
-WILD = MethodSpec("wild", "wild", {}, lossless=False)
+WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=replace(methods.METHODS["mtad"], name="wild")))
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:

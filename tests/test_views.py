@@ -23,7 +23,7 @@ from tuning_helpers import outcome
 
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import Prediction
+from specgen.compare.predictions import NO_PREDICTION
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.engine.native.products import ProductChoice
@@ -73,8 +73,8 @@ def comparison() -> Report:
     run = next(read_trace(TRACE))
     results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
     report = report_of(results, by_category=True, phases=True)
-    predicted = {"svip": Prediction(1.25, 1.5)}
-    made = [replace(each, prediction=predicted.get(each.spec.written, Prediction())) for each in report.made]
+    predicted = {"svip": {"eq14": 1.25, "pass_costs": 1.5}}
+    made = [replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION)) for each in report.made]
     return replace(report, made=made, notes="A note.")
 
 
