@@ -22,8 +22,8 @@ from rich.console import Console
 from tuning_helpers import outcome
 
 from specgen.compare.columns import as_json, csv_text
-from specgen.compare.prompts import Prompt
 from specgen.compare.predictions import NO_PREDICTION
+from specgen.compare.prompts import Prompt
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.engine.native.products import ProductChoice
