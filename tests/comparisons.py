@@ -15,9 +15,11 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
+from specgen.compare.predictions import NO_PREDICTION
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
+from specgen.traces.reader import read_trace
 from specgen.view.comparison import Report, page
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
@@ -113,3 +115,16 @@ def report_of(results: Results, **options: bool) -> Report:
 
 def shown(results: Results, width: int, **options: bool) -> list[str]:
     return [line.plain for line in page(report_of(results, **options), width)]
+
+
+def comparison() -> Report:
+    """A comparison with a tie, a broken method, a failed one, predictions, categories and an example of hostile text."""
+    results = usual()
+    first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
+    results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
+    run = next(read_trace(Path(__file__).parent / "golden" / "trace.jsonl"))
+    results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
+    report = report_of(results, by_category=True, phases=True)
+    predicted = {"svip": {"eq14": 1.25, "pass_costs": 1.5}}
+    made = [replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION)) for each in report.made]
+    return replace(report, made=made, notes="A note.")

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from cli_helpers import parsed
-from comparisons import Compare, report_of, results_of, run, shown, usual
-from test_views import comparison
+from comparisons import Compare, comparison, report_of, results_of, run, shown, usual
 
 from specgen.compare.results import MethodResult, method_results, ranked
 from specgen.compare.verdict import Difference
