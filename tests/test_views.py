@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from comparisons import comparison
+from comparisons import comparison, report_of, usual
 from rich.console import Console
 from tuning_helpers import outcome
 
