@@ -10,11 +10,11 @@ import pytest
 import torch
 from families import BACKENDS, make_model, model_of, save
 from runner_checks import RUN_BY, quick
-from specgen.train.batched_generation import continuations
 from training_helpers import opened
 
 from specgen.engine.batch_pass import BatchPass, text_pass
 from specgen.engine.model import Model
+from specgen.train.texts import continuations
 
 LENGTHS = (20, 13, 7)  # tokens; the sliding windows of the tests' models have 12
 LENGTH = max(LENGTHS)

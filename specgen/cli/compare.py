@@ -89,8 +89,11 @@ def compare(
             output.perplexity or (recorded is not None and recorded.has("perplexity")),
             output.energy or (recorded is not None and recorded.has("energy")),
         )
-        parallel = any(spec.is_parallel for spec in specs)
-        sequential = any(spec.needs_draft_model and not spec.is_parallel and not spec.drafts_text for spec in specs)
+        parallel = any(spec.choice.method.is_parallel for spec in specs)
+        sequential = any(
+            spec.choice.method.needs_draft_model and not spec.choice.method.is_parallel and not spec.choice.settings.drafts_text
+            for spec in specs
+        )
         runs = {"parallel": parallel, "sequential": sequential}
         tuned_draft = partial(profile_lookup.with_tuned_draft, sampling=config.sampling, folder=profile)
         loading = open_pair(models, err, quiet=display.quiet, tuned_draft=tuned_draft, **runs)

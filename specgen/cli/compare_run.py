@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import write_pieces
 from specgen.base.interrupts import interrupts
-from specgen.base.machine import versions
+from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import print_json
 from specgen.cli.error_reporting import INTERRUPTED, report
 from specgen.compare.columns import as_json, csv_text
-from specgen.compare.machine_description import describe
 from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
-from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, Prediction, method_results
+from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, method_results
 from specgen.compare.resume import RecordedComparison
 from specgen.compare.runner import Runner
 from specgen.pair import records as traces
@@ -30,6 +29,7 @@ from specgen.view.progress import Progress
 if TYPE_CHECKING:
     from specgen.cli.compare_output import CompareOutput
     from specgen.cli.options import OutputOptions
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
 
 OUTPUT_DIFFERS = 3  # exit code if a lossless method's output differs from plain decoding's
@@ -52,10 +52,9 @@ class Comparison:
         display: OutputOptions,
     ) -> None:
         self._pair, self._config, self._output, self._display = pair, config, output, display
-        self._runner = Runner(pair, config, self._write_trace, interrupts.held)
+        self._runner = Runner(pair, config, trace)
         self.results = self._runner.results
         self._runner.check()
-        self._trace = trace
         if recorded is not None:
             recorded.add_to(self._runner)
             if trace is not None:
@@ -106,11 +105,6 @@ class Comparison:
             raise failure
         return code or (RunError.exit_code if unwritten else 0)
 
-    def _write_trace(self, lines: Iterator[Mapping[str, Any]]) -> None:
-        if self._trace is not None:
-            for line in lines:
-                self._trace.write(line)
-
     def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
         return views.Report(self.results, made, self._where, self._output.by_category, self._output.phases, notes)
 
@@ -139,9 +133,7 @@ class Comparison:
         for result in shown.made:
             line = as_json(result) | {"tuned_on": self._config.tuned_on(result.spec)}
             if costs is not None:
-                prediction = result.prediction or Prediction()
-                predicted = {"eq14": prediction.formula, "pass_costs": prediction.pass_costs}
-                line |= {"predicted": predicted, "costs": costs.as_dict()}
+                line |= {"predicted": result.predicted, "costs": costs.as_dict()}
             print_json(line)
         if not self._display.quiet:
             for note in self._energy_notes():
@@ -171,7 +163,7 @@ class Comparison:
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = f"specgen {shlex.join(sys.argv[1:])}"
-        return compare_page.page(shown, describe(self._pair), installed, command)
+        return compare_page.page(shown, _machine(self._pair), installed, command)
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
         """Returns the exit code. Prints an error for each method whose output differs from plain decoding's, or if there are none
@@ -188,3 +180,24 @@ class Comparison:
         for written, failure in failed:
             report(RunError(f"{written}: {failure.message}", failure.hint), no_color=no_color)
         return RunError.exit_code if failed else 0
+
+
+def _machine(pair: Pair) -> list[tuple[str, str]]:
+    """Returns (heading, text) pairs that describe the machine, its GPUs that are used, the devices and the CPU's threads, the
+    target and the draft model (if there is one)."""
+    import torch
+
+    from specgen.pair.pair import devices
+
+    target, draft = pair.target, pair.draft
+    gpus = ", ".join(torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda")
+    apart = "" if draft is None or draft.device == target.device else f" (draft: {draft.device})"
+    device = f"{target.device}{apart}, {target.dtype_name}, {theme.counted(torch.get_num_threads(), 'CPU thread')}"
+    models = [("Target", _model(target)), *([] if draft is None else [("Draft", _model(draft))])]
+    return [("Machine", machine_in_words()), *([("GPU", gpus)] if gpus else []), ("Device", device), *models]
+
+
+def _model(loaded: LoadedModel) -> str:
+    parameters, shape = loaded.model.num_parameters, loaded.model.shape
+    size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+    return f"{loaded.name} ({shape.model_type}, {size} parameters, {shape.num_layers} layers, {loaded.dtype_name})"
