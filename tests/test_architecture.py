@@ -177,16 +177,24 @@ def test_no_damaged_value_gives_another_exception(data: st.DataObject) -> None:
     config = written(reference_of(sparse(family)), whole=True) | {"rope_scaling": dict(ROPES[kind])}
     place = config["rope_scaling"] if data.draw(st.booleans()) else config
     place[data.draw(st.sampled_from([*place, "factor", "mscale", "truncate"]))] = data.draw(st.sampled_from(_VALUES))
+    message = ""
     try:
-        assert isinstance(read_architecture(config), Architecture)
+        read_architecture(config)
     except UnsupportedConfig as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 200
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 200
 
 
 def test_fields_that_change_nothing_are_no_obstacle_and_eos_ids_come_from_the_file() -> None:
     generation = {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "pretraining_tp": 2, "_name_or_path": "a/b"}
-    off = {"quantization_config": None, "auto_map": None, "attention_bias": False, "pruned_heads": {}, "is_encoder_decoder": False}
+    off = {
+        "quantization_config": None,
+        "auto_map": None,
+        "attention_bias": False,
+        "pruned_heads": {},
+        "is_encoder_decoder": False,
+    }
     assert read_architecture(sparse("qwen2", **generation, **off)) == read_architecture(sparse("qwen2"))
     for changes, eos in (({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": None}, None), ({}, 2)):
         assert read_architecture(sparse("llama", **changes)).default_eos == eos
@@ -207,7 +215,12 @@ def test_config_files_are_read_with_special_numbers_or_refused_in_one_line(tmp_p
 
 @pytest.mark.parametrize(
     ("config", "length", "inner"),
-    [(GPT2Config(n_inner=77), 1024, 77), (OPTConfig(), 2048, 3072), (BloomConfig(), NO_LIMIT, None), (GPTNeoXConfig(), 2048, 24_576)],
+    [
+        (GPT2Config(n_inner=77), 1024, 77),
+        (OPTConfig(), 2048, 3072),
+        (BloomConfig(), NO_LIMIT, None),
+        (GPTNeoXConfig(), 2048, 24_576),
+    ],
 )
 def test_the_shape_of_other_families_is_read_from_transformers(config: Any, length: int, inner: int | None) -> None:
     shape = of_transformers(config)

@@ -1,4 +1,4 @@
-"""`--exact`: a token's logits have the same bits whichever tokens are run in the same pass, so greedy outputs are plain decoding's."""
+"""`--exact`: a token's logits have the same bits whichever tokens are run with it, so greedy outputs are plain decoding's."""
 
 from __future__ import annotations
 

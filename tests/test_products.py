@@ -80,7 +80,10 @@ def test_the_rules_that_choose_packed_weights_and_padded_passes() -> None:
     trained = make(weight)
     assert isinstance(trained, DenseProduct)
     assert trained._transposed.data_ptr() == weight.data_ptr()  # sees the optimizer's steps
-    assert [(choice.count, choice.packed, choice.reason) for choice in make.choices[:2]] == [(4, True, None), (1, False, "too small")]
+    assert [(choice.count, choice.packed, choice.reason) for choice in make.choices[:2]] == [
+        (4, True, None),
+        (1, False, "too small"),
+    ]
     for _ in range(4):
         make(torch.zeros(BIG[0] - 1, BIG[1]))
     assert make.min_rows == 1  # no longer most of the weights
