@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from specgen.base.errors import SpecgenError
-from specgen.base.files import file_identity
 from specgen.cli import options
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import DecodingOptions
-from specgen.cli.options import shown
 
 _METHODS = (
     "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
@@ -24,47 +21,6 @@ _METHODS = (
 _PROMPTS = "The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."
 _LIMIT = "Use at most N prompts, taken from the categories in turn."
 _TURNS = "Use all turns of a question, with plain decoding's answers between them, not only the first."
-_PHASES = "Show the time for drafting, the length policy, verification and sampling."
-_PREDICT = "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes."
-_RESUME = "Continue an interrupted comparison from its trace, and append to it."
-_PAGE = "Write a self-contained page with all figures and an example of each method."
-
-
-@dataclass(frozen=True, slots=True)
-class CompareOutput:
-    """What to measure, to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first
-    and then appended to. Paths that are None are not written.
-
-    Raises SpecgenError for options that contradict each other.
-    """
-
-    by_category: Annotated[bool, shown(help="Show one row for each category as well.")] = False
-    phases: Annotated[bool, shown(help=_PHASES)] = False
-    predict: Annotated[bool, shown(help=_PREDICT)] = False
-    perplexity: options.Perplexity = False
-    energy: options.Energy = False
-    trace: options.Trace = None
-    record: options.Record = None
-    resume: Annotated[Path | None, shown(metavar="FILE.jsonl", help=_RESUME)] = None
-    csv: Annotated[Path | None, shown(metavar="FILE", help="Write all figures to a CSV file.")] = None
-    svg: Annotated[Path | None, shown(metavar="FILE", help="Write the table as an SVG image.")] = None
-    html: Annotated[Path | None, shown(metavar="FILE", help=_PAGE)] = None
-
-    def __post_init__(self) -> None:
-        if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
-            raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
-        if options.recorded(self.record) and self.trace_path is None:
-            raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
-
-    @property
-    def files(self) -> dict[str, Path | None]:
-        """The paths of the files to write, by their options."""
-        trace = {"--trace": self.trace} if self.resume is None else {"--resume": self.resume}
-        return {**trace, "--csv": self.csv, "--svg": self.svg, "--html": self.html}
-
-    @property
-    def trace_path(self) -> Path | None:
-        return self.resume or self.trace
 
 
 @reported
@@ -81,7 +37,7 @@ def compare(
     *,
     models: DecodingOptions,
     sampling: options.SamplingOptions,
-    output: CompareOutput,
+    output: options.CompareOutput,
     display: options.OutputOptions,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""

@@ -28,8 +28,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.cli.compare import CompareOutput
-    from specgen.cli.options import OutputOptions
+    from specgen.cli.options import CompareOutput, OutputOptions
     from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
 

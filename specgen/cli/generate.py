@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOutput(options.OutputOptions):
-    """What `generate` shows, measures and records."""
-
-    rounds: Annotated[bool, options.shown()] = False
-    trace: options.Trace = None
-    record: options.Record = None
-    perplexity: options.Perplexity = False
-    energy: options.Energy = False
-
-
 @reported
 @options.grouped
 def generate(
@@ -53,7 +41,7 @@ def generate(
     profile: options.Profile = None,
     sampling: options.SamplingOptions,
     stop: Annotated[list[str] | None, options.sampling(metavar="TEXT")] = None,
-    output: GenerateOutput,
+    output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
     from rich.text import Text

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import file_identity
 from specgen.base.types import SamplingParams
 
 HELP = {
@@ -57,6 +58,9 @@ HELP = {
     "trace": "Write every round to this file, as JSON lines.",
     "record": "Add to the trace the overlap and KL divergence of draft and target at each drafted token. This takes time.",
     "rounds": "Show each round's accepted, rejected and discarded tokens.",
+    "phases": "Show the time for drafting, the length policy, verification and sampling.",
+    "predict": "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.",
+    "resume": "Continue an interrupted comparison from its trace, and append to it.",
     "perplexity": "Compute the output's perplexity under the target. Lossy methods always do.",
     "energy": "Measure the energy above idle, in joules per token, where the hardware has counters.",
     "json": "Write JSON lines to standard output instead of text.",
@@ -106,6 +110,56 @@ class OutputOptions:
     json: Annotated[bool, shown()] = False
     quiet: Annotated[bool, shown("-q")] = False
     no_color: Annotated[bool, shown()] = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput(OutputOptions):
+    """What `generate` shows, measures and records."""
+
+    rounds: Annotated[bool, shown()] = False
+    trace: Trace = None
+    record: Record = None
+    perplexity: Perplexity = False
+    energy: Energy = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOutput:
+    """What to measure, to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first
+    and then appended to. Paths that are None are not written.
+
+    Raises SpecgenError for options that contradict each other.
+    """
+
+    by_category: Annotated[bool, shown(help="Show one row for each category as well.")] = False
+    phases: Annotated[bool, shown()] = False
+    predict: Annotated[bool, shown()] = False
+    perplexity: Perplexity = False
+    energy: Energy = False
+    trace: Trace = None
+    record: Record = None
+    resume: Annotated[Path | None, shown(metavar="FILE.jsonl")] = None
+    csv: Annotated[Path | None, shown(metavar="FILE", help="Write all figures to a CSV file.")] = None
+    svg: Annotated[Path | None, shown(metavar="FILE", help="Write the table as an SVG image.")] = None
+    html: Annotated[
+        Path | None, shown(metavar="FILE", help="Write a self-contained page with all figures and an example of each method.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
+            raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
+        if recorded(self.record) and self.trace_path is None:
+            raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """The paths of the files to write, by their"""
+        trace = {"--trace": self.trace} if self.resume is None else {"--resume": self.resume}
+        return {**trace, "--csv": self.csv, "--svg": self.svg, "--html": self.html}
+
+    @property
+    def trace_path(self) -> Path | None:
+        return self.resume or self.trace
 
 
 def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:

@@ -15,7 +15,7 @@ from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
-    from specgen.cli.generate import GenerateOutput
+    from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
     from specgen.methods.pearl_schedule import Parallel
     from specgen.pair.pair import Pair
