@@ -78,7 +78,7 @@ def test_many_tokens_are_thinned_out(browser: Browser, open_page: OpenPage) -> N
     open_page([line for seed in range(3) for line in traces.a_recorded_run(300, seed, spec="beta-ts")])
     notes = " ".join(browser.texts("figure .note"))
     assert "897 drafts of 3 runs. Correlation −" in notes
-    assert "Each column is the mean of 2 rounds." in notes
+    assert "One in 2 of 300 rounds is drawn." in notes
     assert len(browser.texts("svg.rounds.gutter .col")) == 150
     assert len(browser.find("svg.sorted.gutter polyline.true")[0].get_attribute("points").split()) <= 600
 

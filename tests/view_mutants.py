@@ -96,8 +96,8 @@ SHOWN = [
         ("the bar is heavy to the high end", "for value in (low, high))", "for value in (high, high))"),
         (
             "the first method is the best",
-            "if entry.result is top and not entry.category and (column",
-            "if entry.result.is_reference and not entry.category and (column",
+            "if entry is top and (column",
+            "if entry.is_reference and (column",
         ),
     ),
     *mutants(

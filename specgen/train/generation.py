@@ -158,7 +158,7 @@ class TextGeneration:
             rng, count = Random(f"read {seed}"), _READ_FACTOR * self._batch_size
             read = [self._task.corpus.sample(rng, self._max_tokens, parts=NOT_HELD_OUT) for _ in range(count)]
             return self._read(read, self._progress(number, texts, start, start + time_left))
-        keep_hidden_states = self._has_predictor and self._share_of_states(texts) < 1
+        keep_hidden_states = self._only_predictor or (self._has_predictor and self._share_of_states(texts) < 1)
         greedy, prompts, parts = self._prompts(texts, seed, self._kinds[index] == _GREEDY, keep_hidden_states)
         if time_left < math.inf:
             text_seconds = self._prediction_seconds(prompts[0]) * self._max_tokens

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.settings import written_value
 from specgen.base.text import inline, streamed
 from specgen.base.types import Round, TokenStatus
-from specgen.compare.columns import Entry, output_text, ranked_entries, shown_columns
-from specgen.compare.ranking import best as best_result
-from specgen.compare.ranking import not_run, ranked
+from specgen.compare.columns import output_text, ranked_rows, shown_columns
+from specgen.compare.results import MethodResult, not_run, ranked
+from specgen.compare.results import best as best_result
 from specgen.traces.reader import TracedRun
+from specgen.traces.statistics import TraceStatistics
 from specgen.view.charts import Chart, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
 from specgen.view.generation import MODES, parts, reason
@@ -45,7 +46,7 @@ def comparison_page(report: Report, machine: Sequence[tuple[str, str]], versions
     that made the page.
     """
     results, made = report.results, report.made
-    measured = [(result.spec.written, result.overall) for result in ranked(made) if result.overall is not None]
+    measured = [(result.name, result.summary) for result in ranked(made) if result.prompts]
     runs = [(name, results.examples[name]) for name, _ in measured if name in results.examples and results.examples[name].rounds]
     prompts = {prompt.index: prompt for prompt in results.config.prompts}
     return _render(
@@ -55,7 +56,7 @@ def comparison_page(report: Report, machine: Sequence[tuple[str, str]], versions
         has_lossy=report.measured_lossy,
         table=_compared(report),
         sentences=[sentence.plain for sentence in sentences(report)],
-        times=[(name, shares) for name, overall in measured if (shares := time_shares(overall.summary))],
+        times=[(name, shares) for name, summary in measured if (shares := time_shares(summary))],
         prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
         examples=[(name, _run_view(run, f"gone-{index}")) for index, (name, run) in enumerate(runs)],
         machine=machine,
@@ -142,13 +143,13 @@ def _compared(report: Report) -> dict[str, Any]:
     Where requested, a line for each category of prompts follows its method. Methods that could not run come last, with the
     reason.
     """
-    shown, top, lines = ranked_entries(report.made, by_category=report.by_category), best_result(report.made), []
+    shown, top, lines = ranked_rows(report.made, by_category=report.by_category), best_result(report.made), []
     for entry in shown:
-        kind = "m ar" if entry.result.is_reference else "m lossy" if not entry.result.spec.lossless else "m"
-        kind += " cat" if entry.category else " best" if entry.result is top else ""
-        speedup = entry.figures.speedup or 0.0
-        ends = (speedup if end is None else end for end in (entry.figures.low, entry.figures.high))
-        lines.append(_line(kind, entry, speedup, *ends) | {"output": output_text(entry)})
+        kind = "m ar" if entry.is_reference else "m lossy" if not entry.spec.lossless else "m"
+        kind += " cat" if entry.category else " best" if entry is top else ""
+        speedup = entry.speedup or 0.0
+        ends = (speedup if end is None else end for end in (entry.low, entry.high))
+        lines.append(_line(kind, entry.name, entry, speedup, *ends) | {"output": output_text(entry)})
     columns = [column for column in shown_columns(shown) if column.label]
     off = [{"kind": "off", "name": ", ".join(names), "why": reason} for names, reason in not_run(report.made)]
     return {"lines": [*lines, *off], "columns": columns, "scale": _scale(lines, "×", 1.0), "origin": 1.0, "unit": "×"}
@@ -163,13 +164,12 @@ def _recorded(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
     for entry in shown:
         runs = entry.figures
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
-        lines.append(_line(kind, entry, entry.speed, min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)))
+        lines.append(_line(kind, entry.label, runs, entry.speed, min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)))
     return {"lines": lines, "columns": COLUMNS, "scale": _scale(lines), "origin": 0.0, "unit": ""}
 
 
-def _line(kind: str, entry: Entry | RecordedMethod, speed: float, low: float, high: float) -> dict[str, Any]:
+def _line(kind: str, name: str, entry: MethodResult | TraceStatistics, speed: float, low: float, high: float) -> dict[str, Any]:
     """Returns a method's line of the table. `kind` holds CSS classes, `low` to `high` is the interval of `speed`."""
-    name = entry.name if isinstance(entry, Entry) else entry.label
     return {"kind": kind, "name": name, "why": "", "entry": entry, "speed": speed, "low": low, "high": high}
 
 
