@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 from cli_helpers import parsed
-from comparisons import Compare, report_of, results_of, run, shown, usual
-from test_views import comparison
+from comparisons import Compare, comparison, report_of, results_of, run, shown, usual
 
-from specgen.compare.ranking import ranked
-from specgen.compare.results import MethodResult, method_results
+from specgen.compare.results import MethodResult, method_results, ranked
 from specgen.compare.verdict import Difference
 from specgen.view import theme
 from specgen.view.comparison import page, picture, speed_table
@@ -51,8 +49,7 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     assert [result.spec.written for result in ranked(method_results(results))] == order, "after all that are right"
     assert [line.split()[0] for line in lines[4:10]] == order
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
-    assert broken.overall is not None
-    assert broken.overall.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
+    assert broken.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
     headline = next(compare_page.page(report_of(results), [], "", "")).partition("<h1>")[2]
     assert headline.startswith("svip does not give the target&#39;s own output</h1>")
 
@@ -61,7 +58,7 @@ def test_an_incomplete_repeat_is_not_counted() -> None:
     results = usual()
     del results.runs["lookup", 2, 0]
     made: dict[str, MethodResult] = {row.spec.written: row for row in method_results(results)}
-    assert all(made[name].overall and made[name].overall.prompts == 2 for name in ("ar", "svip", "lookup"))  # type: ignore[union-attr]
+    assert all(made[name].prompts == 2 for name in ("ar", "svip", "lookup"))
     assert "2 of 3 prompts" in shown(results, 100)[0]
 
 
@@ -84,8 +81,7 @@ def test_only_the_best_lossless_method_is_bold_and_broken_output_is_red() -> Non
 def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
     table = "\n".join(line.plain for line in speed_table(method_results(usual()), 100)[0])
     bars = dict(re.findall(r"^(\S+) .*?([━╾╸─╴]+)$", table, flags=re.MULTILINE))
-    wild = next(made.overall for made in method_results(usual()) if made.spec.written == "wild")
-    assert wild is not None
+    wild = next(made for made in method_results(usual()) if made.spec.written == "wild")
     assert wild.high is not None
     assert len(bars["ar"]) == pytest.approx(len(bars["wild"]) / wild.high, abs=1)
     assert set(bars["ar"]) <= set("━╸")

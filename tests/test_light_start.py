@@ -19,8 +19,10 @@ import atexit, json, os, sys
 def note():
     argv = getattr(sys, "orig_argv", [])
     name = "worker" if "specgen.workers" in argv else "command"
-    with open(os.path.join(os.environ["MODULES_TO"], name), "w") as file:
+    path = os.path.join(os.environ["MODULES_TO"], name)
+    with open(path + ".part", "w") as file:
         json.dump(sorted(sys.modules), file)
+    os.replace(path + ".part", path)  # the worker may be killed while it writes
 atexit.register(note)
 """
 # The worker is killed, and runs no exit handlers: it notes its modules with each answer.

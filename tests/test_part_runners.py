@@ -75,7 +75,7 @@ class Part:
         assert logits.shape == (len(tokens) + 1 - start, VOCAB)
         for index in range(start, len(tokens) + 1):
             expected = self.row(context.ids, path_to(tokens, parents, index - 1))
-            torch.testing.assert_close(logits[index - start], expected, atol=5e-4, rtol=1e-3)
+            torch.testing.assert_close(logits[index - start], expected, atol=5e-3, rtol=1e-2)
 
 
 class Eagle(Part):

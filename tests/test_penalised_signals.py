@@ -20,7 +20,7 @@ from specgen.decoding.drafting import Drafter, HostChain, ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, runners
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulated_runs import MemoisedRunner
 from specgen.workers.worker import DraftWorker
@@ -107,7 +107,7 @@ def penalised(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_recorded_drafts_have_the_models_own_entropies(penalised: Pair, temperature: float) -> None:
     """Of the first token at each position of the output, and of the tokens after a rejected one."""
     sampling = replace(GREEDY, temperature=temperature)
-    target, draft = penalised.runners
+    target, draft = runners(penalised)
     assert draft is not None
     assert penalised.draft is not None
     own, checked = penalised.draft.runner(), 0

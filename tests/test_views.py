@@ -17,23 +17,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from comparisons import report_of, usual
+from comparisons import comparison, report_of, usual
 from rich.console import Console
 from tuning_helpers import outcome
 
 from specgen.compare.columns import as_json, csv_text
-from specgen.compare.prompts import Prompt
-from specgen.compare.results import Prediction
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.engine.timing import ThreadChoice
-from specgen.traces.reader import read_trace
 from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme, tune_report
-from specgen.view.comparison import Report, page
+from specgen.view.comparison import page
 from specgen.view.html import compare_page
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,19 +60,6 @@ def inspect_page(folder: Path) -> str:
 
 def without_style(html: str) -> str:
     return re.sub(r">(?=<)", ">\n", re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL))
-
-
-def comparison() -> Report:
-    """A comparison with a tie, a broken method, a failed one, predictions, categories and an example of hostile text."""
-    results = usual()
-    first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
-    results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
-    run = next(read_trace(TRACE))
-    results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
-    report = report_of(results, by_category=True, phases=True)
-    predicted = {"svip": Prediction(1.25, 1.5)}
-    made = [replace(each, prediction=predicted.get(each.spec.written, Prediction())) for each in report.made]
-    return replace(report, made=made, notes="A note.")
 
 
 def compare_text(width: int) -> str:

@@ -16,7 +16,7 @@ from specgen.methods.adaptive import Adaptive
 if TYPE_CHECKING:
     from specgen.tune.profile import Tuned
 
-LOOKUP_TOKENS = 5  # of a draft in an engine where tuning left the length to `adaptive`: a compromise (tests/measure_suffix.py)
+LOOKUP_TOKENS = 5  # of a draft in an engine where tuning left the length to `adaptive`: a compromise
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def _methods_of(engine: str) -> tuple[str, ...]:
     return tuple(name for name, method in methods.METHODS.items() if engine in method.engines)
 
 
-# tests/check_exports.py compares the options with the engines themselves
+# tests/bench/check_exports.py compares the options with the engines themselves
 ENGINES: Mapping[str, Engine] = {
     "transformers": Engine(_transformers, _methods_of("transformers")),
     "vllm": Engine(_vllm, _methods_of("vllm"), ("eagle", "eagle3")),

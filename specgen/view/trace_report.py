@@ -70,7 +70,7 @@ class RecordedMethod:
 _SHOWN = ("acceptance_rate", "block_efficiency", "mean_draft_length")
 COLUMNS = (
     *(each for each in COMPARED if each.key in _SHOWN),
-    Column("run_count", attrgetter("figures.runs"), "runs", label="runs"),
+    Column("run_count", "runs", label="runs", value=attrgetter("runs")),
 )
 _SPEED = next(column for column in COMPARED if column.key == "tokens_per_second")
 
@@ -185,7 +185,7 @@ def _methods(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
     for entry in shown:
         label = Text(entry.label)
         label.truncate(names, overflow="ellipsis")
-        rows.append([label, *(column.text(entry) for column in columns)])
+        rows.append([label, *(column.text(entry.figures) for column in columns)])
     yield from table(rows)
     if not all(entry.lossless for entry in shown):
         yield from wrapped(Text(LOSSY, "quiet"), width)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specgen.compare.columns import Entry, output_text, ranked_entries, shown_columns
-from specgen.compare.ranking import best, not_run, ranked, too_few_prompts
+from specgen.compare.columns import output_text, ranked_rows, shown_columns
+from specgen.compare.results import MethodResult, best, not_run, ranked, too_few_prompts
 from specgen.view.comparison import Report, headline, sentences
 from specgen.view.html.charts import time_bar
 from specgen.view.html.page import Line, Scale, render
@@ -20,7 +20,7 @@ def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made
     that made the page.
     """
     results, made = report.results, report.made
-    measured = [(result.spec.written, result.overall) for result in ranked(made) if result.overall is not None]
+    measured = [(result.name, result.summary) for result in ranked(made) if result.prompts]
     runs = [(name, results.examples[name]) for name, _ in measured if name in results.examples and results.examples[name].rounds]
     prompts = {prompt.index: prompt for prompt in results.config.prompts}
     return render(
@@ -30,9 +30,7 @@ def page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made
         has_lossy=report.measured_lossy,
         table=_table(report),
         sentences=[sentence.plain for sentence in sentences(report)],
-        times=[
-            (name, time_bar(overall.summary.phase_seconds)) for name, overall in measured if not overall.summary.unsplit_seconds
-        ],
+        times=[(name, time_bar(summary.phase_seconds)) for name, summary in measured if not summary.unsplit_seconds],
         prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
         examples=[(name, run_view(run, run.fold(), f"gone-{index}")) for index, (name, run) in enumerate(runs)],
         machine=machine,
@@ -51,9 +49,9 @@ def verdict_of(report: Report) -> str:
     if broken:
         return f"{broken[0].spec.written} does not give the target's own output"
     top = best(report.made)
-    if top is None or top.overall is None or top.speedup is None:
+    if top is None or top.speedup is None:
         return "Nothing to compare with plain decoding"
-    speedup, low = top.speedup, top.overall.low
+    speedup, low = top.speedup, top.low
     if speedup <= 1 or (low is not None and low <= 1):
         return f"No method is clearly faster than plain decoding; the best, {top.spec.written}, is {speedup:.2f} times as fast"
     what = "the target's text" if report.results.config.sampling.greedy else "text of the target's distribution"
@@ -67,18 +65,18 @@ def _table(report: Report) -> dict[str, Any]:
     Where requested, a line for each category of prompts follows its method. Methods that could not run come last, with the
     reason.
     """
-    shown, top = ranked_entries(report.made, by_category=report.by_category), best(report.made)
-    lines = [_line(entry, is_best=entry.result is top) for entry in shown]
+    shown, top = ranked_rows(report.made, by_category=report.by_category), best(report.made)
+    lines = [_line(row, is_best=row is top) for row in shown]
     speeds = [speed for line in lines for speed in (line.speed, line.low, line.high)]
     lines += [Line("off", ", ".join(names), why=reason) for names, reason in not_run(report.made)]
     columns = [column for column in shown_columns(shown) if column.label]
     return {"lines": lines, "columns": columns, "scale": Scale(speeds, "×", reference=1.0)}
 
 
-def _line(entry: Entry, *, is_best: bool) -> Line:
+def _line(row: MethodResult, *, is_best: bool) -> Line:
     """Returns the table line of a method: its results over all prompts, or over the prompts of one category."""
-    kind = "m ar" if entry.result.is_reference else "m lossy" if not entry.result.spec.lossless else "m"
-    kind += " cat" if entry.category else " best" if is_best else ""
-    speedup = entry.figures.speedup or 0.0
-    low, high = (speedup if end is None else end for end in (entry.figures.low, entry.figures.high))
-    return Line(kind, entry.name, entry=entry, speed=speedup, low=low, high=high, output=output_text(entry))
+    kind = "m ar" if row.is_reference else "m lossy" if not row.spec.lossless else "m"
+    kind += " cat" if row.category else " best" if is_best else ""
+    speedup = row.speedup or 0.0
+    low, high = (speedup if end is None else end for end in (row.low, row.high))
+    return Line(kind, row.name, entry=row, speed=speedup, low=low, high=high, output=output_text(row))

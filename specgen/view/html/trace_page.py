@@ -88,5 +88,5 @@ def _table(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
         runs = entry.figures
         kind = "m lossy" if not entry.lossless else "m best" if entry is top else "m ar" if runs.summary.method == "ar" else "m"
         low, high = min(runs.speeds, default=0.0), max(runs.speeds, default=0.0)
-        lines.append(Line(kind, entry.label, entry=entry, speed=entry.speed, low=low, high=high))
+        lines.append(Line(kind, entry.label, entry=runs, speed=entry.speed, low=low, high=high))
     return {"lines": lines, "columns": COLUMNS, "scale": Scale(speed for line in lines for speed in (line.low, line.high))}
