@@ -40,6 +40,7 @@ from specgen.train.texts import PredictedText, Text, TextGeneration, continuatio
 
 pytestmark = pytest.mark.usefixtures("short_fit")
 KINDS = ["eesd", "medusa", "eagle", "glide", "sd"]
+LAST: list[Any] = []  # the objective of the last run
 ONLY_TAUGHT = replace(TINY, self_text=1.0)
 
 
@@ -58,7 +59,8 @@ def run(
 ) -> tuple[Path, Any]:
     target = opened(folder)
     drafts = (opened(other, "transformers"), torch.bfloat16) if kind == "sd" else ()
-    return train(objective(kind, target, *drafts), TrainingTask(out, recipe, corpus=corpus_of(corpus, target)), observer)
+    LAST[:] = [objective(kind, target, *drafts)]
+    return train(LAST[0], TrainingTask(out, recipe, corpus=corpus_of(corpus, target)), observer)
 
 
 def weights_in(path: Path) -> bytes:
@@ -330,6 +332,8 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
     measured: dict[str, Any] = {}
 
     def recording(texts: list[Text], ranks_of: Any) -> Any:
+        rounded = all(torch.equal(weight, weight.bfloat16().float()) for weight in LAST[0].parameters.values())
+        measured.setdefault("rounded", []).append(rounded)
         measured.update(agreement=held_out_agreement(texts, ranks_of), texts=texts)
         return measured["agreement"]
 
@@ -340,6 +344,7 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
     recipe = replace(ONLY_TAUGHT, steps=steps, learning_rate=4e-3, batch=8)
     path, made = run(kind, folder, other, tmp_path, corpus, observer, recipe)
     assert observer.progress[-1].loss < observer.progress[0].loss - 0.1
+    assert measured["rounded"][-1], "what is measured are the saved weights"
     agreement, texts = measured["agreement"][0], [text for text in measured["texts"] if text.part == Part.HELD_OUT]
     if kind == "medusa":
         weights: Any = open_part(path, opened(folder), is_exit=False).load()

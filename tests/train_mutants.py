@@ -34,7 +34,7 @@ TRAIN_MUTANTS = [
     *mutants(
         "train/heads.py",
         ROWS,
-        ("training: losses of deeper tokens weigh the same", "self.decay**labels.depths * divergence", "divergence"),
+        ("training: losses of deeper tokens weigh the same", "self.decay**row.depths * self.row_losses(", "self.row_losses("),
     ),
     *mutants(
         "train/loop.py",

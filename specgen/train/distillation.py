@@ -22,9 +22,10 @@ import yaml
 from specgen.base.files import write_whole
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
+from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation
-from specgen.engine.transformers.attention_masks import AttentionMasks
 from specgen.engine.transformers.quiet import quiet_transformers
+from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.divergence import divergence
@@ -127,7 +128,7 @@ class DraftObjective(Objective):
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
-        mask = self._masks.batched(batch.forward_pass(), self.dtype)
+        mask = self._masks(Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype)
         with self.autocast():
             logits: torch.Tensor = self._module(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False

@@ -98,15 +98,14 @@ class EagleObjective(HeadObjective):
         return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._on_device, logits)
 
     def row_losses(self, logits: Tensor, labels: RowLabels) -> Tensor:
-        """Returns the loss of each row: the divergence from the target's distribution over the head's vocabulary."""
+        """Returns the divergence from the target's distribution over the vocabulary; 0 if its likeliest token is not there."""
         if self._on_device is None:
             return super().row_losses(logits, labels)
         inside = torch.isin(labels.top_k_ids, self._on_device)
         outside = (labels.top_k_log_probs.exp() * ~inside).sum(-1, keepdim=True)
         log_probs = labels.top_k_log_probs - torch.log1p(-outside.clamp_max(1 - 1e-6))
         log_probs = log_probs.masked_fill(~inside, _OUTSIDE)
-        losses = divergence(logits.clamp_min(_OUTSIDE), labels.top_k_ids, log_probs)
-        return self.decay**labels.depths * losses * inside[:, 0]
+        return divergence(logits.clamp_min(_OUTSIDE), labels.top_k_ids, log_probs) * inside[:, 0]
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}

@@ -113,8 +113,8 @@ class HeadObjective(Objective):
         return self.target_logits(outputs)
 
     def row_losses(self, logits: torch.Tensor, labels: RowLabels) -> torch.Tensor:
-        """Returns the loss [n] in nats of n rows with the result of `logits`: KL(target || head), times `decay` ** depth."""
-        return self.decay**labels.depths * divergence(logits, labels.top_k_ids, labels.top_k_log_probs)
+        """Returns KL(target || head) [n] in nats for n rows with the result of `logits`."""
+        return divergence(logits, labels.top_k_ids, labels.top_k_log_probs)
 
     def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
         made = self.begin(texts, torch.Generator().manual_seed(task.recipe.seed))
@@ -130,7 +130,7 @@ class HeadObjective(Objective):
         row = RowLabels(*labels)
         with self.autocast():
             logits = self.logits(outputs, row.depths)
-            losses = self.row_losses(logits, row)
+            losses = self.decay**row.depths * self.row_losses(logits, row)
         first = torch.where(row.depths == 0, row.top_k_ids[:, 0], IGNORED)
         return torch.cat((losses.sum()[None], greedy_matches(logits, first)))
 
