@@ -26,7 +26,7 @@ from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.model_shape import ModelShape, of_transformers
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import use_cuda_graphs
 from specgen.engine.native.loading import load_native
@@ -110,8 +110,7 @@ class PreparedModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
-        of_family = self.transformers_config.eos_token_id if self.architecture is None else self.architecture.default_eos
-        return eos_ids(self.raw, self.generation, of_family, self.tokenizer.eos_id)
+        return eos_ids(self.raw, self.generation, self.shape.default_eos, self.tokenizer.eos_id)
 
     def dequantises_on(self, device: torch.device) -> bool:
         """Whether quantised weights become ordinary numbers when they are loaded on a device.
@@ -162,7 +161,7 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
-            return PreparedModel(source, folder, raw, of_architecture(architecture), architecture)
+            return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)
             if source.backend == "native":

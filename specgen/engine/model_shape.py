@@ -15,7 +15,8 @@ class ModelShape:
     `intermediate_size` is the width of the MLPs, None if the config states none. `context_limit` is the longest context in
     tokens, `NO_LIMIT` if the config states none. `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other
     rotary frequencies, None for other models. `dtype` names the weights' dtype, None if the config does not. `tied`: the head's
-    weights are the embedding's.
+    weights are the embedding's. `default_eos` is the config's end-of-sequence id or ids; where config.json is silent, the
+    family's default.
     """
 
     model_type: str
@@ -30,6 +31,7 @@ class ModelShape:
     rope_boundary: int | None
     dtype: str | None
     tied: bool
+    default_eos: int | list[int] | None
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Returns the bytes that one token's keys and values take in all layers."""
@@ -55,6 +57,7 @@ def of_transformers(config: Any) -> ModelShape:
         rope_boundary=boundary,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
+        default_eos=config.eos_token_id,
     )
 
 

@@ -33,7 +33,7 @@ def layer_config(target: Architecture, config: Mapping[str, Any]) -> dict[str, A
         "head_dim": target.head_size,
         "hidden_act": _ACTIVATIONS[target.activation],
         "rms_norm_eps": target.norm_eps,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": target.context_limit,
         "vocab_size": target.vocab_size,
         "attention_bias": target.output_bias,
         "tie_word_embeddings": False,

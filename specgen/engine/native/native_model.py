@@ -14,7 +14,7 @@ from specgen.engine.devices import move
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_shape import ModelShape
-from specgen.engine.native.architecture import Architecture, of_architecture
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function
@@ -63,7 +63,7 @@ class NativeModel:
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.architecture, self.parts, self.layers = architecture, parts, layers
-        self.shape: ModelShape = of_architecture(architecture)
+        self.shape: ModelShape = architecture
         self.dtype, self.device = dtype, parts.norm.device
         self.num_embeddings = parts.embedding.shape[0]
         self.vocab_size = parts.head.out_features
