@@ -342,15 +342,15 @@ def test_a_command_takes_a_group_of_options_as_one_value() -> None:
     taken = []
 
     @cli_options.grouped
-    def command(prompt: cli_options.Prompt = None, *, sampling: Longer, quiet: cli_options.Quiet = False) -> None:
-        taken.append((prompt, sampling, quiet))
+    def command(profile: cli_options.Profile = None, *, sampling: Longer, energy: cli_options.Energy = False) -> None:
+        taken.append((profile, sampling, energy))
 
     parameters = inspect.signature(command).parameters
     sampling = ["max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos"]
-    assert list(parameters) == ["prompt", *sampling, "quiet"]
+    assert list(parameters) == ["profile", *sampling, "energy"]
     assert [parameters[name].default for name in sampling] == [999, 0.0, 1.0, 0, None, False]
     given = dict.fromkeys(sampling, 3)
-    command(prompt="hi", **given, quiet=True)
+    command(profile="hi", **given, energy=True)
     assert taken == [("hi", Longer(**given), True)]
 
 

@@ -186,12 +186,13 @@ def test_a_trace_may_lie_in_the_models_folder(tmp_path: Path, pair: tuple[str, .
 
 
 @POSIX
-def test_redirected_streams_are_not_overwritten(tmp_path: Path, trace: Path) -> None:
-    command = [sys.executable, "-m", "specgen", "inspect", str(trace), "--html", str(tmp_path / "out")]
-    with (tmp_path / "out").open("wb") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 2
-    assert b"is also standard output" in done.stderr
+def test_standard_input_is_an_input(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_text("hello")
+    with prompt.open("rb") as given:
+        code, _, err = run("generate", "--trace", str(prompt), stdin=given)
+    assert (code, prompt.read_text()) == (2, "hello")
+    assert b"is a file that is read: standard input" in err
 
 
 def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

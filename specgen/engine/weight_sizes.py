@@ -38,7 +38,7 @@ def weight_sizes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
         return parameters, plain | rounded
     if prepared.quantisation is None:
         return parameters, plain
-    from specgen.engine.transformers.loading import model_without_weights
+    from specgen.engine.transformers.transformers_model import model_without_weights
 
     module = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
     counts = numbers if module is None else {name: weight.numel() for name, weight in module.named_parameters()}

@@ -18,11 +18,11 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
 from specgen.base.files import write_whole
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
-from specgen.engine.transformers.attention_masks import AttentionMasks
+from specgen.engine.native.attention import Sight
 from specgen.engine.transformers.quiet import quiet_transformers
+from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
 from specgen.train.divergence import divergence
 from specgen.train.generation import Purpose
@@ -122,8 +122,7 @@ class DraftObjective(Objective):
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
-        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
-        mask = self._masks.batched(forward_pass, self._dtype)
+        mask = self._masks(Sight(~batch.attention_mask(), batch.positions, batch.positions), self._dtype)
         with autocast_for(self.device, self._dtype):
             logits: torch.Tensor = self._model(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
