@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.model_shape import NO_LIMIT, of_transformers
+from specgen.engine.model import NO_LIMIT, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, read_architecture, read_config
 from specgen.engine.native.rotary import RotaryTable

@@ -25,7 +25,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_exit, kept_head
 from specgen.base.types import Context
-from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.weights import weights_fingerprint
 from specgen.engine.parts.early_exit import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights

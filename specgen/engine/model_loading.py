@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -25,7 +26,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.model_shape import ModelShape, of_transformers
+from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import use_cuda_graphs
@@ -34,6 +35,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
+from specgen.engine.weights import stored_tensors
 
 if TYPE_CHECKING:
     from specgen.engine.transformers.loading import Checkpoint
@@ -111,6 +113,20 @@ class PreparedModel:
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
         return eos_ids(self.raw, self.generation, self.shape.default_eos, self.tokenizer.eos_id)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, int]:
+        """How many numbers each weight has, by its name, as the headers of the files say. Raises SpecgenError if they are damaged.
+
+        Those of quantised weights, which are packed in the files, are the ones of the model that transformers would build.
+        """
+        if self.quantisation is not None:
+            from specgen.engine.transformers.structure import model_without_weights
+
+            module = model_without_weights(self.transformers_config, self.source.trust_remote_code)
+            if module is not None:
+                return {name: weight.numel() for name, weight in module.named_parameters()}
+        return {name: prod(dimensions) for name, (dimensions, _) in stored_tensors(self.folder).items()}
 
     def dequantises_on(self, device: torch.device) -> bool:
         """Whether quantised weights become ordinary numbers when they are loaded on a device.

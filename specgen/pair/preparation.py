@@ -63,7 +63,8 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
 
     def capture() -> None:
         for model in (target, draft) if worker.kind != "process" else (target,):
-            model.model.capture_passes(length, length + widest)
+            if (captures := captures_of(model.model)) is not None:
+                captures.capture_passes(length, length + widest)
 
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
 from specgen.base.files import write_whole
-from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.weights import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.attention import Sight
 from specgen.engine.transformers.quiet import quiet_transformers

@@ -75,7 +75,7 @@ class GlideObjective(HeadObjective):
             torch.float32,
             trained_product,
             self.device,
-            native_keys=self.model.backend == "native",
+            native_keys=isinstance(self.model, NativeModel),
         )
         embeddings = self.embeddings(batch.ids).flatten(0, 1)
         outputs = layers(embeddings, self._inputs.batched(own_pass), [cross])

@@ -106,11 +106,10 @@ def predicted(
     ids, model = torch.tensor(text), target.model
     text_of_ids = text_pass(ids.to(model.device))
     if keep_top_k:
-        top_k_ids, log_probs = (each.cpu() for each in most_probable(model.batch_logits(text_of_ids)[0]))
+        top_k_ids, log_probs = (each.cpu() for each in most_probable(model.batch(text_of_ids).logits[0]))
         return GeneratedText(ids, top_k_ids[:, 0].clone(), None, prompt_length, greedy, part, top_k_ids.int(), log_probs)
-    output = model.batch_layers(text_of_ids, model.shape.num_layers, with_head=True)
-    assert output.hidden_states is not None
-    states = output.hidden_states[0].to("cpu", torch.bfloat16) if keep_hidden_states else None
+    output = model.batch(text_of_ids, taps=[model.shape.num_layers] if keep_hidden_states else ())
+    states = None if output.features is None else output.features[0].to("cpu", torch.bfloat16)
     return GeneratedText(ids, output.logits[0].argmax(dim=-1).cpu(), states, prompt_length, greedy, part)
 
 
@@ -144,7 +143,7 @@ def continuations(
         past = cache.length
         seen = visible[:, None, :length] & (columns[past:length, None] >= columns[:length])
         batch = BatchPass(new, positions[:, past:length], seen, positions[:, :length], cache)
-        logits = model.batch_logits(batch, logits_to_keep=1)[:, -1].float()
+        logits = model.batch(batch, logits_to_keep=1).logits[:, -1].float()
         cache.length = length
         if logits.isnan().any():
             raise nan_logits("target")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any, Literal, TypeVar
 
-from specgen.engine.model_shape import ModelShape
+from specgen.engine.model import ModelShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]

@@ -237,5 +237,5 @@ def make_runners(
     layers = (model.shape.num_layers,) if weights.version == 1 else weights.feature_layers
     head = EagleHead(weights, model)
     fuse = head.fuse if weights.version == 3 else None
-    target = FeatureRunner(model, model.feature_forward(layers), model.new_cache(), penalties(), fuse)
+    target = FeatureRunner(model, model.forward(taps=layers), model.new_cache(), penalties(), fuse)
     return PartRunners(target, EagleRunner(head, model, target, penalties()))

@@ -78,7 +78,7 @@ class GlideForward:
         def take(name: str) -> torch.Tensor:
             return tensors[name].to(device)
 
-        gain, is_native = norm_gain(architecture, dtype, device), model.backend == "native"
+        gain, is_native = norm_gain(architecture, dtype, device), isinstance(model, NativeModel)
         self._layers = GlideLayers(
             architecture, self._target_architecture, take, dtype, factory, device, native_keys=is_native, norm_gain=gain
         )

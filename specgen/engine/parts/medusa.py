@@ -134,8 +134,8 @@ def make_runners(
     Raises SpecgenError if such a model's layers cannot be run one by one.
     """
     heads = MedusaHeads(weights, model)
-    if model.backend == "transformers":
+    if not isinstance(model, NativeModel):
         model.check_layers("medusa")
         layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
-        target = ModelRunner(model, penalties(), model.layers_forward(layers))
+        target = ModelRunner(model, penalties(), model.forward(layers))
     return PartRunners(target, MedusaRunner(heads, target, penalties(), weights.rank_accuracies))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.weights import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD

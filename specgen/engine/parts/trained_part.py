@@ -24,7 +24,7 @@ from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
 from specgen.base.schema import read
-from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
+from specgen.engine.weights import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.exit_layers import check_exit_depth, check_exit_layers, read_exit

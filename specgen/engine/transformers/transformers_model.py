@@ -20,7 +20,7 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_shape import of_transformers
+from specgen.engine.model import of_transformers
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attention import Sight, sight_of_chain
 from specgen.engine.native.families import read_architecture
