@@ -1,4 +1,4 @@
-"""Chooses the dtype that a model is run in: what the user asks for, or else what suits the machine. The size of its weights then."""
+"""Chooses the dtype that a model is run in: the one the user asks for, or else what suits the machine. Sizes of weights."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
     """Returns the bytes of each of a model's tensors in memory, by name.
 
     Quantised weights stay as they are in their files, packed; or they are dequantised on this device. If a draft's weights are
-    rounded when they are loaded, its LM head is a table apart from the embedding. Raises SpecgenError if the files cannot be read.
+    rounded when they are loaded, its LM head is a table apart from the embedding. Raises SpecgenError for unreadable files.
     """
     size, stored = weights.dtype.itemsize, stored_tensors(prepared.folder)
     if prepared.quantisation is not None and not prepared.dequantises_on(device):

@@ -130,8 +130,8 @@ class Model(Protocol):
         `inputs` returns the hidden states that enter the first of them; None takes the token embeddings. Without the head
         (`with_head` False) the output's `hidden_states` are those after the last layer, and its `logits` mean nothing.
 
-        With `taps`, which are for the whole model, the output's `features` [m, len(taps) * width] are, for each of the m tokens of
-        the pass, one hidden state for each number in `taps`: the input of the layer with this index, or with `num_layers` the
+        With `taps`, which are for the whole model, the output's `features` [m, len(taps) * width] are, for each of the m tokens
+        of the pass, one hidden state for each number in `taps`: the input of the layer with this index, or with `num_layers` the
         output of the final norm. These numbers are the indices of transformers' `hidden_states`. Raises SpecgenError if the
         model's layers cannot be run one by one, which all but the whole model without taps needs.
         """

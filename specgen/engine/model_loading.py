@@ -24,9 +24,8 @@ from specgen.engine.generation_config import GenerationConfig, eos_ids, read_gen
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
-from specgen.engine.model import Model
+from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import use_cuda_graphs
@@ -116,12 +115,12 @@ class PreparedModel:
 
     @cached_property
     def parameters(self) -> Mapping[str, int]:
-        """How many numbers each weight has, by its name, as the headers of the files say. Raises SpecgenError if they are damaged.
+        """How many numbers each weight has, by its name, as the headers of the files say. Raises SpecgenError for damaged files.
 
         Those of quantised weights, which are packed in the files, are the ones of the model that transformers would build.
         """
         if self.quantisation is not None:
-            from specgen.engine.transformers.structure import model_without_weights
+            from specgen.engine.transformers.transformers_model import model_without_weights
 
             module = model_without_weights(self.transformers_config, self.source.trust_remote_code)
             if module is not None:

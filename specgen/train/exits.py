@@ -17,7 +17,6 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.weights import weights_fingerprint
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.early_exit import make_runners
@@ -30,6 +29,7 @@ from specgen.engine.parts.exit_layers import (
 )
 from specgen.engine.parts.trained_part import ExitDescription, open_part, replace_predictor, round_as_saved, save_exit
 from specgen.engine.parts.weights import ExitWeights
+from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Part
 from specgen.train.generation import Purpose
 from specgen.train.loop import (

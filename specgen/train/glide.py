@@ -18,6 +18,7 @@ from specgen.engine.native.attention import Sight
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import layer_tensors
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.exit_layers import known_architecture

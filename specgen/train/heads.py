@@ -17,7 +17,7 @@ import torch
 
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.layer_weights import EXIT_HEAD
-from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.parts.trained_part import HeadDescription, check_head_folder, describe_head, round_as_saved, save_head
 from specgen.engine.parts.weights import HeadKind, HeadWeights
 from specgen.train.corpus import NOT_HELD_OUT, Part

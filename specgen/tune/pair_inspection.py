@@ -13,9 +13,9 @@ from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
-from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
+from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.placement import Placement, Stage, place

@@ -53,7 +53,9 @@ def default_exit_depth(layers: int) -> int:
 def known_architecture(model: Model, feature: str) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
     if not isinstance(model.shape, Architecture):
-        raise SpecgenError(f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip")
+        raise SpecgenError(
+            f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
+        )
     return model.shape
 
 

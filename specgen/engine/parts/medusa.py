@@ -13,6 +13,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import MedusaWeights
