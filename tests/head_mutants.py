@@ -49,7 +49,11 @@ HEAD_MUTANTS = [
     *mutants(
         "train/eagle.py",
         EAGLE_TRAINING,
-        ("EAGLE: positions of drafted tokens in training", "at = batch.positions + depth", "at = batch.positions"),
+        (
+            "EAGLE: positions of drafted tokens in training",
+            "at, padding = batch.positions + depth,",
+            "at, padding = batch.positions,",
+        ),
         ("EAGLE: tokens of the training-time test not shifted", "embeddings[:, 1 + depth :]", "embeddings[:, depth:]"),
     ),
     *mutants(
