@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.model import Model
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
@@ -52,10 +52,11 @@ def default_exit_depth(layers: int) -> int:
 
 def known_architecture(model: Model, feature: str) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
-    try:
-        return model.architecture
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"{feature} needs a target of a family that specgen knows, but {error}", "Take -m svip") from error
+    if not isinstance(model.shape, Architecture):
+        raise SpecgenError(
+            f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
+        )
+    return model.shape
 
 
 class ExitLayers:
