@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import kept_exit, kept_head
+from specgen.base.files import kept_part
 from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli.options import model
@@ -84,7 +84,7 @@ class ModelOptions:
         fingerprint = None if named is not None or self.target is None else self.local_fingerprint
         if fingerprint is None or self.target is None:
             return False
-        return (kept_exit(self.target, fingerprint) if kind == EXIT else kept_head(kind, self.target, fingerprint)) is None
+        return kept_part(kind, self.target, fingerprint) is None
 
     @property
     def probably_on_cpu(self) -> bool:
