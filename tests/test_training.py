@@ -26,7 +26,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_exit, kept_head
 from specgen.base.types import Context
 from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.train import exits
 from specgen.train import texts as training_texts
