@@ -171,7 +171,7 @@ def test_layers_with_parts_left_out(models: Any, family: str) -> None:
     pair = layered(models, family)
     longest = BOUNDARY if pair[0].shape.rope_boundary else 80
     for parts in ([LayerPart(0), LayerPart(2, attention=False), LayerPart(3, mlp=False)], [LayerPart(1), LayerPart(3)]):
-        runners = [ModelRunner(model, forward=model.layers_forward(parts)) for model in pair]
+        runners = [ModelRunner(model, forward=model.forward(parts)) for model in pair]
         compare_runners((runners[0], runners[1]), family, longest)
 
 

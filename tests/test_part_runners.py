@@ -546,7 +546,7 @@ def test_features_are_those_of_transformers(family: str, backend: str) -> None:
         assert isinstance(model, NativeModel)
         model.captures = Captures()
     taps = (0, 1, module.config.num_hidden_layers)
-    runner = FeatureRunner(model, model.feature_forward(taps), model.new_cache(), reduce=lambda found: 2 * found[:, 3:])
+    runner = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), reduce=lambda found: 2 * found[:, 3:])
     rng, context = random.Random(0), Context([1, 5, 6, 7])
     for step in range(8):
         if step == 5:

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
 from specgen.engine.parts.weights import EagleWeights, GlideWeights, HeadWeights, MedusaWeights
-from specgen.engine.weights import WeightFiles
+from specgen.engine.weights import WeightFiles, weights_fingerprint
 
 WIDTH, LAYERS = 32, 8
 

@@ -116,7 +116,7 @@ def skipping(family: str, backend: str) -> Made:
 
 
 def features(family: str) -> Made:
-    return single(FeatureRunner(model(family), model(family).feature_forward((0, 2, 4)), model(family).new_cache()))
+    return single(FeatureRunner(model(family), model(family).forward(taps=(0, 2, 4)), model(family).new_cache()))
 
 
 def head(kind: str, backend: str = "native") -> Made:

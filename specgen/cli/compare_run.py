@@ -189,6 +189,6 @@ def _machine(pair: Pair) -> list[tuple[str, str]]:
 
 
 def _model(loaded: LoadedModel) -> str:
-    parameters, shape = loaded.model.num_parameters, loaded.model.shape
+    parameters, shape = sum(loaded.prepared.parameters.values()), loaded.prepared.shape
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
     return f"{loaded.name} ({shape.model_type}, {size} parameters, {shape.num_layers} layers, {loaded.dtype_name})"

@@ -69,7 +69,7 @@ class ModelOptions:
         None for a model on the Hugging Face hub. Also None for damaged weights, for which loading raises an error later.
         """
         from specgen import demo
-        from specgen.engine.fingerprint import weights_fingerprint
+        from specgen.engine.weights import weights_fingerprint
 
         folder = demo.folder("target") if self.target is None else Path(self.target)
         try:

@@ -153,7 +153,7 @@ class CompareOutput:
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """The paths of the files to write, by their"""
+        """The paths of the files to write, by their options."""
         trace = {"--trace": self.trace} if self.resume is None else {"--resume": self.resume}
         return {**trace, "--csv": self.csv, "--svg": self.svg, "--html": self.html}
 

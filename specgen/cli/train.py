@@ -300,8 +300,8 @@ def training_task(
 
 def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> Path:
     """Returns the folder for the result if the user names none."""
-    from specgen.engine.fingerprint import weights_fingerprint
     from specgen.engine.parts.trained_part import EXIT_DESCRIPTION
+    from specgen.engine.weights import weights_fingerprint
 
     if (exit_layer := request.exit_layer) is not None:
         if exit_layer.is_dir() or exit_layer.name in (EXIT_WEIGHTS, EXIT_DESCRIPTION):

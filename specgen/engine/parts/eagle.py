@@ -17,7 +17,6 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.architecture import of_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
@@ -38,7 +37,7 @@ class EagleHead:
         tensors, architecture, device = weights.tensors, weights.architecture, model.device
         self.dtype = dtype = model.dtype
         self._model, self._architecture = model, architecture
-        self.width, self.rope_boundary = architecture.hidden_size, of_architecture(architecture).rope_boundary
+        self.width, self.rope_boundary = architecture.hidden_size, architecture.rope_boundary
 
         def take(name: str) -> Tensor:
             return tensors[name].to(device)
@@ -203,5 +202,5 @@ def make_runners(
     layers = (model.shape.num_layers,) if weights.version == 1 else weights.feature_layers
     head = EagleHead(weights, model)
     fuse = head.fuse if weights.version == 3 else None
-    target = FeatureRunner(model, model.feature_forward(layers), model.new_cache(), penalties(), fuse)
+    target = FeatureRunner(model, model.forward(taps=layers), model.new_cache(), penalties(), fuse)
     return PartRunners(target, EagleRunner(head, model, target, penalties()))

@@ -21,7 +21,7 @@ from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSour
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
@@ -60,10 +60,11 @@ def default_exit_depth(layers: int) -> int:
 
 def known_architecture(model: Model, feature: str) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
-    try:
-        return model.architecture
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"{feature} needs a target of a family that specgen knows, but {error}", "Take -m svip") from error
+    if not isinstance(model.shape, Architecture):
+        raise SpecgenError(
+            f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
+        )
+    return model.shape
 
 
 class ExitLayers:
@@ -168,9 +169,9 @@ def make_runners(
     model.check_layers("early exit")
     check_exit_depth(model.shape.num_layers, weights.after)
     earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
-    run = model.layers_forward([LayerPart(index) for index in earlier], with_head=False)
+    run = model.forward([LayerPart(index) for index in earlier], with_head=False)
     first = FeatureRunner(model, run, model.new_cache(earlier))
-    verify = model.layers_forward([LayerPart(index) for index in later], first.features_of)
+    verify = model.forward([LayerPart(index) for index in later], first.features_of)
     target = ModelRunner(model, penalties(), verify, model.new_cache(later))
     draft = ModelRunner(model, penalties(), weights.layers.forward(first.features_of), weights.layers.new_cache())
     predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD
@@ -36,7 +35,7 @@ from specgen.engine.parts.head_config import (
     take_exactly,
 )
 from specgen.engine.parts.weights import EagleWeights, GlideWeights, HeadKind, HeadWeights, MedusaWeights
-from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles
+from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, weights_fingerprint
 
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
 _FEATURE_NORM, _FIRST_NORM = "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"

@@ -24,14 +24,13 @@ from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
 from specgen.base.schema import read
-from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.exit_layers import ExitWeights, check_exit_depth, check_exit_layers, read_exit
 from specgen.engine.parts.head_config import MEDUSA_FILE
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.parts.weights import EagleWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
-from specgen.engine.weights import SINGLE_FILE, WeightFiles, shown
+from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
 _COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
