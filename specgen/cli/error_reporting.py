@@ -95,7 +95,9 @@ def _wrong_value(error: Exception) -> SpecgenError | None:
     option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if option is None or checks is None:
         return None
-    return SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).removeprefix("Value error, ").partition(",")[0])
+    return SpecgenError(
+        f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).removeprefix("Value error, ").partition(",")[0]
+    )
 
 
 def system_error(error: OSError) -> int:
