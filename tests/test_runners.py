@@ -38,7 +38,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts import eagle, exit_layers, glide, medusa
 from specgen.engine.parts.feature_runner import FeatureRunner
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 
@@ -100,7 +100,7 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = early_exit.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = exit_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
     return Made([made.draft, made.target], made.clear_cache)
 
 
