@@ -51,7 +51,7 @@ def generate(
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.records import TraceWriter
     from specgen.view import theme
-    from specgen.view.methods import method_card
+    from specgen.view.pair_report import method_card
     from specgen.view.progress import Progress
 
     if help_method:
