@@ -9,8 +9,8 @@ PROMPTS = Selection("test_compare_prompts.py")
 CLI = Selection("test_cli.py")
 FILES = Selection("test_files.py")
 BAD_INPUTS = Selection("test_bad_inputs.py")
-PREDICTIONS = Selection("test_predictions.py")
-VIEWS = Selection("test_views.py")
+PREDICTIONS = Selection("test_compare.py", "predict")
+SAFE_TEXT = Selection("test_safe_text.py")
 
 COMMAND_MUTANTS = [
     *mutants(
@@ -91,7 +91,7 @@ COMMAND_MUTANTS = [
     ),
     *mutants(
         "compare/columns.py",
-        VIEWS,
+        SAFE_TEXT,
         (
             "CSV: a formula is computed by a spreadsheet",
             r"""return _FORMULA.sub(r"\1'", one_line(text))""",
@@ -101,7 +101,7 @@ COMMAND_MUTANTS = [
     *mutants(
         "compare/predictions.py",
         PREDICTIONS,
-        ("predictions: wide passes are extrapolated", "min(tokens, max(self.target))", "tokens"),
+        ("predictions: drafting is free", "sum(length * draft_seconds + costs", "sum(0 * draft_seconds + costs"),
     ),
     *mutants(
         "cli/error_reporting.py",
