@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.dtype_choice import choose_dtype
+from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.exit_layers import ExitLayers

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.batch_pass import BatchPass
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
