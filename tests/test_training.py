@@ -24,7 +24,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_exit, kept_head
 from specgen.base.types import Context
-from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
 from specgen.train import exits
