@@ -18,7 +18,6 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
 from specgen.engine.spread.placement import model_memory
 from specgen.pair.pair import Pair
