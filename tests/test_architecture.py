@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPTNeoXC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.model_shape import NO_LIMIT, of_transformers
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture
+from specgen.engine.model import NO_LIMIT, of_transformers
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, read_architecture, read_config
 from specgen.engine.native.rotary import RotaryTable
 
@@ -32,8 +33,8 @@ def check_config(config: dict[str, Any]) -> tuple[Architecture, Any]:
     reference = reference_of(config)
     found = read_architecture(config)
     assert read_architecture(written(reference, whole=True)) == read_architecture(written(reference, whole=False)) == found
-    assert of_architecture(found) == of_transformers(reference)
-    assert (found.tied, found.default_eos) == (reference.tie_word_embeddings, reference.eos_token_id)
+    shape = of_transformers(reference)
+    assert {name: getattr(found, name) for name in shape.__slots__} == asdict(shape)
     window = getattr(reference, "sliding_window", None)
     types = getattr(reference, "layer_types", None) or [window and "sliding_attention"] * reference.num_hidden_layers
     assert [layer.window for layer in found.layers] == [window if kind == "sliding_attention" else None for kind in types]
@@ -63,10 +64,14 @@ def check_rotary(found: Architecture, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_empty_config_means_the_defaults_of_the_class(family: str) -> None:
-    reference = CONFIG_MAPPING[family]()
-    assert read_architecture({"model_type": family}) == read_architecture(written(reference, whole=True))
-    assert of_architecture(read_architecture({"model_type": family})) == of_transformers(reference)
+def test_silence_means_the_defaults_of_the_class_but_for_sizes(family: str) -> None:
+    written_out = written(CONFIG_MAPPING[family](), whole=True)
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    config = {name: written_out[name] for name in (*sizes, "max_position_embeddings", *FAMILIES[family].required)}
+    assert read_architecture({"model_type": family, **config}) == read_architecture(written_out)
+    for name in config:
+        with pytest.raises(UnsupportedConfig, match=name):
+            read_architecture({"model_type": family, **{key: value for key, value in config.items() if key != name}})
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
@@ -110,7 +115,7 @@ def test_lengths_and_settings_of_scaled_rotary_embeddings() -> None:
         ("llama", ROPES["yarn"], {}, (256, None)),
         ("phi3", {**longrope(4), "rope_type": "su"}, {}, (256, 4096)),
     ):
-        shape = of_architecture(read_architecture(sparse(family, rope_scaling=rope, **top)))
+        shape = read_architecture(sparse(family, rope_scaling=rope, **top))
         assert (shape.context_limit, shape.rope_boundary) == limits
 
 

@@ -41,7 +41,7 @@ def passed(model: Model, ids: torch.Tensor, lengths: tuple[int, ...], steps: lis
             ids, at, visible = ids[[0, 2]], at[[0, 2]], visible[[0, 2]]
         first, last = cache.length, cache.length + new
         batch = BatchPass(ids[:, first:last], at[:, first:last], visible[:, first:last, :last], at[:, :last], cache)
-        found.append(model.batch_logits(batch))
+        found.append(model.batch(batch).logits)
         cache.length = last
     return found
 
@@ -53,8 +53,8 @@ def test_logits_are_those_of_each_sequence_alone(family: str, backend: str) -> N
     model = model_of(module, backend)
     ids = random_ids(len(LENGTHS), LENGTH)
     at, visible = padded(ids, LENGTHS)
-    whole = model.batch_logits(BatchPass(ids, at, visible, at))
-    last = model.batch_logits(BatchPass(ids, at, visible, at), logits_to_keep=2)
+    whole = model.batch(BatchPass(ids, at, visible, at)).logits
+    last = model.batch(BatchPass(ids, at, visible, at), logits_to_keep=2).logits
     close(last, whole[:, -2:])
     cached = passed(model, ids, LENGTHS, [14, 3, 1, 2])
     for row, length in enumerate(LENGTHS):
@@ -71,20 +71,18 @@ def test_logits_are_those_of_each_sequence_alone(family: str, backend: str) -> N
 def test_hidden_states_are_the_same_on_both_backends_also_without_the_later_layers(family: str) -> None:
     module, batch = make_model(family), text_pass(random_ids(30))
     native, other = (model_of(module, backend) for backend in BACKENDS)
-    expected = native.batch_layers(batch, 3, with_head=True)
-    found = other.batch_layers(batch, 3, with_head=True)
+    expected, found = (model.batch(batch, taps=[0, 2, 3]) for model in (native, other))
     close(found.logits, expected.logits)
-    close(native.batch_logits(batch), expected.logits)
-    close(found.hidden_states, expected.hidden_states)
-    close(other.batch_features(batch, [0, 2, 3]), native.batch_features(batch, [0, 2, 3]))
-    states = native.batch_layers(batch, 1).hidden_states
-    close(other.batch_layers(batch, 1).hidden_states, states)
+    close(native.batch(batch).logits, expected.logits)
+    close(found.features, expected.features)
+    states = native.batch(batch, 1, with_head=False).hidden_states
+    close(other.batch(batch, 1, with_head=False).hidden_states, states)
     for model in (native, other):
         layers: Any = model.layers if model is native else module.model.layers  # type: ignore[attr-defined]
         kept, freed = ref(layers[0]), [ref(layer) for layer in layers[1:]]
         del layers
         model.free_weights(1)
-        close(model.batch_layers(batch, 1).hidden_states, states)
+        close(model.batch(batch, 1, with_head=False).hidden_states, states)
         assert kept() is not None
         assert [weight() for weight in freed] == [None] * 2
         model.free_weights()

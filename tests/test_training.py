@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,11 +22,11 @@ from training_helpers import TINY, Recorder, corpus_of, invoke, objective, opene
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import kept_exit, kept_head
+from specgen.base.files import kept_part
 from specgen.base.types import Context
-from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
+from specgen.engine.weights import weights_fingerprint
 from specgen.train import exits
 from specgen.train import texts as training_texts
 from specgen.train.batches import IGNORED, TrainingBatches
@@ -218,17 +217,16 @@ def test_generation_keeps_to_its_time_and_memory_and_reports(
     """By simulated clocks: one on which two complete batches would take ten times the budget, one that ticks at each reading."""
     target, now = opened(folder), 0.0
 
-    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            nonlocal now
-            now += seconds
-            return function(*arguments, **options)
+    run_batch = target.model.batch
 
-        return timed
+    def timed(*arguments: Any, logits_to_keep: int | None = None, **options: Any) -> Any:
+        nonlocal now
+        now += 1.0 if logits_to_keep is None else 2.0  # for a text's predictions, and for each generated token
+        return run_batch(*arguments, logits_to_keep=logits_to_keep, **options)
 
     texts = corpus_of(corpus, target)
     with monkeypatch.context() as patched:
-        patched.setattr(target.model, "batch_logits", taking(2.0, target.model.batch_logits))  # for each generated token
+        patched.setattr(target.model, "batch", timed)
         recipe = replace(TINY, steps=None, seconds=200.0, window=64)
         task = TrainingTask(tmp_path, recipe, corpus=texts, clock=lambda: now)
         made = TextGeneration(target, task, {}, Recorder(), tuple(Part))
@@ -548,13 +546,13 @@ def test_the_command_trains_where_it_is_found(
     assert "Training: 100%, step 3" in result.stderr
     assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
     if kind == "eesd":
-        assert kept_exit(str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
+        assert kept_part("exit", str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
         assert line["predictor"] is True
     elif kind == "sd":
         assert Path(line["draft"]).name == "distilled"
         assert line["figures"].keys() >= {"agreement_before", "agreement", "loss", "minutes", "tokens"}
     else:
-        assert kept_head(kind, str(folder), fingerprint) == Path(line["head"])
+        assert kept_part(kind, str(folder), fingerprint) == Path(line["head"])
         assert line["kind"] == kind
     draft = str(line["draft"]) if kind == "sd" else None
     with specgen.load(str(folder), draft, device="cpu", dtype="float32") as pair:

@@ -206,7 +206,7 @@ def reference_gradients(module: Any, batch: BatchPass, first: int) -> tuple[torc
 
 def exit_loss(model: Any, parameters: dict[str, torch.Tensor], count: int, depth: int, batch: BatchPass) -> torch.Tensor:
     with torch.no_grad():
-        hidden = model.batch_layers(batch, depth).hidden_states
+        hidden = model.batch(batch, depth, with_head=False).hidden_states
     layers = ExitLayers(model, count, parameters.__getitem__, trained_product)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.dtype != torch.float32):
         logits, _ = layers.norm_and_head(layers.run_layers(hidden, batch))

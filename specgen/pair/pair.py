@@ -24,6 +24,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.engine.native.graphs import captures_of
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import pick_threads
 from specgen.methods import runs
@@ -32,7 +33,7 @@ from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.measurements import Key, Measurements
 from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
@@ -99,7 +100,7 @@ class Pair:
         self.prepare(request)
         run = self.run(request)
         rounds = list(run.rounds())
-        summary = Summary(request.method.name, rounds)
+        summary = Figures(request.method.name, rounds)
         if perplexity or not request.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
         text = request.text(self.tokenizer, summary.token_ids)
@@ -334,17 +335,18 @@ def _loaded_models(pair: Pair) -> list[Model]:
 
 
 def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
-    """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
+    """Captures the passes on a GPU that runs like the earlier ones may need; see `graphs.Captures.capture_passes`.
 
     For measurements, before the first measured run of each method and after one that is not.
     """
     for model in _loaded_models(pair):
-        model.capture_passes(shortest, longest)
+        if (captures := captures_of(model)) is not None:
+            captures.capture_passes(shortest, longest)
 
 
 def capture_seconds(pair: Pair) -> float:
     """Returns the seconds that it took so far in this process to capture passes on a GPU."""
-    return sum(model.capture_seconds for model in _loaded_models(pair))
+    return sum(captures.seconds for model in _loaded_models(pair) if (captures := captures_of(model)) is not None)
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:

@@ -20,12 +20,12 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
 from specgen.base.files import write_whole
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.transformers_model import AttentionMasks
+from specgen.engine.weights import weights_fingerprint
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.divergence import divergence

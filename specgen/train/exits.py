@@ -17,19 +17,19 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.early_exit import make_runners
 from specgen.engine.parts.exit_layers import (
     ExitLayers,
+    ExitWeights,
     check_exit_depth,
     check_exit_layers,
     default_exit_depth,
     known_architecture,
+    make_runners,
 )
 from specgen.engine.parts.trained_part import ExitDescription, open_part, replace_predictor, round_as_saved, save_exit
-from specgen.engine.parts.weights import ExitWeights
+from specgen.engine.weights import weights_fingerprint
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import Part
 from specgen.train.loop import Labels, Objective, first_shares, greedy_matches, held_out_agreement
@@ -162,7 +162,7 @@ class ExitObjective(Objective):
     @torch.no_grad()
     def _first_layers(self, batch: BatchPass) -> torch.Tensor:
         """Returns the hidden states [batch, n, width] after the target's first layers, which are not trained."""
-        hidden = self.model.batch_layers(batch, self.after).hidden_states
+        hidden = self.model.batch(batch, self.after, with_head=False).hidden_states
         assert hidden is not None
         return hidden
 

@@ -15,6 +15,7 @@ import torch
 from specgen.engine.native.attention import Sight
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import layer_tensors
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.exit_layers import known_architecture
@@ -80,7 +81,7 @@ class GlideObjective(HeadObjective):
             torch.float32,
             trained_product,
             self.device,
-            native_keys=self.model.backend == "native",
+            native_keys=isinstance(self.model, NativeModel),
         )
         outputs = layers(self.embeddings(batch.ids).flatten(0, 1), self._inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]

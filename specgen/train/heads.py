@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from specgen.engine.native.layer_weights import EXIT_HEAD
-from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.parts.trained_part import HeadDescription, check_head_folder, describe_head, round_as_saved, save_head
 from specgen.engine.parts.weights import HeadKind, HeadWeights
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches, pack
@@ -72,7 +72,7 @@ class RowLabels(NamedTuple):
 class HeadObjective(Objective):
     """Trains one kind of head for a target, whose weights do not change: products in the target's dtype, results in float32.
 
-    `taps` are the layers whose inputs the head reads (see `Model.batch_features`), `kv_layers` those whose keys and values it
+    `taps` are the layers whose inputs the head reads (see `Model.forward`), `kv_layers` those whose keys and values it
     reads. `depths` is the number of drafted tokens for which it is trained and measured. `decay` is the factor of the loss from
     each of them to the next. `begin` makes the parameters, `predict` and `logits` run within autocast.
     """
@@ -177,7 +177,9 @@ class HeadObjective(Objective):
         sequences, tokens = batch.ids.shape
         cache = self.model.batch_cache(sequences) if self.kv_layers else None
         forward_pass = batch.forward_pass()._replace(cache=cache)
-        features = self.model.batch_features(forward_pass, [*self.taps, self.num_layers]).float()
+        features = self.model.batch(forward_pass, taps=[*self.taps, self.num_layers], with_head=False).features
+        assert features is not None
+        features = features.float()
         of_layers = [] if cache is None else [cache.keys_and_values(layer, tokens) for layer in self.kv_layers]
         by_sequence = [
             (keys.view(sequences, -1, *keys.shape[1:]), values.view(sequences, -1, *values.shape[1:]))
@@ -193,7 +195,7 @@ class HeadObjective(Objective):
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the final norm. Differentiable."""
         hidden = hidden.to(self.dtype)
-        if self.model.backend == "transformers":
+        if not isinstance(self.model, NativeModel):
             return self.model.head_logits(hidden).float()
         return final_logits(self.model.architecture, torch.nn.functional.linear(hidden, self._lm_head)).float()
 

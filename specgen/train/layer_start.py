@@ -79,7 +79,7 @@ def _details(target: Architecture) -> dict[str, Any]:
         "hidden_act": _ACTIVATIONS[target.activation],
         "intermediate_size": target.intermediate_size,
         "rms_norm_eps": target.norm_eps,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": target.context_limit,
         "vocab_size": target.vocab_size,
         "attention_bias": target.output_bias,
     }

@@ -33,7 +33,7 @@ class MedusaObjective(HeadObjective):
         width = self.width
         made = {f"{head}.weight": torch.zeros(width, width) for head in range(HEADS)}
         made |= {f"{head}.bias": torch.zeros(width) for head in range(HEADS)}
-        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * self.model.num_parameters
+        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
         if self._has_lm_heads:
             start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
             made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}

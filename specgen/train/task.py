@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import versions
-from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Corpus
 
 if TYPE_CHECKING:

@@ -73,12 +73,12 @@ def predicted(target: LoadedModel, text: Text, *, keep_hidden: bool = False) -> 
     """Returns a text with the target's predictions, computed in one forward pass, on the CPU."""
     model, batch = target.model, text_pass(torch.tensor(text.ids, device=target.model.device))
     if not keep_hidden:
-        top_k_ids, log_probs = most_probable(model.batch_logits(batch)[0])
+        top_k_ids, log_probs = most_probable(model.batch(batch).logits[0])
         return PredictedText(text, top_k_ids.cpu(), log_probs.cpu())
-    output = model.batch_layers(batch, model.shape.num_layers, with_head=True)
-    assert output.hidden_states is not None
+    output = model.batch(batch, taps=[model.shape.num_layers])
+    assert output.features is not None
     top_k_ids, log_probs = most_probable(output.logits[0])
-    return PredictedText(text, top_k_ids.cpu(), log_probs.cpu(), output.hidden_states[0].to("cpu", torch.bfloat16))
+    return PredictedText(text, top_k_ids.cpu(), log_probs.cpu(), output.features[0].to("cpu", torch.bfloat16))
 
 
 def wanted_for_predictor(target: LoadedModel) -> int:
@@ -283,7 +283,7 @@ def continuations(
         past = cache.length
         seen = visible[:, None, :length] & (columns[past:length, None] >= columns[:length])
         batch = BatchPass(new, positions[:, past:length], seen, positions[:, :length], cache)
-        logits = model.batch_logits(batch, logits_to_keep=1)[:, -1].float()
+        logits = model.batch(batch, logits_to_keep=1).logits[:, -1].float()
         cache.length = length
         if logits.isnan().any():
             raise nan_logits("target")

@@ -15,10 +15,9 @@ import torch
 from specgen.base.errors import RunError
 from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
-from specgen.engine.dtype_choice import DtypeChoice
+from specgen.engine.dtype_choice import DtypeChoice, weight_bytes
+from specgen.engine.model import ModelShape
 from specgen.engine.model_loading import PreparedModel, check_weight_files
-from specgen.engine.model_shape import ModelShape
-from specgen.engine.weight_sizes import weight_sizes
 
 PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 _OVERHEAD = 512 << 20  # bytes per GPU that its context, its libraries' workspaces and gaps between allocations take
@@ -176,7 +175,7 @@ def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeCh
     check_weight_files(prepared.folder, prepared.name)
     shape, size = prepared.shape, weights.dtype.itemsize
     layers, embedding, others, has_head = [0] * shape.num_layers, 0, 0, False
-    for name, taken in weight_sizes(prepared, device, weights)[1].items():
+    for name, taken in weight_bytes(prepared, device, weights).items():
         found = _LAYER.search(name)
         if found is not None:
             if int(found[1]) < shape.num_layers:  # others predict further tokens, and are not loaded

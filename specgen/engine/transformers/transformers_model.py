@@ -20,8 +20,8 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_shape import of_transformers
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.model import ModelShape, of_transformers
+from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_chain
 from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import ancestry, sight_of_tree
@@ -40,13 +40,11 @@ class TransformersModel:
     to which the outputs are moved.
     """
 
-    backend = "transformers"
     exact = False
-    capture_seconds = 0.0
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.shape = of_transformers(module.config)
+        self.shape = _shape(module.config)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.num_embeddings: int = module.get_input_embeddings().weight.shape[0]
@@ -57,20 +55,6 @@ class TransformersModel:
         accepted = inspect.signature(module.forward).parameters
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
-    @property
-    def num_parameters(self) -> int:
-        whole = model_without_weights(self.module.config, False) if _is_quantised(self.module) else None  # not packed
-        return sum(weight.numel() for weight in (whole or self.module).parameters())
-
-    @property
-    def architecture(self) -> Architecture:
-        """What config.json describes; see `engine.model.Model`."""
-        config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
-        return read_architecture({**config, "quantization_config": None})
-
-    def capture_passes(self, shortest: int, longest: int) -> None:
-        """Does nothing: no passes are captured."""
-
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
         return KVCache(self.shape.num_layers, self.device)
@@ -79,15 +63,22 @@ class TransformersModel:
         """Returns an empty KV cache; its first pass decides for how many sequences."""
         return self.new_cache()
 
-    # whole passes, by the model's own `forward`
-
-    def forward(self) -> ForwardFunction:
-        return self._whole_forward(())
-
-    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
-        """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
-        self.check_layers("a head on hidden states")
+    def forward(
+        self,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+    ) -> ForwardFunction:
+        """Returns a function that runs the model by its own `forward`, or layer by layer; see `engine.model.Model`."""
+        if layers is not None:
+            return self._layers_forward(layers, inputs, with_head=with_head)
+        if taps:
+            self.check_layers("a head on hidden states")
         return self._whole_forward(taps)
+
+    # whole passes, by the model's own `forward`
 
     def _whole_forward(self, taps: Sequence[int]) -> ForwardFunction:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
@@ -121,26 +112,22 @@ class TransformersModel:
         logits: torch.Tensor = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         return logits
 
-    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
-        """Returns the logits of several sequences; see `engine.model.Model`."""
-        logits: torch.Tensor = self._run_batch(batch, logits_to_keep or 0).logits
-        return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
-
-    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
-        """Returns the hidden states after the first layers of several sequences; see `engine.model.Model`.
-
-        Runs all layers that the model has kept. With the head, `layers` has to be their number.
-        """
-        output = self._run_batch(batch, with_states=True)
-        return ModelOutput(output.logits, move(output.hidden_states[layers], self.device))
-
-    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
-        return self._features(self._run_batch(batch, with_states=True), taps)
-
-    def _run_batch(self, batch: BatchPass, keep: int = 0, *, with_states: bool = False) -> Any:
+    def batch(
+        self,
+        batch: BatchPass,
+        layers: int | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+        logits_to_keep: int | None = None,
+    ) -> ModelOutput:
+        """Runs several sequences through all layers that the model has kept; see `engine.model.Model`."""
         mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
-        return self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
+        with_states, keep = bool(taps) or layers is not None, logits_to_keep or 0
+        output = self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
+        features = self._features(output, taps) if taps else None
+        hidden = None if layers is None else move(output.hidden_states[layers], self.device)
+        return ModelOutput(output.logits[:, -keep:], hidden, features=features)
 
     # some of the layers
 
@@ -159,15 +146,15 @@ class TransformersModel:
     @inference
     def _layers_error(self) -> str | None:
         ids = [token % self.num_embeddings for token in (5, 9, 7, 3)]
-        layers = self.layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
+        layers = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
         tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
         error = logits_error(lambda: layers(tokens, len(ids)).logits, lambda: self.reference_logits(ids))
         return error and f"its layers, run one by one, {error}"
 
-    def layers_forward(
+    def _layers_forward(
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
     ) -> ForwardFunction:
-        """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
+        """Returns a function that runs some layers, or parts of them, one by one."""
         decoder = decoder_of(self.module)
         types = getattr(self.module.config.get_text_config(), "layer_types", None) or [None] * self.shape.num_layers
         parts = [(_part(decoder.layers[part.layer], part), types[part.layer]) for part in layers]
@@ -292,6 +279,15 @@ def _takes_mapping(model: Any) -> bool:
         return "causal_mask_mapping" in inspect.getsource(module)
     except (OSError, TypeError):
         return False
+
+
+def _shape(config: Any) -> ModelShape:
+    """Returns the sizes of a model from its transformers config; an `Architecture` if the native decoder knows the family."""
+    fields = json.loads(config.get_text_config().to_json_string(use_diff=False))
+    try:
+        return read_architecture({**fields, "quantization_config": None})
+    except UnsupportedConfig:
+        return of_transformers(config)
 
 
 def decoder_of(module: Any) -> Any:
