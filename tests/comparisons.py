@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import Lines, parsed, run_main
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
+from specgen.compare.predictions import NO_PREDICTION
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
+from specgen.traces.reader import read_trace
 from specgen.view.comparison import Report, page
 
 PROMPTS = ["the cat sat on the mat", "hello there", "a b c a b c a b", "what is one and one"]
@@ -58,7 +62,7 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
 
 
 PHASE_SHARES = {"prefill": 0.1, "draft": 0.17, "policy": 0.03, "verify": 0.6, "sample": 0.05, "other": 0.05}
-WILD = MethodSpec("wild", "wild", {}, lossless=False)
+WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=replace(methods.METHODS["mtad"], name="wild")))
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
@@ -111,3 +115,16 @@ def report_of(results: Results, **options: bool) -> Report:
 
 def shown(results: Results, width: int, **options: bool) -> list[str]:
     return [line.plain for line in page(report_of(results, **options), width)]
+
+
+def comparison() -> Report:
+    """A comparison with a tie, a broken method, a failed one, predictions, categories and an example of hostile text."""
+    results = usual()
+    first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
+    results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
+    run = next(read_trace(Path(__file__).parent / "golden" / "trace.jsonl"))
+    results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
+    report = report_of(results, by_category=True, phases=True)
+    predicted = {"svip": {"eq14": 1.25, "pass_costs": 1.5}}
+    made = [replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION)) for each in report.made]
+    return replace(report, made=made, notes="A note.")

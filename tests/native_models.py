@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from native_configs import reference_of, sparse
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.engine.native import loading
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 
-_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 256}
+_TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_OWN_HEAD = ("gemma", "gemma2", "gemma3_text", "qwen3")  # families whose head size does not follow from hidden_size
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _SLIDING_LAST = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -104,6 +116,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]
 
 
+def sparse(family: str, **changes: Any) -> dict[str, Any]:
+    """A tiny config as transformers 4 wrote it: without the defaults, and with rope_theta and rope_scaling at the top."""
+    own = {"head_dim": 8} if family in _OWN_HEAD else {}
+    return deepcopy({"model_type": family, **_TINY, **own, **changes})
+
+
+def reference_of(config: dict[str, Any]) -> Any:
+    """Transformers' config."""
+    return CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
+
+
 def make(config: dict[str, Any], seed: int = 0) -> Any:
     """Transformers' model, in float32, of a config in the older form. All weights are random, those of norms and biases too."""
     torch.manual_seed(seed)
@@ -121,7 +144,7 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
 
 def variant(family: str, index: int = 0, **changes: Any) -> dict[str, Any]:
     """A config in the older form."""
-    return sparse(family, **{**_SMALL, **VARIANTS[family][index], **changes})
+    return sparse(family, **{**VARIANTS[family][index], **changes})
 
 
 def load(

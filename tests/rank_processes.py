@@ -98,10 +98,9 @@ class _Answers:
 
     @staticmethod
     def facts(pair: Any) -> dict[str, Any]:
-        """The sizes of rank 0's part, and the whole model's parameters."""
+        """The sizes of rank 0's part."""
         model = pair.target.model
         return {
-            "parameters": model.num_parameters,
             "kv_heads": model.local.architecture.num_kv_heads,
             "heads": model.local.architecture.num_heads,
             "embedding": list(model.local.parts.embedding.shape),

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from native_configs import sparse
+from native_models import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.base.types import Context
@@ -31,7 +31,7 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
     """A random model of a family, with 5 layers; `changes` are made to its config."""
-    architecture = read_architecture(sparse(family, max_position_embeddings=LENGTH, **changes))
+    architecture = read_architecture(sparse(family, num_hidden_layers=5, max_position_embeddings=LENGTH, **changes))
     generator, on = torch.Generator(device="cpu").manual_seed(0), torch.device(device)
     width, gain = architecture.hidden_size, norm_gain(architecture, dtype, on)
 

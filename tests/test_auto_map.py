@@ -1,40 +1,128 @@
-"""`--device auto-map`: loading a pair by a plan, `inspect`'s view of the plan, and what the option is combined with."""
+"""`--device auto-map`: the plan for invented devices, filled in their order, and a model whose layers are on several of them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from fake_devices import fake, fake_devices
+from families import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runner_checks import CPU, OTHER
 from static_checks import on_gpu
 from typer.testing import CliRunner
 
 import specgen
 from specgen import demo
-from specgen.base.errors import RunError, SpecgenError
+from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.engine.devices import free_memory, pick_draft_device
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.spread import placement
-from specgen.engine.spread.placement import Room, model_memory, place
-from specgen.pair.pair import devices
+from specgen.engine.spread.placement import ModelMemory, Room, model_memory, place, plan
+from specgen.engine.transformers.loading import module_devices
 from specgen.tune.pair_inspection import model_facts
 
-CPU = torch.device("cpu")
-MIB = 1 << 20
+GIB, MIB, OVERHEAD = 1 << 30, 1 << 20, 1 << 29  # the last per GPU
 FLOAT32 = DtypeChoice(torch.float32, "")
+TARGET = ModelSource(str(demo.folder("target")))
 PROMPT = "def add(a, b):\n"
 GREEDY = SamplingParams(max_new_tokens=8)
-METHODS = [("svip", {}), ("eesd-tree", {}), ("selfsd", {"skip": "3+5a"}), ("glide", {}), ("eagle", {}), ("medusa", {})]
-METHODS += [("sd", {"width": 2, "depth": 3}), ("mtad", {}), ("lookahead", {})]
-COSTS = {"draft_cost": 0.2, "verify_cost": 0.02}  # else they are measured, and sampled tokens change with the drafts' lengths
-METHODS += [("lookup", COSTS), ("adaptive", COSTS)]
+
+
+def rooms_of(*gib: float, cpu: float = 0.0) -> list[Room]:
+    found = [Room(torch.device("cuda", index), int(free * GIB)) for index, free in enumerate(gib)]
+    return found + ([Room(CPU, int(cpu * GIB))] if cpu else [])
+
+
+def model(
+    layers: int, layer: float, table: float = 1.0, *, tied: bool = False, cache: float = 0.03, working: float = 0.9
+) -> ModelMemory:
+    """A model with equal layers; all sizes in GiB. `cache` is for one layer."""
+    sizes = [int(each * GIB) for each in (layer, table, cache, working)]
+    return ModelMemory((sizes[0],) * layers, sizes[1], sizes[1], tied, sizes[2], sizes[3])
+
+
+SEVENTY_B = model(80, 1.62, 2.0, working=3.3)  # in bfloat16: 133 GiB of weights
+EIGHT_B = model(32, 0.41)  # 15 GiB
+
+
+@pytest.mark.parametrize(
+    ("rooms", "of", "draft", "expected", "draft_device"),
+    [
+        (rooms_of(*[80] * 8), EIGHT_B, 0, {"cuda:0": range(32)}, None),
+        (rooms_of(80, 80), SEVENTY_B, 0, {"cuda:0": range(44), "cuda:1": range(44, 80)}, None),
+        (rooms_of(80, 80), EIGHT_B, 2, {"cuda:0": range(32), "cuda:1": range(32, 32)}, "cuda:1"),
+        (rooms_of(8, cpu=60), EIGHT_B, 0, {"cuda:0": range(12), "cpu": range(12, 32)}, None),
+        (rooms_of(8, cpu=60), EIGHT_B, 2, {"cuda:0": range(8), "cpu": range(8, 32)}, "cuda:0"),
+        (rooms_of(4, cpu=60), EIGHT_B, 9, {"cuda:0": range(3), "cpu": range(3, 32)}, "cpu"),
+        (rooms_of(2, cpu=60), EIGHT_B, 0, {"cpu": range(32)}, None),
+        (rooms_of(80, 2), EIGHT_B, 9, {"cuda:0": range(32)}, "cuda:0"),
+        (rooms_of(24, 24, cpu=30), SEVENTY_B, 0, None, None),
+        (rooms_of(24, cpu=5), EIGHT_B, 20, None, None),
+    ],
+)
+def test_devices_are_filled_in_their_order(
+    rooms: list[Room], of: ModelMemory, draft: int, expected: dict[str, range] | None, draft_device: str | None
+) -> None:
+    found = plan(rooms, of, 8192, draft * GIB)
+    assert (None if found is None else {str(stage.device): stage.layers for stage in found.stages}) == expected
+    if found is not None and expected is not None:
+        assert found.draft_device == (None if draft_device is None else torch.device(draft_device))
+        assert (found.layer_devices is None) == (sum(bool(layers) for layers in expected.values()) == 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(1, 40), min_size=1, max_size=4),
+    st.just(0) | st.floats(1, 60),
+    st.tuples(st.integers(1, 50), st.floats(0.05, 1), st.floats(0, 2), st.booleans(), st.floats(0, 0.2)),
+    st.just(0) | st.integers(GIB // 10, 9 * GIB),
+)
+def test_every_plan_is_valid(free: list[float], host: float, sizes: tuple[int, float, float, bool, float], draft: int) -> None:
+    rooms = rooms_of(*free, cpu=host)
+    layers, layer, table, tied, cache = sizes
+    of = model(layers, layer, table, tied=tied, cache=cache, working=0.5)
+    found = plan(rooms, of, 1000, draft)
+    if found is None:
+        usable = sum(max(0, room.free - of.working - OVERHEAD) for room in rooms)
+        wasted = len(rooms) * (of.layers[0] + of.cache + of.embedding + of.head + draft)
+        assert usable < of.weights + layers * of.cache + of.working + draft + wasted, "the memory in sum is short or nearly so"
+        return
+    assert [index for stage in found.stages for index in stage.layers] == list(range(layers)), "all of them, once, in order"
+    with_layers = [stage for stage in found.stages if stage.layers]
+    for stage in found.stages:
+        assert 0 <= stage.left <= stage.free == dict(rooms)[stage.device]
+    for stage in with_layers:
+        ends = of.embedding * (stage is with_layers[0]) + of.head * (stage is with_layers[-1])
+        ends = max(of.embedding, of.head) if tied and len(with_layers) == 1 else ends  # on two devices, each has a copy
+        assert stage.weight_bytes == sum(of.layers[index] for index in stage.layers) + ends
+    assert sum(stage.draft_bytes for stage in found.stages) == draft
+    assert found.device == with_layers[-1].device
+
+
+def test_the_planned_bytes_are_those_of_the_files() -> None:
+    target = prepare(TARGET, lambda _: None)
+    numbers = model_facts(target, CPU, FLOAT32).parameters
+    for choice, size in ((FLOAT32, 4), (DtypeChoice(torch.bfloat16, ""), 2)):
+        found = model_memory(target, CPU, choice, 100)
+        assert found.weights == size * numbers
+        assert found.cache == 100 * target.shape.kv_bytes_per_token(size) // target.shape.num_layers
+    for kind in ("int8", "int4"):  # a draft's
+        rounded = replace(FLOAT32, quantise=kind)
+        memory = model_memory(target, CPU, rounded, 100)
+        assert memory.weights == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
+        assert not memory.tied
+
+
+# ------------------------------------------------------------------ on this machine
 
 
 @pytest.fixture
@@ -47,93 +135,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
     return rooms
 
 
-def two_gpus(mib: int) -> list[Room]:
-    return [Room(fake(0), mib * MIB), Room(fake(1), mib * MIB), Room(CPU, 400 * MIB)]
-
-
 def test_a_target_on_two_devices_generates_what_one_does(machine: list[Room]) -> None:
-    machine += two_gpus(16)
-    with specgen.load(device="cpu") as single:
-        expected = single.generate(PROMPT, method="ar", sampling=GREEDY).token_ids
-    with fake_devices(), specgen.load(device="auto-map") as pair:
-        assert pair.target.layer_devices == [fake(0)] * 7 + [fake(1)] * 5
-        assert devices(pair)[:2] == [fake(0), fake(1)]
-        assert pair.target.device_label == "7 layers on privateuseone:0, 5 layers on privateuseone:1"
-        assert pair.generate(PROMPT, method="svip", sampling=GREEDY).token_ids == expected
-        assert pair.generate(PROMPT, method="eesd-tree", sampling=GREEDY).token_ids == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_method_gives_on_two_devices_what_it_gives_on_one(temperature: float, machine: list[Room]) -> None:
-    sampling = SamplingParams(max_new_tokens=24, temperature=temperature, seed=1)
-    found = []
-    for mib in (200, 16):
-        machine[:] = two_gpus(mib)
-        with fake_devices(), specgen.load(device="auto-map") as pair:
-            assert (pair.target.layer_devices is None) == (mib == 200)
-            found.append([pair.generate(PROMPT, method=name, sampling=sampling, **rest).token_ids for name, rest in METHODS])
-    assert found[0] == found[1]
-
-
-def test_the_draft_is_where_there_is_room_or_where_the_user_says(machine: list[Room]) -> None:
-    machine += two_gpus(200)
-    with fake_devices():
-        with specgen.load(device="auto-map") as pair:
-            assert pair.draft is not None
-            assert (pair.target.device, pair.draft.device, pair.target.layer_devices) == (fake(0), fake(1), None)
-        with specgen.load(device="auto-map", draft_device="cpu") as pair:
-            assert pair.draft is not None
-            assert pair.draft.device == CPU
-
-
-def test_without_a_gpu_it_is_what_auto_is() -> None:
-    """This machine has none, or the test is about the CPU alone."""
-    if torch.cuda.is_available() or torch.backends.mps.is_available():
-        pytest.skip("there is a GPU")
-    with specgen.load(device="auto-map", exact=True) as pair:
-        assert pair.target.device == CPU
-        assert pair.target.layer_devices is None
-
-
-def test_exact_needs_one_device(machine: list[Room]) -> None:
-    machine += two_gpus(16)
-    found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map", "--exact"])
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert "--exact is for the CPU and for one CUDA device, and demo/target needs several devices" in found.stderr
-
-
-def test_what_does_not_fit_is_said_with_the_numbers(machine: list[Room]) -> None:
-    machine += [Room(fake(0), 5 * MIB), Room(fake(1), 5 * MIB), Room(CPU, 6 * MIB)]
-    found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map"])
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert found.stderr.count("\n") == 1
-    for part in (
-        "11.2 MiB of weights",
-        "12.0 MiB of cache for 1,024 tokens",
-        "privateuseone:1 5.0 MiB",
-        "cpu 6.0 MiB",
-        "--context N",
-    ):
-        assert part in found.stderr
-    found = CliRunner().invoke(app, ["inspect", "--target", str(demo.folder("target")), "--device", "auto-map"])
-    assert (found.exit_code, found.stdout) == (1, "")
+    machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
+    with specgen.load(device="cpu", dtype="float32") as single, specgen.load(device="auto-map", dtype="float32") as pair:
+        assert pair.target.layer_devices == [OTHER] * 7 + [CPU] * 5
+        assert pair.target.device_label == "7 layers on cpu:0, 5 layers on cpu"
+        for name in ("ar", "svip", "eesd-tree", "glide"):
+            found, expected = (each.generate(PROMPT, method=name, sampling=GREEDY).token_ids for each in (pair, single))
+            assert found == expected, name
+    machine[:] = [Room(OTHER, 200 * MIB), Room(CPU, 1)]
+    with specgen.load(device="auto-map", draft_device="cpu") as pair:
+        assert pair.draft is not None
+        assert (pair.target.layer_devices, pair.draft.device) == (None, CPU)
 
 
 def test_inspect_shows_the_plan(machine: list[Room]) -> None:
-    machine += two_gpus(16)
+    machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "auto-map"]
     shown = CliRunner().invoke(app, ["inspect", *models], env={"COLUMNS": "200"}).stdout
     assert "the plan for 1,024 tokens on 2 devices:" in shown
-    assert "privateuseone:0: layers 0 to 6, embedding: " in shown
-    assert "privateuseone:1: layers 7 to 11, norm, head: " in shown
+    assert "cpu:0: layers 0 to 6, embedding: " in shown
+    assert "cpu: layers 7 to 11, norm, head: " in shown
     assert "without CUDA graphs" in shown
-    assert "--device auto-map --measure" in shown
-    shown = CliRunner().invoke(app, ["inspect", *models, "--context", "64"], env={"COLUMNS": "200"}).stdout
-    assert "layers 0 to 11, embedding, norm, head" in shown
-    assert "without CUDA graphs" not in shown
     report = json.loads(CliRunner().invoke(app, ["inspect", *models, "--json"]).stdout)["placement"]
-    assert report["context"] == 1024
     assert [each["layers"] for each in report["devices"]] == [[0, 6], [7, 11]]
     assert sum(each["draft_bytes"] > 0 for each in report["devices"]) == 1
     for each in report["devices"]:
@@ -143,43 +167,49 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
     assert plain["placement"] is None
 
 
-def test_the_planned_bytes_are_those_of_the_files(machine: list[Room]) -> None:
-    target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
-    found = model_memory(target, CPU, FLOAT32, 100)
-    numbers = model_facts(target, CPU, FLOAT32).parameters
-    assert found.weights == 4 * numbers
-    assert found.cache == 100 * target.shape.kv_bytes_per_token(4) // target.shape.num_layers
-    half = DtypeChoice(torch.bfloat16, "")
-    assert model_memory(target, CPU, half, 100).weights == 2 * numbers
-    for kind in ("int8", "int4"):  # a draft's
-        rounded = replace(FLOAT32, quantise=kind)
-        memory = model_memory(target, CPU, rounded, 100)
-        assert memory.weights == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
-        assert not memory.tied
-        assert memory.cache == found.cache
+def test_what_cannot_be_placed_is_said_in_a_line(machine: list[Room]) -> None:
+    machine += [Room(OTHER, 5 * MIB), Room(CPU, 6 * MIB)]
+    found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map"])
+    assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
+    for part in ("11.2 MiB of weights", "12.0 MiB of cache for 1,024 tokens", "cpu:0 5.0 MiB", "cpu 6.0 MiB", "--context N"):
+        assert part in found.stderr
+    machine[:] = [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
+    found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map", "--exact"])
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "--exact is for the CPU and for one CUDA device, and demo/target needs several devices" in found.stderr
+    with pytest.raises(SpecgenError, match="the draft model runs on one device"):
+        pick_draft_device("auto-map", "auto", CPU)
+    assert place("auto", [], [], None) is None
 
 
 def test_layers_that_accelerate_runs_on_the_gpu_have_their_cache_there(machine: list[Room]) -> None:
     """The native decoder runs the CPU's layers on the CPU, so that fewer bytes are needed on the GPU."""
-    machine += [Room(fake(0), 20 * MIB), Room(CPU, 400 * MIB)]
+    machine += [Room(torch.device("cuda", 0), 20 * MIB), Room(CPU, 400 * MIB)]
     counts = []
     for backend in ("native", "transformers"):
-        source = ModelSource(str(demo.folder("target")), backend=backend)
-        found = place("auto-map", [prepare(source, lambda _: None)], [FLOAT32], None)
+        found = place("auto-map", [prepare(replace(TARGET, backend=backend), lambda _: None)], [FLOAT32], None)
         assert found is not None
         counts.append([len(stage.layers) for stage in found.stages])
     assert sum(counts[0]) == sum(counts[1]) == 12
     assert counts[0][0] > counts[1][0]
 
 
-def test_wrong_combinations_are_named(machine: list[Room]) -> None:
-    with pytest.raises(SpecgenError, match="the draft model runs on one device"):
-        pick_draft_device("auto-map", "auto", CPU)
-    assert place("auto", [], [], None) is None
-    machine.append(Room(fake(0), 1))
-    target = prepare(ModelSource(str(demo.folder("target"))), lambda _: None)
-    with pytest.raises(RunError):
-        place("auto-map", [target], [FLOAT32], None)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
+def test_every_module_of_transformers_has_a_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers have theirs, what comes before them the first one's, what comes after them the last one's."""
+    module = make_model(family, tie_word_embeddings=False)
+    devices = [torch.device("cuda", index) for index in range(module.config.num_hidden_layers)]
+    found = module_devices(module, "m", devices)
+    for weight, _ in module.named_parameters():
+        assert any(weight.startswith(f"{name}.") for name in found), weight
+    assert [device for name, device in found.items() if name.rsplit(".", 1)[-1].isdigit()] == devices
+    names = {part: name for name, part in module.named_modules()}
+    head, table = names[module.get_output_embeddings()], names[module.get_input_embeddings()]
+    assert (found[head], found[table]) == (devices[-1], devices[0])
+    assert module_devices(make_model(family, tie_word_embeddings=True), "m", devices)[head] == devices[0]
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(SpecgenError, match="pip install accelerate"):
+        module_devices(module, "m", devices)
 
 
 def test_free_memory_of_the_cpu_counts_what_the_system_can_drop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +219,14 @@ def test_free_memory_of_the_cpu_counts_what_the_system_can_drop(monkeypatch: pyt
 
 
 @on_gpu
-def test_a_target_on_a_gpu_and_the_cpu_generates_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every method on real devices: the GPU is said to have little memory."""
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_target_on_a_gpu_and_the_cpu_generates_what_one_does(machine: list[Room], backend: str) -> None:
+    """Every kind of method on real devices: the GPU is said to have little memory."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(placement, "_OVERHEAD", 0)
-    monkeypatch.setattr(placement, "_pass_bytes", lambda *_: MIB)
-    monkeypatch.setattr(placement, "find_rooms", lambda: [Room(gpu, 16 * MIB), Room(CPU, 4000 * MIB)])
-    with specgen.load(device="cpu") as single:
+    machine += [Room(gpu, (16 if backend == "native" else 24) * MIB), Room(CPU, 4000 * MIB)]
+    with specgen.load(device="cpu", dtype="float32") as single:
         expected = single.generate(PROMPT, method="ar", sampling=GREEDY).token_ids
-    with specgen.load(device="auto-map", dtype="float32") as pair:
+    with specgen.load(device="auto-map", dtype="float32", backend=backend) as pair:
         assert set(pair.target.layer_devices or ()) == {gpu, CPU}
-        for name, settings in [*METHODS, ("pearl", {"window": 3})]:
-            assert pair.generate(PROMPT, method=name, sampling=GREEDY, **settings).token_ids == expected, name
+        for name in ("svip", "eesd-tree", "glide", "eagle", "medusa", "mtad", "lookahead", "pearl"):
+            assert pair.generate(PROMPT, method=name, sampling=GREEDY).token_ids == expected, name

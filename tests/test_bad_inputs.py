@@ -80,19 +80,13 @@ LIGHT = [
     generate("another", "another", "--help"),
     generate("--tempratur 1", "--tempratur", "--temperature"),
     generate("-n 0", "max_new_tokens is 0", "at least 1"),
-    generate("-n -5", "max_new_tokens is -5", "at least 1"),
     generate(f"-n {NINES}", "max_new_tokens is above 2^40", "smaller"),
     generate("-n abc", "--max-new-tokens is 'abc'", "integer"),
-    generate(f"--top-k {2**40 + 1}", "top_k is above 2^40", "smaller"),
     generate("--top-k -1", "top_k is -1", "0 for no cut"),
-    generate("--temperature -1", "temperature is -1", "between 0"),
     generate("--temperature nan", "temperature is nan", "between 0"),
     generate("--temperature 1e-9", "temperature is 1e-09", "0 for greedy decoding"),
-    generate("--temperature 1e9", "temperature is 1000000000", "between 0"),
     generate("--temperature warm", "--temperature is 'warm'", "number"),
-    generate("--top-p 0", "top_p is 0", "above 0"),
     generate("--top-p 2", "top_p is 2", "at most 1"),
-    generate("--top-p nan", "top_p is nan", "at most 1"),
     generate("--seed -1", "seed is -1", "from 0"),
     row(["generate", "hi", "--stop", ""], "stop holds", "at least one character"),
     row(["generate", "hi", "--stop", LATIN_1], r"stop holds ('caf\udce9',), which is not UTF-8"),
@@ -102,13 +96,11 @@ LIGHT = [
     generate("--system x", "--system", "Add --chat"),
     # methods and settings
     generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
-    generate("-m SVIP", "'SVIP'", "did you mean svip?"),
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
     generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
     generate("-m ar --set k=1", "ar has no setting 'k'"),
     generate("-m sd --set k=abc", "k is 'abc'", "whole number"),
-    generate("-m sd --set k=2.5", "k is '2.5'", "whole number"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),
     generate("-m sd --set policy=fixd", "'fixd'", "did you mean fixed?", "beta-ts"),
@@ -118,28 +110,28 @@ LIGHT = [
     generate("-m lookup --set policy=svip", "lookup", "'svip'", "Use one of fixed, heuristic, beta-ts"),
     generate("-m lookup --set k=3 --set policy=svip", "lookup with policy=svip has no setting 'k'", "threshold"),
     generate("-m lookup --set k=3 --set max_draft=9", "lookup with policy=fixed has no setting 'max_draft'"),
-    generate("-m lookup --set kk=3", "lookup has no setting 'kk'", "did you mean k?"),
-    generate("-m suffix --set policy=svip", "suffix", "'svip'", "Use one of fixed, heuristic, confidence"),
-    generate("-m suffix --set min_prob=1.5", "min_prob is 1.5", "between 0 and 1"),
-    generate("-m suffix --set factor=0", "factor is 0", "between 0.1 and 1,000"),
     generate("-m suffix --set history=maybe", "history is 'maybe'", "true or false"),
     generate("-m pearl --set policy=adaptive --set draft_cost=1", "pearl drafts during", "Leave it out"),
-    generate("-m mtad --set tau=2", "tau is 2", "between 0 and 1"),
-    generate("-m mtad --set beams=0", "beams is 0", "between 1 and 256"),
     generate("-m mtad --set beam=wide", "beam is 'wide'", "greedy, sample"),
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
     row("tune -t some/model -m pearl", "pearl needs a draft model, and there is none"),
-    row("tune -t some/model -m ar,svip,sd", "svip needs a draft model, and there is none"),
     row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
     row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
-    row("tune -t some/model --export mlx", "mlx has none of the methods"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
+    # comparisons
+    row("compare -m sivp", "'sivp'", "did you mean svip?"),
+    row("compare --limit 0", "--limit is 0"),
+    row("compare --repeats 0", "--repeats is 0"),
+    row("compare --category codes", "'codes'", "did you mean code?"),
+    row("compare --record distributions", "--record distributions", "--trace"),
+    row("compare --record all --trace t", "--record is 'all'"),
+    row("compare --csv /nowhere/f.csv", "CSV file", "/nowhere"),
+    row("compare --resume /nowhere/t.jsonl", "/nowhere"),
+    generate("--record distributions", "--record distributions", "--json"),
     # the prompt
-    row(["generate", ""], "the prompt is empty"),
     row(["generate", " \n"], "the prompt is empty"),
-    row("generate", "the prompt is empty"),
     row("generate -", "the prompt is empty", stdin=b"\n"),
     row("generate -", "standard input is not UTF-8", "byte 3", "iconv", stdin=b"caf\xe9"),
     row(["generate", LATIN_1], "the prompt is not UTF-8"),
@@ -153,12 +145,7 @@ LIGHT = [
     row(["inspect", LONG], "aaa"),
     row("tune --out {file}/out", "{file}", content=""),
     # files
-    prompts("prompts: [1]", "prompt 1: Input should be an object (it is 1)"),
     prompts("prompts: {", "line 2 is not YAML: "),
-    prompts("a: &x 1\nb: *x", "aliases (*name) are not allowed"),
-    prompts("[" * 30, "more than 20 levels of nesting"),
-    prompts('{"prompt": "x"}\n{"prompt"', "line 2 is not JSON", name="p.jsonl"),
-    prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
     trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
@@ -393,19 +380,15 @@ class Described:
     ("content", "words"),
     [
         ("", "Input should be an object (it is None)"),
-        ("- a", "Input should be an object (it is a list of 1)"),
         ("count: '1'", "count: Input should be a valid integer (it is '1')"),
-        ("count: 1.0", "count: Input should be a valid integer (it is 1.0)"),
         ("count: true", "count: Input should be a valid integer (it is True)"),
         ("count: 1\nshares: [1, x]", "shares.1: Input should be a valid number (it is 'x')"),
         ("count: 1\nshares: [.nan]", "NaN is not a number"),
-        ("count: 1\nmore: {x: .inf}", "Infinity is not a number"),
         ("count: 1\nmore: {x: 99999999999999999999}", "99999999999999999999 is too large"),
         ("count: 1\nformat: 2", "format: Input should be 1 (it is 2)"),
         ("count: &x 1\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
         ("[" * 30, "more than 20 levels of nesting"),
         ("count: 2020-99-99", "a value does not fit its type"),
-        ("count: !!bool maybe", "a value does not fit its type"),
         ("? [1, 2]\n: 3", "unhashable key"),
         ("count: !!python/object:os.system x", "could not determine a constructor"),
         *((f"count: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
@@ -457,19 +440,11 @@ def test_layers_that_predict_several_tokens_are_expected_where_the_config_has_th
             check_no_extra(names, "m", layers, prediction_layers)
 
 
-def test_standard_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    class Endless(io.RawIOBase):
-        given = 0
-
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            Endless.given += len(buffer)
-            buffer[:] = b"y" * len(buffer)
-            return len(buffer)
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+def test_too_long_a_prompt_on_standard_input_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = io.BytesIO(bytes(40 << 20))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data))
     code, out, err = run_main(monkeypatch, capfd, "generate", "-n", "3")
     assert (code, out, err) == (2, "", "error: the prompt on standard input is longer than 16 MiB. Give a part of it\n")
-    assert Endless.given < 20 << 20
+    assert data.tell() < 20 << 20

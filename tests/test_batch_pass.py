@@ -41,7 +41,7 @@ def passed(model: Model, ids: torch.Tensor, lengths: tuple[int, ...], steps: lis
             ids, at, visible = ids[[0, 2]], at[[0, 2]], visible[[0, 2]]
         first, last = cache.length, cache.length + new
         batch = BatchPass(ids[:, first:last], at[:, first:last], visible[:, first:last, :last], at[:, :last], cache)
-        found.append(model.batch_logits(batch))
+        found.append(model.batch(batch).logits)
         cache.length = last
     return found
 
@@ -53,52 +53,46 @@ def test_logits_are_those_of_each_sequence_alone(family: str, backend: str) -> N
     model = model_of(module, backend)
     ids = random_ids(len(LENGTHS), LENGTH)
     at, visible = padded(ids, LENGTHS)
-    whole = model.batch_logits(BatchPass(ids, at, visible, at))
-    last = model.batch_logits(BatchPass(ids, at, visible, at), logits_to_keep=2)
-    torch.testing.assert_close(last, whole[:, -2:], atol=2e-5, rtol=1e-4)
+    whole = model.batch(BatchPass(ids, at, visible, at)).logits
+    last = model.batch(BatchPass(ids, at, visible, at), logits_to_keep=2).logits
+    close(last, whole[:, -2:])
     cached = passed(model, ids, LENGTHS, [14, 3, 1, 2])
     for row, length in enumerate(LENGTHS):
         expected = module(ids[row : row + 1, LENGTH - length :], use_cache=False).logits[0]
-        torch.testing.assert_close(whole[row, -length:], expected, atol=2e-5, rtol=1e-4)
+        close(whole[row, -length:], expected)
         beginning = torch.cat([part[row] for part in cached[:-1]])
-        torch.testing.assert_close(beginning[-(length - 2) :], expected[:-2], atol=2e-5, rtol=1e-4)
+        close(beginning[-(length - 2) :], expected[:-2])
         if row != 1:
-            torch.testing.assert_close(cached[-1][row // 2], expected[-2:], atol=2e-5, rtol=1e-4)
+            close(cached[-1][row // 2], expected[-2:])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 @torch.no_grad()
-def test_hidden_states_after_some_layers_are_the_same_on_both_backends(family: str) -> None:
-    module = make_model(family)
+def test_hidden_states_are_the_same_on_both_backends_also_without_the_later_layers(family: str) -> None:
+    module, batch = make_model(family), text_pass(random_ids(30))
     native, other = (model_of(module, backend) for backend in BACKENDS)
-    batch = text_pass(random_ids(30))
-    for layers, with_head in ((1, False), (2, False), (3, True)):
-        found, expected = (model.batch_layers(batch, layers, with_head=with_head) for model in (native, other))
-        for mine, theirs in zip(found[:2], expected[:2], strict=True):  # logits and hidden states
-            assert mine is not None
-            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
-    whole = native.batch_logits(batch)
-    torch.testing.assert_close(whole, native.batch_layers(batch, 3, with_head=True).logits)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@torch.no_grad()
-def test_freed_weights_leave_the_first_layers(tied: bool) -> None:
-    batch = text_pass(random_ids(9))
-    for backend in BACKENDS:
-        model: Any = model_of(make_model("llama", tie_word_embeddings=tied), backend)
-        expected = model.batch_layers(batch, 1).hidden_states
-        layers = model.layers if backend == "native" else model.module.model.layers
-        head = model.parts.head if backend == "native" else model.module.lm_head
-        kept, freed = ref(layers[0]), [*map(ref, layers[1:]), ref(head)]
-        del layers, head
+    expected, found = (model.batch(batch, taps=[0, 2, 3]) for model in (native, other))
+    close(found.logits, expected.logits)
+    close(native.batch(batch).logits, expected.logits)
+    close(found.features, expected.features)
+    states = native.batch(batch, 1, with_head=False).hidden_states
+    close(other.batch(batch, 1, with_head=False).hidden_states, states)
+    for model in (native, other):
+        layers: Any = model.layers if model is native else module.model.layers  # type: ignore[attr-defined]
+        kept, freed = ref(layers[0]), [ref(layer) for layer in layers[1:]]
+        del layers
         model.free_weights(1)
-        torch.testing.assert_close(model.batch_layers(batch, 1).hidden_states, expected, rtol=0, atol=0)
+        close(model.batch(batch, 1, with_head=False).hidden_states, states)
         assert kept() is not None
-        assert [weight() for weight in freed] == [None] * 3
+        assert [weight() for weight in freed] == [None] * 2
         model.free_weights()
-        left = [model.parts.embedding] if backend == "native" else list(model.module.parameters())
-        assert all(weight.device.type == "meta" or not weight.numel() for weight in left)
+    assert not any(weight.numel() for weight in module.parameters())
+
+
+def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_both_backends_generate_the_same_texts(models_folder: Path) -> None:

@@ -1,33 +1,42 @@
-"""`specgen compare`: its figures can be computed again from its trace, and a lossless method whose output differs is detected."""
+"""`specgen compare`: figures that can be computed again from the trace, outputs that differ, resuming, seeds, transformers' own
+methods, methods that cannot run, interruptions."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import re
+import signal
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from cli_helpers import SUMMARY
+from cli_helpers import POSIX, SUMMARY, run_main
 from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
+from processes import Forked
+from translated_pairs import permuted
 
-from specgen import methods
+from specgen import demo, methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
+from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text
 from specgen.decoding.verification import GreedyVerifier
+from specgen.engine.tolerances import tie_threshold
 from specgen.methods import runs as making
 from specgen.view.trace_report import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
 FIGURES = set(SUMMARY.split()) - {"method", "text", "token_ids", "finish_reason"}
+ONCE = ("--ignore-eos", "--repeats", "1")
 
 
 def median_run(repeats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -39,14 +48,11 @@ def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
     """A method's figures from the rounds of its runs, transformers' from its summaries. One run of each prompt for both."""
     rounds = [line for run in own for line in run["rounds"]]
     tokens = sum(len(run["token_ids"]) for run in own)
-    if rounds:
-        counts = [(len(line["draft_ids"]), len(line["accepted_ids"]), bool(line["draft_ids"]), 1) for line in rounds]
-        seconds = sum(sum(line["seconds"].values()) for line in rounds)
-    else:
-        counts = [(run["drafted"], run["accepted"], run["drafts"], run["target_passes"]) for run in own]
-        seconds = sum(run["seconds"] for run in own)
+    counts = [(len(line["draft_ids"]), len(line["accepted_ids"]), bool(line["draft_ids"]), 1) for line in rounds]
+    counts = counts or [(run["drafted"], run["accepted"], run["drafts"], run["target_passes"]) for run in own]
+    seconds = sum(sum(line["seconds"].values()) for line in rounds) or sum(run["seconds"] for run in own)
     drafted, accepted, drafts, passes = map(sum, zip(*counts, strict=True))
-    rate, share = (accepted / drafted, accepted / tokens) if drafted else (None, None)
+    rejections = sum(line["source"] == "correction" for line in rounds)
     table = np.array(
         [
             [len(run["token_ids"]), run["seconds"], len(plain_run["token_ids"]), plain_run["seconds"]]
@@ -60,40 +66,36 @@ def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "target_passes": passes,
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": rate,
-        "draft_share": share,
-        "harmonic_mean": None if not rate or not share else 2 * rate * share / (rate + share),
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "draft_share": accepted / tokens if drafted else None,
+        "harmonic_mean": 2 / (drafted / accepted + tokens / accepted) if accepted else None,
         "block_efficiency": tokens / passes,
         "mean_draft_length": drafted / drafts if drafts else None,
+        "mean_accepted_run": accepted / rejections if rejections else None,
         "speedup": tokens / seconds / (table[:, 2].sum() / table[:, 3].sum()),
         "speedup_low": low,
         "speedup_high": high,
     }
 
 
-def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, tmp_path: Path) -> None:
-    trace, sheet, picture = tmp_path / "t.jsonl", tmp_path / "f.csv", tmp_path / "p.svg"
-    options = ("-m", METHODS, "-n", "18", "--repeats", "3", "--ignore-eos", "--by-category", "--phases")
-    code, out, err = compare(*options, "--json", "--trace", str(trace), "--csv", str(sheet), "--svg", str(picture))
+def test_every_figure_recomputes_from_the_trace(compare: Compare, tmp_path: Path) -> None:
+    trace, sheet = tmp_path / "t.jsonl", tmp_path / "f.csv"
+    options = ("-m", METHODS, "-n", "18", "--repeats", "3", "--ignore-eos", "--by-category")
+    code, out, err = compare(*options, "--json", "--trace", str(trace), "--csv", str(sheet))
     assert (code, err) == (0, "")
-    lines = parsed(out)
-    assert [line["method"] for line in lines] == ["ar", *METHODS.split(",")]
-    runs = runs_of(trace)
+    lines, runs = parsed(out), runs_of(trace)
     medians = {method: {index: median_run(repeats) for index, repeats in by.items()} for method, by in runs.items()}
-    assert all(len(repeats) == 3 for by in runs.values() for repeats in by.values())
     # in turn: every method of a turn before the next turn, plain decoding first
     order = [line["spec"] for line in parsed(trace.read_text()) if line["type"] == "start"]
     assert order == ["ar", *METHODS.split(",")] * 4 * 3
-
+    rows = {(row["method"], row["category"]): row for row in csv.DictReader(io.StringIO(sheet.read_text()))}
+    assert set(rows) == {(line["method"], category) for line in lines for category in ("", "prose", "code")}
+    table = compare(*options, "--resume", str(trace))[1]
     for line in lines:
-        assert line["type"] == "method"
         assert set(line) >= FIGURES | {"speedup", "speedup_low", "speedup_high", "identical", "tied", "diverged", "by_category"}
-        assert (line["identical"], line["tied"], line["diverged"]) == (4, 0, 0)
+        assert (line["type"], line["identical"], line["tied"], line["diverged"]) == ("method", 4, 0, 0)
         assert (line["perplexity"], line["joules_per_token"], line["error"]) == (None, None, None)
-        parts: dict[str, list[int]] = {"": [0, 1, 2, 3], "prose": [0, 1], "code": [2, 3]}
-        for category, indices in parts.items():
+        for category, indices in {"": [0, 1, 2, 3], "prose": [0, 1], "code": [2, 3]}.items():
             reported = line["by_category"][category] if category else line
             expected = recomputed(*([dict(medians[method][index]) for index in indices] for method in (line["method"], "ar")))
             if line["method"] == "ar":
@@ -101,100 +103,107 @@ def test_every_figure_of_the_table_recomputes_from_the_trace(compare: Compare, t
             for name, value in expected.items():
                 known = value if value is None else pytest.approx(value, rel=1e-9)
                 assert reported[name] == known, (line["method"], category, name)
-
-    # the CSV has the same, and the table shows it rounded
-    by_name = {(row["method"], row["category"]): row for row in csv.DictReader(io.StringIO(sheet.read_text()))}
-    assert set(by_name) == {(line["method"], category) for line in lines for category in ("", "prose", "code")}
-    code, table, _ = compare(*options, "--resume", str(trace))
-    assert code == 0
-    for line in lines:
-        assert float(by_name[line["method"], ""]["tokens_per_second"]) == line["tokens_per_second"]
-        assert float(by_name[line["method"], "code"]["speedup"]) == line["by_category"]["code"]["speedup"]
+                assert rows[line["method"], category][name] == ("" if value is None else str(reported[name]))
         cells = next(row for row in table.splitlines() if row.startswith(line["method"] + " "))
-        for text in (f"{line['tokens_per_second']:,.1f}", f"{line['speedup']:.2f}×"):
-            assert text in cells.split(), cells
-        if line["acceptance_rate"] is not None:
-            assert f"{line['acceptance_rate']:.0%}" in cells.split()
-            assert f"{line['speedup_low']:.2f}–{line['speedup_high']:.2f}" in cells
-        if line["phase_seconds"] is not None:
-            shares = next(row for row in table.splitlines()[-len(lines) :] if row.startswith(line["method"] + " "))
-            for seconds in line["phase_seconds"].values():
-                assert f"{seconds / line['seconds']:.0%}" in shares.split()
-    texts = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
-    assert "svip" in texts
-    assert "prefers-color-scheme: dark" in texts
-    assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert {f"{line['tokens_per_second']:,.1f}", f"{line['speedup']:.2f}×"} <= set(cells.split())
 
 
-def test_resuming_a_complete_trace_runs_nothing_again(compare: Compare, tmp_path: Path) -> None:
+# ------------------------------------------------------------------ resumed, and seeds
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, 400])
+def test_a_cut_trace_is_resumed_where_it_ended(compare: Compare, tmp_path: Path, cut: int) -> None:
+    """Complete, without its last line feed, within its last line, and some runs before its end; always with the same seeds."""
     trace = tmp_path / "t.jsonl"
-    options = ("-n", "12", "--repeats", "2", "--limit", "2", "--json")
-    first = compare("-m", "sd,lookup", *options, "--trace", str(trace))[1]
-    size = trace.stat().st_size
-    assert compare("-m", "sd,lookup", *options, "--resume", str(trace))[1] == first
-    assert compare(*options, "--resume", str(trace))[1] == first  # without --methods: those of the trace
-    assert trace.stat().st_size == size
-
-
-def test_a_cut_trace_is_resumed_where_it_ended(compare: Compare, tmp_path: Path) -> None:
-    trace = tmp_path / "t.jsonl"
-    options = ("-m", "sd:k=3,lookup", "-n", "12", "--repeats", "2", "--json")
-    compare(*options, "--trace", str(trace))
-    lines = trace.read_bytes().splitlines(keepends=True)
-    cut = len(lines) // 2
-    kept = b"".join(lines[:cut])
-    trace.write_bytes(kept + lines[cut][:20])  # a last line that was never finished
-    code, out, err = compare(*options, "--resume", str(trace))
+    options = ("-m", "sd:k=3,beta-ts", "-n", "12", "--repeats", "2", "--limit", "2", "--json")
+    first = compare(*options, "--trace", str(trace))[1]
+    complete = trace.read_bytes()
+    seeds = {run["start"]["sampling"]["seed"] for by in runs_of(trace).values() for runs in by.values() for run in runs}
+    kept = complete[: len(complete) - cut if cut < 400 else len(complete) // 2]
+    trace.write_bytes(kept)
+    code, out, err = compare(*options[2 if not cut else 0 :], "--resume", str(trace))  # methods are those of the trace
     assert (code, err) == (0, "")
-    assert trace.read_bytes().startswith(kept)
-    whole = runs_of(trace)
-    assert {method: {index: len(repeats) for index, repeats in by.items()} for method, by in whole.items()} == {
-        method: dict.fromkeys(range(4), 2) for method in ("ar", "sd:k=3", "lookup")
-    }
-    assert [line["identical"] for line in parsed(out)] == [4, 4, 4]
+    assert trace.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    runs = runs_of(trace)
+    assert list(runs) == ["ar", "sd:k=3", "beta-ts"]
+    assert [len(each) for by in runs.values() for each in by.values()] == [2] * 6
+    assert [line["identical"] for line in parsed(out)] == [2, 2, 2]
+    if cut < 20:
+        assert (out, trace.read_bytes()) == (first, complete[:-cut] if cut else complete)
+    # all methods share the seed of a prompt and repeat; those of finished runs are kept
+    own = [[run["start"]["sampling"]["seed"] for runs in by.values() for run in runs] for by in runs.values()]
+    assert own[0] == own[1] == own[2]
+    assert len(set(own[0])) == 4
+    if cut < 400:
+        assert set(own[0]) == seeds
 
 
 def test_resuming_measures_perplexity_where_the_trace_has_it_and_shows_none_for_a_part(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     options = ("-m", "lookup,transformers", "-n", "12", "--repeats", "1", "--json")
-
-    def cut_and_resumed(first: tuple[str, ...], then: tuple[str, ...]) -> tuple[list[float], list[float]]:
-        """The perplexities of a whole comparison, and of one that ended after four runs and was resumed."""
+    for first, then in ((("--perplexity",), ()), ((), ("--perplexity",))):
         whole = parsed(compare(*options, *first, "--trace", str(trace))[1])
         lines = trace.read_bytes().splitlines(keepends=True)
         ends = [position for position, line in enumerate(lines) if json.loads(line)["type"] == "summary"]
         trace.write_bytes(b"".join(lines[: ends[3] + 1]))
-        resumed = parsed(compare(*options, *then, "--resume", str(trace))[1])
-        return [line["perplexity"] for line in whole], [line["perplexity"] for line in resumed]
-
-    whole, resumed = cut_and_resumed(("--perplexity",), ())
-    assert all(whole)
-    assert resumed == pytest.approx(whole)
-    assert cut_and_resumed((), ("--perplexity",))[1] == [None] * 3
-    assert any(json.loads(line).get("perplexity") for line in trace.read_bytes().splitlines())  # the later runs have one
+        resumed = [line["perplexity"] for line in parsed(compare(*options, *then, "--resume", str(trace))[1])]
+        assert resumed == ([pytest.approx(line["perplexity"]) for line in whole] if first else [None] * 3)
 
 
 def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
-    trace = tmp_path / "t.jsonl"
+    trace, other = tmp_path / "t.jsonl", tmp_path / "other.jsonl"
     options = ("-m", "lookup", "--repeats", "1", "--limit", "2")
     compare(*options, "-n", "12", "--trace", str(trace))
-    before = trace.read_bytes()
-    other = tmp_path / "other.jsonl"
+    before = trace.read_text()
     other.write_text(Path(prompts).read_text().replace("hello", "hullo").replace("the cat", "a dog"))
+    wrong = {name: tmp_path / name for name in ("spec", "drafted", "seconds", "phase_seconds", "energy")}
+    values: dict[str, Any] = {"spec": 1, "seconds": 1e12, "phase_seconds": {"x": 1}, "energy": {"joules": 3}}
+    for name, path in wrong.items():
+        lines = [
+            line | {name: values.get(name, -1)} if name in line and line["type"] != "round" else line for line in parsed(before)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for arguments, named in (
         (("-n", "13"), ("-n 12", "now it is 13")),
-        (("-n", "12", "--temperature", "1"), ("--temperature 0.0", "1.0")),
-        (("-n", "12", "--ignore-eos"), ("--ignore-eos False",)),
-        (("-n", "12", "--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
-        (("-n", "12", "--trace", str(other)), ("--resume appends to its own file",)),
+        (("--temperature", "1"), ("--temperature 0.0", "1.0")),
+        (("--ignore-eos",), ("--ignore-eos False",)),
+        (("--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
+        (("--trace", str(other)), ("--resume appends to its own file",)),
+        *((("--resume", str(path)), (f"{path}, ", name, "--trace")) for name, path in wrong.items()),
     ):
-        code, out, err = compare(*options, *arguments, "--resume", str(trace))
-        assert (code, out) == (2, "")
-        assert len(err.splitlines()) == 1
+        given = (*options, "-n", "12", "--resume", str(trace), *arguments)
+        code, out, err = compare(*given)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert all(text in err for text in named), err
-    assert trace.read_bytes() == before
-    other.write_text('{"type": "start"}\n')
-    assert compare(*options, "--resume", str(other))[0] == 2
+    assert trace.read_text() == before
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_seeds_are_fresh_and_repeat_a_run(
+    compare: Compare,
+    pair: tuple[str, ...],
+    tmp_path: Path,
+    temperature: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each prompt and repeat draws its own, whatever else is measured; `generate` repeats a run by the seed in the trace."""
+    options = ["-n", "16", "--ignore-eos", "--temperature", temperature, "--seed"]
+    trace, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert compare("-m", "beta-ts", *options, "5", "--repeats", "2", "--trace", str(trace))[0] == 0
+    compare("-m", "sd", *options, "5", "--repeats", "1", "--limit", "2", "--trace", str(again))
+    seeds = {
+        (prompt, run["start"]["repeat"]): run["start"]["sampling"]["seed"]
+        for prompt, runs in runs_of(trace)["beta-ts"].items()
+        for run in runs
+    }
+    assert len(set(seeds.values())) == len(seeds) == 2 * len(PROMPTS)
+    assert all(runs[0]["start"]["sampling"]["seed"] == seeds[prompt, 0] for prompt, runs in runs_of(again)["sd"].items())
+    run = runs_of(trace)["beta-ts"][3][1]
+    given = [PROMPTS[3], *pair, "--device", "cpu", "-m", "beta-ts", *options, str(seeds[3, 1]), "--json"]
+    rounds = [line for line in parsed(run_main(monkeypatch, capfd, "generate", *given)[1]) if line["type"] == "round"]
+    names = ("draft_ids", "stop_reason", "token_id")
+    assert [[line[name] for name in names] for line in rounds] == [[line[name] for name in names] for line in run["rounds"]]
 
 
 # ------------------------------------------------------------------ outputs that differ
@@ -222,132 +231,129 @@ class Contrary(GreedyVerifier):
         return Verdict((), int(tokens[1]), "correction") if close else verdict
 
 
-def test_a_broken_verifier_is_detected_with_its_position(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_broken_verifier_is_detected_with_its_position_and_gap(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """The gap comes from an uncached pass of the target."""
+    from transformers import AutoModelForCausalLM
+
     monkeypatch.setattr(making, "make_verifier", lambda *_: Wrong())
     trace = tmp_path / "t.jsonl"
-    options = ("-m", "sd:k=3,lookup", "-n", "30", "--ignore-eos", "--repeats", "1")
+    options = ("-m", "sd:k=3,lookup", "-n", "30", *ONCE)
     code, out, err = compare(*options, "--trace", str(trace), "--json")
     assert code == 3
-    line = parsed(out)[1]
+    line, runs = parsed(out)[1], runs_of(trace)
     difference = line["differences"][0]
-    runs = runs_of(trace)
-    ids = [runs[method][difference["prompt_index"]][0]["token_ids"] for method in ("ar", "sd:k=3")]
-    position = next(position for position in range(30) if ids[0][position] != ids[1][position])
-    assert difference["place"] == position
+    prompt, position = difference["prompt_index"], difference["place"]
+    ids = [runs[method][prompt][0]["token_ids"] for method in ("ar", "sd:k=3")]
+    assert position == next(position for position in range(30) if ids[0][position] != ids[1][position])
     assert (difference["reference_id"], difference["token_id"]) == (ids[0][position], ids[1][position])
     assert difference["gap"] > difference["threshold"] == 1e-3
-    assert not difference["tie"]
-    assert line["diverged"] >= 1
-    assert line["identical"] + line["tied"] + line["diverged"] == 4
-    assert f"sd:k=3 differs from plain decoding at {position} of prompt {difference['prompt_index']}" in err
+    assert (difference["tie"], line["identical"] + line["tied"] + line["diverged"]) == (False, 4)
+    model = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
+    with torch.no_grad():
+        given = runs["ar"][prompt][0]["start"]["prompt_ids"] + ids[0][:position]
+        row = model(input_ids=torch.tensor([given])).logits[0, -1]
+    gap = float(row[difference["reference_id"]] - row[difference["token_id"]])
+    assert difference["gap"] == pytest.approx(gap, abs=1e-4)
+    assert f"sd:k=3 differs from plain decoding at {position} of prompt {prompt}" in err
     code, table, err = compare(*options, "--resume", str(trace))
     assert code == 3
     assert re.search(r"^sd:k=3 +(differs at \d+|\d differ) ", table, flags=re.MULTILINE)
     assert "sd:k=3 is the fastest" not in table
 
 
-def test_the_gap_comes_from_an_uncached_pass(compare: Compare, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr(making, "make_verifier", lambda *_: Wrong())
-    code, out, _ = compare("-m", "sd:k=3", "-n", "30", "--ignore-eos", "--repeats", "1", "--limit", "2", "--json")
-    assert code == 3
-    difference = parsed(out)[1]["differences"][0]
-    model = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
-    ids = make_tokenizer(LETTERS)(PROMPTS[difference["prompt_index"] and 2])["input_ids"]
-    ids += plain(model, ids, difference["place"], eos_token_id=-1) if difference["place"] else []
-    with torch.no_grad():
-        row = model(input_ids=torch.tensor([ids])).logits[0, -1]
-    assert difference["gap"] == pytest.approx(float(row[difference["reference_id"]] - row[difference["token_id"]]), abs=1e-4)
-
-
-def test_a_near_tie_in_bfloat16_is_a_tie_with_its_gap(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_near_tie_in_bfloat16_is_a_tie_and_in_float32_an_error(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two tokens of this model score within a bfloat16 step of each other wherever one of them leads."""
     model = make_model("llama")
     with torch.no_grad():
         head = model.lm_head.weight
         head[1::2] = head[::2] * (1 + 2**-7)
-    target, draft = save(model, tmp_path / "target"), save(near_copy(model), tmp_path / "draft")
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(near_copy(model), tmp_path / "draft"), "--dtype")
     monkeypatch.setattr(making, "make_verifier", lambda *_: Contrary())
-    models = ("-t", target, "-d", draft, "--dtype", "bfloat16")
-    options = ("-m", "sd:k=2", "-n", "12", "--ignore-eos", "--repeats", "1")
-    code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=models)
-    assert code == 0
+    options = ("-m", "sd:k=2", "-n", "12", *ONCE)
+    code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=(*models, "bfloat16"))
     line = parsed(out)[1]
-    assert line["tied"] >= 1
-    assert line["diverged"] == 0
     difference = line["differences"][0]
-    assert difference["tie"]
+    assert (code, line["tied"] >= 1, line["diverged"], difference["tie"]) == (0, True, 0, True)
     assert 0 < abs(difference["gap"]) < difference["threshold"]
-    code, table, _ = compare(*options, "--resume", str(tmp_path / "t.jsonl"), models=models)
+    code, table, _ = compare(*options, "--resume", str(tmp_path / "t.jsonl"), models=(*models, "bfloat16"))
     assert re.search(r"^sd:k=2 +(tie at \d+|\d ties) ", table, flags=re.MULTILINE)
     assert f"logits are {abs(difference['gap']):.2g} apart" in table
-    # in float32 a gap of this size is an error
-    code, out, _ = compare(*options, "--json", models=(*models[:4], "--dtype", "float32"))
+    code, out, _ = compare(*options, "--json", models=(*models, "float32"))
     line = parsed(out)[1]
     assert (code, line["tied"]) == (3, 0)
-    assert line["diverged"] >= 1
     assert all(abs(found["gap"]) > found["threshold"] == 1e-3 and not found["tie"] for found in line["differences"])
 
 
-def test_sampled_outputs_are_not_compared(compare: Compare) -> None:
-    code, out, _ = compare("-m", "sd", "-n", "12", "--temperature", "1", "--seed", "3", "--repeats", "2", "--limit", "2")
+def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lossy method is unknown to `compare`."""
+    options = ("-m", "sd", "-n", "12", "--temperature", "1", "--repeats", "1", "--limit", "2")
+    code, out, _ = compare(*options)
     assert code == 0
     assert re.search(r"^sd +sampled ", out, flags=re.MULTILINE)
     assert "outputs are not compared" in out
-    line = parsed(compare("-m", "sd", "-n", "12", "--temperature", "1", "--repeats", "1", "--limit", "2", "--json")[1])[1]
+    line = parsed(compare(*options, "--json")[1])[1]
     assert (line["identical"], line["tied"], line["diverged"]) == (None, None, None)
-
-
-def test_a_lossy_methods_output_is_not_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new method, unknown to `compare`, whose runs have perplexity and energy."""
-    from dataclasses import replace
-
-    from specgen.compare import runner
-
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
+    monkeypatch.setattr("specgen.compare.method_specs.METHODS", methods.METHODS)
     monkeypatch.setattr(making, "make_verifier", lambda *_: Wrong())
-    as_dict = runner.Summary.as_dict
-    monkeypatch.setattr(runner.Summary, "as_dict", lambda *given: as_dict(*given) | {"perplexity": 2.0, "joules_per_token": 0.5})
-    code, out, err = compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1")
+    code, out, err = compare("-m", "wild", "-n", "30", *ONCE)
     assert (code, err) == (0, "")
-    assert re.search(r"^wild +lossy .* 2\.00 +0\.5 ", out, flags=re.MULTILINE)
+    assert re.search(r"^wild +lossy ", out, flags=re.MULTILINE)
     assert LOSSY in " ".join(out.split())
     assert "wild is" not in out
-    lines = parsed(compare("-m", "wild", "-n", "30", "--ignore-eos", "--repeats", "1", "--json")[1])
-    assert lines[1]["diverged"] is None
-    assert lines[1]["perplexity"] == pytest.approx(2.0)
+    line = parsed(compare("-m", "wild", "-n", "30", *ONCE, "--json")[1])[1]
+    assert (line["diverged"], line["perplexity"] > 1) == (None, True)
+
+
+def test_verdicts_by_hand() -> None:
+    def difference(prompt: int, gap: float, repeat: int = 0) -> Difference:
+        return Difference(prompt, repeat, 10 + prompt, 4, 5, gap, 1e-3)
+
+    ends: list[tuple[list[int], list[int], int | None, int | None]] = [([1, 2, 3], [1, 2], 3, None), ([1, 2], [1, 2, 3], None, 3)]
+    for reference, other, own, token in ends:
+        found = judge(None, 4, 1, [9], reference, other)  # type: ignore[arg-type]  # no logits are needed
+        assert found == Difference(4, 1, 2, own, token, None, 1e-3)
+        assert (found.is_broken, found.as_dict()["tie"]) == (True, False)
+        assert "one answer ends there" in found.explanation("sd", "prompt 4")
+    for differences, text in (
+        ([], "same"),
+        ([difference(3, 0.0), difference(3, 0.0, 1)], "tie at 13"),
+        ([difference(3, 0.0), difference(4, 0.0)], "2 ties"),
+        ([difference(3, 0.0), difference(4, 2.0), difference(5, 0.0)], "differs at 14"),
+        ([difference(3, 2.0), difference(4, -2.0), difference(5, 0.0)], "2 differ"),
+    ):
+        assert outcome_text(differences) == text
+    counts = count_outcomes(9, [difference(3, 2.0), difference(3, 0.0, 1), difference(5, 0.0)])
+    assert counts == {"identical": 7, "tied": 1, "diverged": 1}
+    assert [tie_threshold(*given) for given in (("float32", 50.0), ("bfloat16", 32.0), ("float16", 32.0))] == [1e-3, 0.5, 0.125]
+    gaps = (-0.4, -0.6, math.nan, 0.5)
+    assert [Difference(0, 0, 1, 3, 4, gap, 0.5).is_broken for gap in gaps] == [False, True, True, True]
 
 
 # ------------------------------------------------------------------ methods that cannot run
 
 
 def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, pair: tuple[str, ...]) -> None:
-    options = ("-m", "svip,lookup,transformers-assisted", "-n", "8", "--repeats", "1", "--limit", "2")
+    """A reason that several methods share is shown once."""
+    options = ("-m", "svip,eesd,eesd-tree,transformers-assisted,lookup", "-n", "8", "--repeats", "1", "--limit", "2")
     code, out, err = compare(*options, models=pair[:2])
     assert (code, err) == (0, "")
-    reason = "needs a draft model, and there is none; name one with --draft"
-    assert f"svip, transformers-assisted not run: {reason} " in " ".join(out.split()) + " ", (
-        "lookup is there: no advice to take it"
-    )
+    shown = " ".join(out.split())
+    assert "svip, transformers-assisted not run: needs a draft model, and there is none; name one with --draft " in shown + " "
+    assert "-m lookup" not in shown, "it is there: no advice to take it"
+    train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
+    assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in shown
     assert re.search(r"^lookup +same ", out, flags=re.MULTILINE)
     lines = {line["method"]: line for line in parsed(compare(*options, "--json", models=pair[:2])[1])}
     assert "draft model" in lines["svip"]["error"]
-    assert lines["svip"]["tokens_per_second"] is None
-    assert lines["lookup"]["identical"] == 2
-
-
-def test_a_reason_that_several_methods_share_is_shown_once(compare: Compare, pair: tuple[str, ...]) -> None:
-    options = ("-m", "svip,sd,eesd,eesd-tree,suffix", "-n", "8", "--repeats", "1", "--limit", "2")
-    out = " ".join(compare(*options, models=pair[:2])[1].split())
-    assert "svip, sd not run: needs a draft model, and there is none; name one with --draft" in out
-    assert "or use a method that needs none: -m lookup" in out
-    train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
-    assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in out
-    assert out.count("not run") == 2
+    assert (lines["svip"]["tokens_per_second"], lines["lookup"]["identical"]) == (None, 2)
+    shown = " ".join(compare("-m", "svip,suffix", *options[2:], models=pair[:2])[1].split())
+    assert "or use a method that needs none: -m lookup" in shown
 
 
 @pytest.mark.parametrize("methods", ["eagle,medusa", "svip,svip:threshold=0.3", "sd"])
@@ -359,14 +365,6 @@ def test_where_no_named_method_can_run_nothing_is_measured(compare: Compare, pai
     assert all(f"{name} needs a head" in err for name in ("eagle", "medusa") if name in methods)
 
 
-def test_a_target_unlike_llama_gets_no_advice_to_train(compare: Compare, tmp_path: Path) -> None:
-    folder = save(make_model("gpt2"), tmp_path / "gpt2", make_tokenizer(LETTERS))
-    code, out, _ = compare("-m", "eesd,lookup", "-n", "4", "--repeats", "1", "--limit", "1", models=("-t", folder))
-    assert code == 0
-    assert re.search(r"^eesd +not run: early exit needs a model built as Llama is, and gpt2 is not", out, flags=re.MULTILINE)
-    assert "specgen tune" not in out
-
-
 def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,15 +373,154 @@ def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
 
     monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", broken)
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
-    assert code == 1
-    assert err == "error: lookup: the worker died. Try again\n"
+    assert (code, err) == (1, "error: lookup: the worker died. Try again\n")
     assert re.search(r"^lookup +not run: the worker died; try again", out, flags=re.MULTILINE)
     assert re.search(r"^sd +same ", out, flags=re.MULTILINE)
 
 
-def test_a_prompt_that_is_too_long_is_named(compare: Compare, tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "a b"}) + "\n" + json.dumps({"prompt": "ab" * 200, "id": "long"}))
-    code, out, err = compare("-m", "lookup", "-n", "8", "--prompts", str(path))
-    assert (code, out) == (2, "")
-    assert err.startswith("error: prompt 1 (long): the prompt is too long")
+# ------------------------------------------------------------------ transformers' own methods
+
+
+def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Compare, tmp_path: Path) -> None:
+    """With the model's penalties, and without its sampling."""
+    model = make_model("llama")
+    draft, trace = near_copy(model), tmp_path / "t.jsonl"
+    for config in (model.generation_config, draft.generation_config):
+        config.update(do_sample=True, temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=1.7)
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
+    baselines = "transformers,transformers-assisted:k=3:schedule=constant:threshold=0"
+    options = ("-m", f"sd:k=3,{baselines}", "-n", "25", *ONCE, "--json", "--trace", str(trace))
+    code, out, _ = compare(*options, models=models)
+    assert code == 0
+    _, _, unassisted, assisted = parsed(out)
+    assert unassisted["target_passes"] == unassisted["new_tokens"] == 100
+    assert (unassisted["drafted"], unassisted["acceptance_rate"], unassisted["phase_seconds"]) == (0, None, None)
+    assert unassisted["identical"] == assisted["identical"] == 4
+    assert assisted["target_passes"] < 100
+    assert assisted["accepted"] + assisted["target_passes"] == 100  # each pass gives one token of the target's own
+    run = runs_of(trace)["ar"][0][0]
+    assert run["token_ids"] == plain(model, run["start"]["prompt_ids"], 25, repetition_penalty=1.7, eos_token_id=-1)
+    starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
+    own, baseline = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
+    assert baseline["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
+    assert (baseline["sampling"], set(baseline), baseline["draft"]) == (own["sampling"], set(own), models[3])
+
+
+def test_the_baselines_end_and_sample_as_our_methods_do(compare: Compare, tmp_path: Path) -> None:
+    trace, baselines = tmp_path / "t.jsonl", "transformers,transformers-assisted"
+    code, out, _ = compare("-m", baselines, "-n", "60", "--repeats", "1", "--json")
+    assert code == 0
+    assert all(line["identical"] == 4 for line in parsed(out))
+    options = ("--temperature", "1.3", "--top-k", "5", "--top-p", "0.9", "--seed", "1", *ONCE)
+    code, _, err = compare("-m", baselines, "-n", "20", *options, "--trace", str(trace))
+    assert (code, err) == (0, "")
+    runs = runs_of(trace)
+    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in baselines.split(",") for index in range(4))
+    assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
+
+
+def test_a_draft_whose_other_vocabulary_is_as_large_is_refused_for_transformers(compare: Compare, tmp_path: Path) -> None:
+    models = ("-t", str(demo.folder("target")), "-d", str(permuted(tmp_path / "draft")))
+    options = ("-m", "transformers-assisted,lookup", "-n", "4", "--repeats", "1", "--limit", "1", "--json")
+    _, out, _ = compare(*options, models=models)
+    assert "two vocabularies of the same size (4,096) for one, and these differ" in parsed(out)[1]["error"]
+
+
+# ------------------------------------------------------------------ turns, records, predictions, interruptions
+
+
+def test_later_turns_follow_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
+    path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]}))
+    for extra, expected in (
+        ((), "hello there{}\n\nand now"),
+        (("--chat",), "user hello there\nassistant {}\nuser and now\nassistant "),
+    ):
+        options = ("--prompts", str(path), "--turns", "-m", "sd", "-n", "10", "--repeats", "1", *extra)
+        code, out, _ = compare(*options, "--trace", str(trace), "--json")
+        assert (code, parsed(out)[1]["identical"]) == (0, 2)
+        lines = parsed(trace.read_text())
+        answer = next(line for line in lines if line["type"] == "summary")["text"]
+        text = expected.format(answer if extra else answer.rstrip())
+        ids = make_tokenizer(LETTERS)(text, add_special_tokens=False)["input_ids"]
+        seconds = [line["prompt_ids"] for line in lines if line["type"] == "start" and line["prompt_index"] == 1]
+        assert seconds[0][-len(ids) :] == ids
+        assert seconds == seconds[:1] * 2
+        assert compare(*options, "--resume", str(trace), "--json")[1] == out
+
+
+def test_recorded_distributions_are_those_of_both_models(compare: Compare, pair: tuple[str, ...], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trace = tmp_path / "t.jsonl"
+    options = ("-n", "12", "--repeats", "1", "--limit", "1", "--temperature", "0.7", "--top-k", "4", "--seed", "2")
+    code, _, _ = compare("-m", "sd:k=3,lookup:k=10", *options, "--record", "distributions", "--trace", str(trace))
+    assert code == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (pair[1], pair[3])]
+    runs = runs_of(trace)
+    ids, seen = list(runs["sd:k=3"][0][0]["start"]["prompt_ids"]), 0
+    for line in runs["sd:k=3"][0][0]["rounds"]:
+        drafted = line["draft_ids"]
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([ids + drafted])).logits[0].double() for model in models]
+        for position in range(len(drafted)):
+            p, q = (rows[len(ids) - 1 + position].softmax(dim=-1) for rows in logits)
+            assert line["overlap"][position] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+            assert line["kl"][position] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-3)
+            seen += 1
+        ids += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
+    assert seen > 5
+    looked_up = [line for line in runs["lookup:k=10"][0][0]["rounds"] if line["draft_ids"]]
+    assert all(line["overlap"] == line["kl"] == [None] * len(line["draft_ids"]) for line in looked_up)
+
+
+def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp_path: Path) -> None:
+    """EESD's Eq. 13 and 14: each drafted token costs a draft pass, and each token that is not from the draft a target pass.
+
+    By pass costs, each round costs its draft passes and one target pass over the draft and one token more.
+    """
+    trace = tmp_path / "t.jsonl"
+    options = ("-m", "sd:k=3,lookup:k=10,transformers", "-n", "25", *ONCE, "--predict")
+    code, out, _ = compare(*options, "--json", "--trace", str(trace))
+    assert code == 0
+    plain_line, *drafting, baseline = parsed(out)
+    assert plain_line["predicted"] == baseline["predicted"] == {"eq14": None, "pass_costs": None}
+    runs = runs_of(trace)
+    prefill = sum(by[0]["phase_seconds"]["prefill"] for by in runs["ar"].values())
+    for line in drafting:
+        costs = line["costs"]
+        widths, seconds = map(list, zip(*((int(width), cost) for width, cost in costs["target"].items()), strict=True))
+        # a draft of lookup takes the time that was measured for it, as no model runs
+        phases = line["phase_seconds"]
+        drafted = costs["draft"] if line["method"] == "sd:k=3" else (phases["draft"] + phases["policy"]) / line["drafted"]
+        passes = line["new_tokens"] - line["accepted"]
+        expected = line["new_tokens"] * seconds[0] / (line["drafted"] * drafted + passes * seconds[0])
+        assert line["predicted"]["eq14"] == pytest.approx(expected)
+        lengths = [len(round_["draft_ids"]) for by in runs[line["method"]].values() for round_ in by[0]["rounds"][1:]]
+        taken = prefill + sum(length * drafted + np.interp(length + 1, widths, seconds) for length in lengths)
+        plain_seconds = prefill + (line["new_tokens"] - len(runs["ar"])) * seconds[0]
+        assert line["predicted"]["pass_costs"] == pytest.approx(plain_seconds / taken)
+
+
+@POSIX
+def test_an_interrupted_comparison_prints_its_results_and_can_be_resumed(
+    compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    arguments = ["-m", "sd:k=2,lookup", "-n", "24", "--ignore-eos", "--repeats", "40", "--prompts", prompts]
+    process = Forked("compare", *pair, "--device", "cpu", *arguments, "--trace", str(trace))
+    while not trace.exists() or trace.read_bytes().count(b'"summary"') < 8:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    table = out.decode()
+    assert f"continue with --resume {trace}." in " ".join(table.split())
+    assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
+    assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
+    kept = trace.read_bytes()
+    code, _, err = compare(*arguments[:-4], "--repeats", "2", "--resume", str(trace))
+    assert code == 0, err
+    assert trace.read_bytes().startswith(kept)

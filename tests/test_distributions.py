@@ -223,7 +223,7 @@ def test_statistics_of_one_row_on_a_cpu_are_those_of_torch(dtype: torch.dtype, s
     assert [token] == logits_ops.argmax_tokens(logits[None])
     assert entropy == pytest.approx(torch.special.entr(probs).sum().item(), rel=1e-5)
     assert top_prob == pytest.approx(probs.max().item(), rel=1e-5)
-    assert [entropy, top_prob] == pytest.approx([value.item() for value in logits_ops.entropy_and_top_prob(logits)], rel=1e-5)
+    assert [entropy, top_prob] == pytest.approx([value.item() for value in logits_ops.entropy_and_top_prob(logits)], rel=1e-4)
 
 
 @pytest.mark.parametrize("logits", [[0.0, float("nan")], [float("nan"), 0.0], [float("inf"), 0.0], [-float("inf")] * 2])

@@ -1,7 +1,11 @@
-"""`--exact`: greedy speculative output equals plain decoding's token by token, in bfloat16 too, and comparisons expect that."""
+"""`--exact`: a token's logits have the same bits whichever tokens are run with it, so greedy outputs are plain decoding's."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -9,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model, near_copy, save
-from gpu_models import use_graphs
-from runner_checks import every
-from static_checks import random_model, random_tokens
+from families import make_model, near_copy
+from families import save as save_model
+from native_models import load, make, save, variant
+from static_checks import RecordedGraphs, random_model
 
 import specgen
 from specgen.base.errors import SpecgenError
@@ -20,52 +24,111 @@ from specgen.base.types import Context, SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.verdict import judge
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.families import FAMILIES
+from specgen.engine.native.graphs import Captures
+from specgen.engine.native.native_model import NativeModel
 
-METHODS: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
-SAMPLING = SamplingParams(max_new_tokens=60, ignore_eos=True)
+# Grouped heads or not, windows, no rotations, norms of queries and keys, capped scores, both kinds of norm, odd sizes.
+CASES: list[tuple[str, int, dict[str, int]]] = [
+    ("llama", 0, {"head_dim": 16}),
+    ("gemma2", 0, {"head_dim": 8}),
+    ("qwen3", 1, {}),
+    ("llama", 3, {"num_attention_heads": 14, "hidden_size": 112}),
+    ("mistral", 0, {}),
+    ("gemma3_text", 2, {}),
+    ("olmo2", 1, {}),
+    ("smollm3", 2, {}),
+]
+TYPES = [(dtype, pack) for dtype in (torch.float32, torch.bfloat16) for pack in (False, True)]
+
+
+def random_ids(count: int) -> list[int]:
+    rng = Random(3)
+    return [rng.randrange(3, 96) for _ in range(count)]
+
+
+def run(native: NativeModel, ids: Sequence[int], sizes: Sequence[int], prompt: int = 3) -> torch.Tensor:
+    """The logits after each token of `ids` from the prompt's last on, with drafts of these sizes, each after a rejected one."""
+    runner, context, wrong = ModelRunner(native), Context(ids[:prompt]), Random(str(sizes))
+    found, size_of = [], cycle(sizes)
+    while len(context) < len(ids):
+        draft = list(ids[len(context) : len(context) + next(size_of)])
+        runner.logits(context, [*draft[: wrong.randrange(3)], *(wrong.randrange(3, 96) for _ in range(wrong.randrange(4)))])
+        found.append(runner.logits(context, draft).logits[: len(draft)].clone())
+        context.extend(draft)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "threads"),
+    [
+        pytest.param(number, *size, marks=() if number < 2 and size == (44, 1) else pytest.mark.slow)
+        for number in range(len(CASES))
+        for size in ((44, 1), (1100, 1), (1100, 2))
+    ],
+)
+def test_logits_have_the_same_bits_for_drafts_of_any_length(tmp_path: Path, number: int, count: int, threads: int) -> None:
+    """On one thread and on two, weights packed or not; the longer texts and drafts reach further blocks of keys."""
+    family, index, changes = CASES[number]
+    save(make(variant(family, index, **{"intermediate_size": 320, "max_position_embeddings": 2048, **changes})), tmp_path)
+    ids, all_sizes = random_ids(count), ([2], [3], [5], [12], [33, 8], [41])
+    all_sizes = all_sizes if count < 100 else (*all_sizes, [131], [194], [509], [1050], [1, 7, 30, 2, 300])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype, pack in TYPES:
+            native = load(tmp_path, dtype, exact=True, pack=pack)
+            first = run(native, ids, [1])
+            for sizes in all_sizes:
+                differing = (run(native, ids, sizes) != first).any(1).nonzero()[:, 0].tolist()
+                assert not differing, (dtype, pack, sizes, differing[:5])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "index"), [("llama", 3), ("gemma2", 2)])
+def test_a_draft_that_ends_in_another_block_of_keys_changes_no_bits(
+    tmp_path: Path, family: str, index: int, dtype: torch.dtype
+) -> None:
+    """Also if the prompt is in the same pass: then the whole prompt is run with one more block of keys."""
+    save(make(variant(family, index, max_position_embeddings=1024)), tmp_path)
+    native, ids = load(tmp_path, dtype, exact=True), random_ids(524)
+    one_by_one = run(native, [*ids, 0], [1], prompt=508)
+    together = ModelRunner(native).logits(Context(ids[:508]), ids[508:]).logits
+    assert torch.equal(together, one_by_one)
+
+
+def test_captured_passes_of_one_width_give_equal_bits() -> None:
+    """As on a GPU, where the prompt runs eagerly."""
+    model = random_model("gemma2", torch.bfloat16)
+    model.exact, model.captures = True, Captures((16,), partial(RecordedGraphs, Counter()))
+    ids = random_ids(524)
+    one_by_one = run(model, ids, [1], prompt=500)
+    assert torch.equal(run(model, ids, [12], prompt=500), one_by_one)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)]
-)  # grouped heads; both reach their windows or caps
-@pytest.mark.parametrize("length", every(3, [7, 1, 40]))
-def test_chains_give_plain_decodings_tokens(tmp_path: Path, length: int, family: str, dtype: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: str) -> None:
     target = make_model(family, initializer_range=0.05)  # close logits: rounding would show
-    folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")
+    folders = save_model(target, tmp_path / "target"), save_model(near_copy(target, 0.3), tmp_path / "draft")
+    methods: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
+    sampling, prompt = SamplingParams(max_new_tokens=60, ignore_eos=True), [3 + 5 * at % 80 for at in range(7)]
     with specgen.load(*folders, device="cpu", dtype=dtype, backend="native", exact=True) as pair:
-        assert pair.target.exact
-        prompt = [3 + 5 * at % 80 for at in range(length)]
-        expected = pair.generate(prompt, "ar", SAMPLING).token_ids
-        for name, settings in METHODS.items():
+        expected = pair.generate(prompt, "ar", sampling).token_ids
+        for name, settings in methods.items():
             pair.forget()
-            assert pair.generate(prompt, name, SAMPLING, **settings).token_ids == expected, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_passes_of_one_width_give_equal_bits_in_bfloat16(family: str) -> None:
-    model, ids = random_model(family, torch.bfloat16), random_tokens(Random(6), 540)
-    use_graphs(model, (16,))
-    plain, verifying = ModelRunner(model), ModelRunner(model)
-    for runner in (plain, verifying):
-        runner.logits(Context(ids[:480]))  # the prompt runs eagerly
-    one_by_one = [plain.logits(Context(ids[:length])).logits[-1].clone() for length in range(480, 541)]
-    for length in (480, 485, 493, 508):
-        found = verifying.logits(Context(ids[:length]), ids[length : length + 15]).logits
-        assert torch.equal(found, torch.stack(one_by_one[length - 480 : length - 464])), length
+            assert pair.generate(prompt, name, sampling, **settings).token_ids == expected, name
 
 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     target = SimpleNamespace(reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16")
-    pair = SimpleNamespace(target=target)
-    rounding = judge(pair, 0, 0, [1], [0], [1])  # type: ignore[arg-type]
-    bug = judge(pair, 0, 0, [1], [0], [1], exact=True)  # type: ignore[arg-type]
+    pair: Any = SimpleNamespace(target=target)
+    rounding, bug = judge(pair, 0, 0, [1], [0], [1]), judge(pair, 0, 0, [1], [0], [1], exact=True)
     assert rounding is not None
     assert bug is not None
     assert (rounding.is_broken, bug.is_broken) == (False, True)
-    assert judge(pair, 0, 0, [1], [0], [0], exact=True) is None  # type: ignore[arg-type]
+    assert judge(pair, 0, 0, [1], [0], [0], exact=True) is None
 
 
 @pytest.mark.parametrize(
@@ -77,9 +140,8 @@ def test_exactness_covers_chains_of_specgens_own_methods(written: str, covered: 
 
 
 def test_exactness_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecgenError, match="--exact needs the native backend"):
+        specgen.load(exact=True, device="cpu", backend="transformers")
     monkeypatch.setattr("specgen.pair.loading.pick_device", lambda _: torch.device("mps"))
     with pytest.raises(SpecgenError, match=r"--exact is for the CPU and for one CUDA device, and the target would run on mps"):
         specgen.load(exact=True)
-    monkeypatch.undo()
-    with pytest.raises(SpecgenError, match="--exact needs the native backend"):
-        specgen.load(exact=True, device="cpu", backend="transformers")

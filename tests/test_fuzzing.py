@@ -81,10 +81,10 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return call
 
 
-@pytest.mark.parametrize("view", [(), ("--json",), ("--html", "{page}", "-q")])
 @FEW
 @given(data=st.data())
-def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, view: tuple[str, ...], data: st.DataObject) -> None:
+def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, data: st.DataObject) -> None:
+    view: tuple[str, ...] = data.draw(st.sampled_from([(), ("--json",), ("--html", "{page}", "-q")]))
     lines = [*traces.a_recorded_run(3), *traces.a_run("pearl", spec="pearl", category="c")]
     number = data.draw(st.integers(0, len(lines) - 1))
     path, page = tmp_path / "t.jsonl", tmp_path / "page.html"
@@ -120,19 +120,19 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, data: st.DataObject) 
             read(tmp_path / name)
 
 
-@pytest.mark.parametrize("file", MODEL_FILES)
-@FEW
-@given(data=st.data())
+@settings(FEW, max_examples=60)
+@given(data=st.data(), file=st.sampled_from(MODEL_FILES))
 def test_a_damaged_model_generates_or_is_refused(
     main: Main, pair: tuple[str, ...], tmp_path: Path, file: str, data: st.DataObject
 ) -> None:
+    shutil.rmtree(tmp_path / "model", ignore_errors=True)
     path = Path(shutil.copytree(pair[1], tmp_path / "model", dirs_exist_ok=True)) / file
     content = path.read_bytes()
     path.write_bytes(data.draw(cut(json.dumps(data.draw(damaged(json.loads(content)))).encode() if "json" in file else content)))
     main("generate", "abc", "-q", "-n", "3", "-m", "ar", "-t", path.parent, "--device", "cpu")
 
 
-@FEW
+@settings(FEW, max_examples=15)
 @given(data=st.data())
 def test_any_options_generate_or_are_refused(main: Main, pair: tuple[str, ...], data: st.DataObject) -> None:
     usable = [name for name, each in METHODS.items() if not each.head and not each.needs_exit_layer]

@@ -17,37 +17,26 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_one_is_deferred_to_the_end_of_the_outermost_block() -> None:
-    done = []
+def test_the_first_one_is_deferred_to_the_end_of_the_outermost_block_and_the_second_is_not() -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
     with interrupts.caught():
-        outer, inner = interrupts.held(), interrupts.held()
-        outer.__enter__()
-        pending = inner.__enter__()
-        assert not pending()
-        press()
-        assert pending()
-        inner.__exit__(None, None, None)
-        done.append("shown")
-        with pytest.raises(KeyboardInterrupt):
-            outer.__exit__(None, None, None)
+        with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012  the inner block is the statement
+            with interrupts.held() as pending:
+                assert not pending()
+                press()
+                assert pending()
+            done.append("shown")
         with interrupts.held():
             done.append("held again")
-    assert done == ["shown", "held again"]
-
-
-def test_the_second_one_is_not_deferred() -> None:
     with interrupts.held(raises=False):
         press()
         with pytest.raises(KeyboardInterrupt):
             press()
     with interrupts.held(raises=False) as pending:
         assert not pending()
-
-
-def test_between_rounds_it_is_raised_at_once_and_the_handler_is_restored() -> None:
-    before = signal.getsignal(signal.SIGINT)
     with interrupts.caught(), pytest.raises(KeyboardInterrupt):
         press()
+    assert done == ["shown", "held again"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -84,8 +73,7 @@ def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(capsys: pytest.C
     ):
         with pytest.raises(typer.Exit) as ended:
             command(**options)
-        assert ended.value.exit_code == code
-        assert capsys.readouterr().err == message
+        assert (ended.value.exit_code, capsys.readouterr().err) == (code, message)
 
 
 def test_one_that_a_library_suppresses_is_raised_at_the_next_check(capsys: pytest.CaptureFixture[str]) -> None:

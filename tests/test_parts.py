@@ -25,9 +25,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_specs
 from specgen.engine.batch_pass import text_pass
-from specgen.engine.fingerprint import weights_fingerprint
-from specgen.engine.parts.early_exit import make_runners
-from specgen.engine.parts.exit_layers import default_exit_depth, read_exit
+from specgen.engine.parts.exit_layers import default_exit_depth, make_runners, read_exit
 from specgen.engine.parts.trained_part import (
     EXIT_DESCRIPTION,
     ExitDescription,
@@ -38,6 +36,7 @@ from specgen.engine.parts.trained_part import (
     save_head,
 )
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+from specgen.engine.weights import weights_fingerprint
 from specgen.pair.drafting_knowledge import _ROUNDS_KIND
 from specgen.pair.pair import Pair
 from specgen.pair.parts import PartStore
@@ -99,7 +98,7 @@ def test_an_untrained_exit_before_the_last_layers_gives_the_targets_logits(
         for own_head in (True, False):
             made = read_exit(model, {name: each for name, each in tensors.items() if own_head or name != "head.weight"}, layers)
             with torch.no_grad():
-                hidden = model.batch_layers(text_pass(ids), count - layers).hidden_states
+                hidden = model.batch(text_pass(ids), count - layers, with_head=False).hidden_states
                 found, _ = made.norm_and_head(made.run_layers(hidden, text_pass(ids))[0])  # type: ignore[arg-type]
             torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
             if layers:

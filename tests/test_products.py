@@ -1,216 +1,191 @@
-"""Products with packed and dense weights: what they compute, and which of them the factory takes for measured seconds."""
+"""Matrix products with weights as they are, packed, or rounded to int8 or int4: what they compute, and which are taken."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
+from specgen.base.types import QUANTISED
 from specgen.engine.native import products
-from specgen.engine.native.products import DenseProduct, PackedProduct, Product, ProductFactory
+from specgen.engine.native.products import (
+    GROUP,
+    DenseProduct,
+    Product,
+    ProductFactory,
+    packed_product,
+    packing_problem,
+    quantised,
+    refusal,
+    rounded_groups,
+    rounded_rows,
+    trained_product,
+    with_int4_weights,
+    with_int8_weights,
+    with_rounded_activations,
+)
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-BIG = (1024, 256)  # 1 MB in float32
-Seconds = Mapping[int, float]
+BIG = (1024, 1024)  # 4 MB in float32
+needs_packing = pytest.mark.skipif(packing_problem(torch.float32) is not None, reason="packing does not work here")
+needs_rounding = pytest.mark.skipif(
+    any(refusal(kind, CPU) is not None for kind in QUANTISED), reason="this torch or this processor has no such products"
+)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    try:
-        PackedProduct(torch.zeros(64, 64, dtype=dtype))(torch.zeros(1, 64, dtype=dtype))
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch or this processor cannot pack weights")
-KINDS = [DenseProduct, pytest.param(PackedProduct, marks=needs_packing)]
-
-
-class Timer:
-    """Gives scripted seconds instead of measured ones, and counts its calls."""
-
-    def __init__(self, dense: Seconds, packed: Seconds) -> None:
-        self.seconds = {DenseProduct: dense, PackedProduct: packed}
-        self.calls: list[tuple[type[Product], int]] = []
-
-    def __call__(self, product: Product, x: Tensor) -> float:
-        self.calls.append((type(product), x.shape[0]))
-        return self.seconds[type(product)][x.shape[0]]
-
-
-SLOW_DENSE = Timer({1: 1.0, 4: 2.0}, {1: 1.0, 4: 0.8})
-
-
-def factory(timer: Timer, dtype: torch.dtype = torch.float32, **options: bool | None) -> ProductFactory:
-    return ProductFactory(CPU, dtype, timer=timer, cache_bytes=4 << 20, **options)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: torch.dtype, has_bias: bool) -> None:
-    if kind is PackedProduct and not can_pack(dtype):
+@pytest.mark.parametrize("kind", [DenseProduct, partial(DenseProduct, by_columns=True), trained_product, packed_product])
+def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: torch.dtype) -> None:
+    if kind is packed_product and packing_problem(dtype) is not None:
         pytest.skip(f"{dtype} cannot be packed here")
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(96, 70, generator=generator).to(dtype)
-    bias = torch.randn(96, generator=generator).to(dtype) if has_bias else None
-    product = kind(weight, bias, 0.25)
-    assert (product.out_features, product.in_features) == (96, 70)
-    for rows in (1, 2, 3, 4, 7, 33):
-        x = torch.randn(rows, 70, generator=generator).to(dtype)
-        residual = torch.randn(rows, 96, generator=generator).to(dtype)
-        before = residual.clone()
-        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        limit = TOLERANCE[dtype] * float(expected.abs().max())
-        assert (product(x).double() - expected).abs().max() < limit
-        assert (product.add_to(residual, x).double() - (residual.double() + 0.25 * expected)).abs().max() < limit
-        assert torch.equal(residual, before)
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((96, 70), (96,)))
+    for product, added in ((kind(weight, bias, 0.25), bias.double()), (kind(weight, None, 0.25), 0.0)):
+        assert (product.out_features, product.in_features) == (96, 70)
+        for rows in (1, 2, 4, 33):
+            x, residual = (torch.randn(rows, columns, generator=generator).to(dtype) for columns in (70, 96))
+            expected = x.double() @ weight.double().T + added
+            limit = (1e-5 if dtype == torch.float32 else 3e-2) * float(expected.abs().max())
+            assert (product(x).double() - expected).abs().max() < limit
+            total = residual.double() + 0.25 * expected
+            with torch.no_grad():
+                assert product.add_to(residual, x) is residual
+            assert (residual.double() - total).abs().max() < limit
 
 
-def test_dense_products_are_differentiable() -> None:
+@pytest.mark.parametrize("kind", [DenseProduct, trained_product])
+def test_products_in_training_are_differentiable(kind: Callable[..., Product]) -> None:
     weight, bias = torch.randn(5, 3, requires_grad=True), torch.randn(5, requires_grad=True)
-    product = DenseProduct(weight, bias, 0.5)
-    for _ in range(2):  # the same product in two steps of training
-        x, residual = torch.randn(4, 3, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-        ours = torch.autograd.grad(product.add_to(residual, x).square().sum(), (weight, bias, x, residual))
-        reference = (residual + 0.5 * (x @ weight.T + bias)).square().sum()
-        for one, other in zip(ours, torch.autograd.grad(reference, (weight, bias, x, residual)), strict=True):
-            assert torch.allclose(one, other, atol=1e-4)
+    x, residual = torch.randn(4, 3, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    ours = torch.autograd.grad(kind(weight, bias, 0.5).add_to(residual, x).square().sum(), (weight, bias, x, residual))
+    expected = (residual + 0.5 * (x @ weight.T + bias)).square().sum()
+    for one, other in zip(ours, torch.autograd.grad(expected, (weight, bias, x, residual)), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
 
 
 @needs_packing
-def test_a_packed_product_does_not_keep_the_weight() -> None:
-    weight = torch.randn(*BIG)
-    gone = weakref.ref(weight)
-    product = factory(SLOW_DENSE)(weight)
-    assert isinstance(product, PackedProduct)
-    del weight
-    gc.collect()
-    assert gone() is None
-
-
-@needs_packing
-def test_weights_are_packed_unless_that_is_clearly_slower_and_once_per_shape() -> None:
-    timer = Timer({1: 1.0, 4: 2.0}, {1: 1.2, 4: 2.6})  # slower, but not by more than the noise of measurements
-    make = factory(timer)
-    assert isinstance(make(torch.randn(*BIG)), PackedProduct)
-    measured = len(timer.calls)
-    timer.seconds[PackedProduct] = {1: 2.0, 4: 2.0}
-    assert isinstance(make(torch.randn(*BIG)), PackedProduct)  # the shape is known
-    assert len(timer.calls) == measured
-    assert isinstance(make(torch.randn(BIG[1], BIG[0])), DenseProduct)
-    first, second = make.choices
-    assert (first.out_features, first.in_features, first.count, first.packed, first.reason) == (*BIG, 2, True, None)
-    assert first.dense_seconds[4] == 2.0
-    assert first.packed_seconds == {1: 1.2, 4: 2.6}
-    assert (second.count, second.packed, second.reason) == (1, False, "packed is slower here")
-
-
-@needs_packing
-def test_the_kinds_are_timed_in_turns_and_a_single_slow_sample_does_not_count() -> None:
-    seconds = iter([9.0, 9.0, 9.0, *[1.0] * 100])
-    order: list[type[Product]] = []
-
-    def timed(product: Product, _: Tensor) -> float:
-        order.append(type(product))
-        return next(seconds) if isinstance(product, PackedProduct) else 1.0
-
-    make = ProductFactory(CPU, torch.float32, timer=timed)
-    assert isinstance(make(torch.randn(*BIG)), PackedProduct)
-    assert order == [DenseProduct, PackedProduct] * (len(order) // 2)
-    assert make.choices[0].packed_seconds == {1: 1.0, 4: 1.0}
-
-
-@needs_packing
-def test_passes_are_padded_if_most_weights_are_packed_and_they_exceed_the_cache() -> None:
-    make = factory(SLOW_DENSE)  # a cache of 4 MB
-    for _ in range(4):
-        make(torch.randn(*BIG))
-    assert make.min_rows == 1  # 4 MB
-    make(torch.randn(*BIG))
+def test_the_rules_that_choose_packed_weights_and_padded_passes() -> None:
+    make = ProductFactory(CPU, torch.float32, cache_bytes=12 << 20)
+    for _ in range(3):
+        assert not isinstance(make(torch.zeros(*BIG)), DenseProduct)
+    assert make.min_rows == 1  # 12 MB, which are in the cache
+    make(torch.zeros(*BIG))
     assert make.min_rows == 4
-    for _ in range(6):
-        make(torch.randn(BIG[0] - 1, BIG[1]))  # too small to be packed
-    assert make.min_rows == 1
-
-
-@needs_packing
-def test_small_float32_weights_are_not_packed_but_stored_by_columns() -> None:
-    make = factory(SLOW_DENSE)
-    small, weight = torch.randn(BIG[0] - 1, BIG[1]), torch.randn(4, 8, requires_grad=True)
-    product, trained = make(small), make(weight)
-    assert isinstance(product, DenseProduct)
+    small = make(torch.zeros(BIG[0] - 1, BIG[1]))
+    assert isinstance(small, DenseProduct)
+    assert small._transposed.is_contiguous()
+    weight = torch.zeros(4, 8, requires_grad=True)
+    trained = make(weight)
     assert isinstance(trained, DenseProduct)
-    assert product._transposed.is_contiguous()
     assert trained._transposed.data_ptr() == weight.data_ptr()  # sees the optimizer's steps
-    assert make.choices[0].reason == "too small"
-    assert not make.choices[0].dense_seconds
-    dense = factory(SLOW_DENSE, pack=False)(torch.randn(*BIG))
-    assert isinstance(dense, DenseProduct)
-    assert not dense._transposed.is_contiguous()  # a large weight is not copied
+    assert [(choice.count, choice.packed, choice.reason) for choice in make.choices[:2]] == [
+        (4, True, None),
+        (1, False, "too small"),
+    ]
+    for _ in range(4):
+        make(torch.zeros(BIG[0] - 1, BIG[1]))
+    assert make.min_rows == 1  # no longer most of the weights
 
 
-@needs_packing
-def test_a_part_of_a_large_weight_is_timed() -> None:
-    rows: set[int] = set()
-
-    def timed(product: Product, _: Tensor) -> float:
-        rows.add(product.out_features)
-        return 1.0
-
-    product = ProductFactory(CPU, torch.float32, timer=timed)(torch.randn(16384, 256))  # 16 MB
-    assert rows == {1024}
-    assert product.out_features == 16384
-
-
-@needs_packing
-def test_packing_that_gives_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = PackedProduct.__call__
-    monkeypatch.setattr(PackedProduct, "__call__", lambda self, x: right(self, x) * 1.001)
-    make = factory(SLOW_DENSE, pack=True)
-    assert isinstance(make(torch.randn(*BIG)), DenseProduct)
-    assert make.choices[0].reason == "packing gives wrong results"
+@pytest.mark.parametrize(
+    ("device", "dtype", "pack", "reason"),
+    [
+        ("cpu", torch.float32, False, "packing is switched off"),
+        ("meta", torch.float32, None, "packing is for CPUs"),
+        ("cpu", torch.float64, True, "packing "),  # fails
+    ],
+)
+def test_weights_that_are_not_packed_say_why(device: str, dtype: torch.dtype, pack: bool | None, reason: str) -> None:
+    make = ProductFactory(torch.device(device), dtype, pack=pack)
+    assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseProduct)
+    assert str(make.choices[0].reason).startswith(reason)
 
 
-@pytest.mark.parametrize("missing", [AttributeError("no such operator"), RuntimeError("mkldnn is\nnot there")])
-def test_without_the_operators_weights_stay_dense(monkeypatch: pytest.MonkeyPatch, missing: Exception) -> None:
-    def fail(*_: object) -> None:
-        raise missing
+@pytest.mark.parametrize("change", [lambda x: x * 1.001, None])
+def test_packed_products_that_are_wrong_or_missing_are_not_used(monkeypatch: pytest.MonkeyPatch, change: object) -> None:
+    def broken(weight: torch.Tensor, *_: object) -> Product:
+        if not callable(change):
+            raise RuntimeError("mkldnn is\nnot there")
+        return Product(weight.shape, lambda x: change(torch.nn.functional.linear(x, weight)))
 
-    monkeypatch.setattr(products.PackedProduct, "__init__", fail)
-    for pack in (None, True):
-        make = factory(SLOW_DENSE, pack=pack)
-        assert isinstance(make(torch.randn(*BIG)), DenseProduct)
-        assert make.choices[0].reason == f"packing failed: {str(missing).splitlines()[0]}"
-
-
-def test_a_dtype_that_cannot_be_packed_stays_dense() -> None:
-    make = factory(SLOW_DENSE, dtype=torch.float64)
-    assert isinstance(make(torch.randn(*BIG, dtype=torch.float64)), DenseProduct)
-    assert make.choices[0].reason is not None
-
-
-def test_nothing_is_timed_if_the_caller_decides_or_for_another_device() -> None:
-    timer = Timer({}, {})
-    kinds = {True: PackedProduct if can_pack(torch.float32) else DenseProduct, False: DenseProduct}
-    for pack, kind in kinds.items():
-        make = factory(timer, pack=pack)
-        assert isinstance(make(torch.randn(32, 16)), kind)
-        assert make.min_rows == 1
-    assert make.choices[0].reason == "packing is switched off"
-    make = ProductFactory(torch.device("meta"), torch.float32, timer=timer)
-    assert isinstance(make(torch.empty(*BIG, device="meta")), DenseProduct)
-    assert make.choices[0].reason == "packing is for CPUs"
+    monkeypatch.setattr(products, "packed_product", broken)
+    packing_problem.cache_clear()
+    try:
+        make = ProductFactory(CPU, torch.float32, pack=True)
+        assert isinstance(make(torch.randn(64, 64)), DenseProduct)
+        assert make.choices[0].reason == ("packing gives wrong results" if change else "packing failed: mkldnn is")
+    finally:
+        packing_problem.cache_clear()
 
 
-@needs_packing
-def test_choosing_leaves_the_random_state_of_torch_alone() -> None:
-    before = torch.random.get_rng_state()
-    weight = torch.zeros(*BIG)
-    factory(SLOW_DENSE)(weight)
-    assert torch.equal(torch.random.get_rng_state(), before)
+def restored(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight after rounding, in float64."""
+    numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
+    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_rounded_weight_is_off_by_half_a_scale_at_most(kind: str) -> None:
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(-12, 12)[:, None]
+    weight[3] = 0.0
+    groups = weight.view(24, -1, GROUP) if kind == "int4" else weight.view(24, 1, 96)
+    half = groups.double().abs().amax(2, keepdim=True) / (127 if kind == "int8" else 7) / 2
+    off = (restored(kind, weight) - weight.double()).abs().view(groups.shape)
+    assert (off <= half * (1 + 1e-5)).all()
+    assert off.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "prepare"), [("int8", with_rounded_activations), ("int8", with_int8_weights), ("int4", with_int4_weights)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_products_are_those_of_the_rounded_weight(kind: str, prepare: products.Multiply, dtype: torch.dtype) -> None:
+    """But for the rounding of activations: 8 bits of each row's range, or bfloat16. Rows do not depend on each other."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    try:
+        multiply = prepare(weight)
+        multiply(torch.ones(1, 64, dtype=dtype))
+    except products._ERRORS:
+        pytest.skip("this torch or this processor cannot")
+    for rows in (1, 2, 5, 40):
+        x = torch.randn(rows, 64, generator=generator).to(dtype)
+        x[0] *= 1000  # a row with large numbers takes no bits from the others
+        expected = x.double() @ restored(kind, weight).T
+        if prepare is with_rounded_activations:
+            assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
+        assert ((multiply(x).double() - expected).abs() < 0.02 * expected.abs().amax(1, keepdim=True) + 0.02).all()
+
+
+@needs_rounding
+def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: torch.Tensor) -> None:
+        raise RuntimeError("no such operator\nand a stack")
+
+    monkeypatch.setattr(products, "with_rounded_activations", lambda weight, **_: lambda x: x @ weight.T * 1.05)
+    products._working.cache_clear()
+    try:
+        multiply, kind, reason = quantised("int8", torch.randn(64, 64))
+        assert (multiply is not None, kind, reason) == (True, "int8", None)  # the next way
+        monkeypatch.setattr(products, "with_int8_weights", fails)
+        monkeypatch.setattr(products, "with_int4_weights", fails)
+        products._working.cache_clear()
+        make = ProductFactory(CPU, torch.float32, pack=False, quantise="int4")
+        assert isinstance(make(torch.randn(64, 64)), DenseProduct)
+        assert (make.choices[0].quantised, make.choices[0].reason) == (None, "int4 products failed: no such operator")
+        assert refusal("int8", CPU) == "int8 products failed: no such operator"
+    finally:
+        products._working.cache_clear()
+
+
+@needs_rounding
+def test_overflowing_sums_are_noticed_and_rows_without_groups_are_rounded_to_int8() -> None:
+    """Sums of 16 bits, as some processors have them: then the product with 7 bits is taken."""
+    assert not products._is_right("int8", lambda weight: lambda x: (x @ weight.T).clamp(-130.0, 130.0), CPU)
+    make = ProductFactory(CPU, torch.float32, quantise="int4")
+    for columns in (64, 48):
+        make(torch.randn(64, columns))
+    assert [choice.quantised for choice in make.choices] == ["int4", "int8"]
+    assert make.choices[1].reason == "int4 products failed: rows of 48 numbers are no groups of 32"

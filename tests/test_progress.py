@@ -76,9 +76,6 @@ def test_a_bar_fits_its_width(width: int) -> None:
     assert len(line) <= width
     assert line.endswith("5 of 48 runs")
     assert ("▸" in line) == (width > 30)
-
-
-def test_durations_in_words() -> None:
     assert [duration(seconds) for seconds in (9.2, 89, 200, 7500)] == ["9 s", "89 s", "3 min", "2 h 5 min"]
 
 

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
 from specgen.engine.parts.weights import EagleWeights, GlideWeights, HeadWeights, MedusaWeights
-from specgen.engine.weights import WeightFiles
+from specgen.engine.weights import WeightFiles, weights_fingerprint
 
 WIDTH, LAYERS = 32, 8
 
@@ -365,53 +364,32 @@ def same(raw: Tensors) -> None:
 ONES = torch.ones(WIDTH)
 FIRST = "layers.0.self_attn.q_proj.weight"
 MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
-    # tensors that are missing, unknown or have other shapes
     ("eagle1", without("layers.0.mlp.up_proj.weight"), {}, "lacks 1 of its tensors (the first: layers.0.mlp.up_proj.weight)"),
-    ("eagle1", without("fc.bias"), {"bias": True}, "lacks 1 of its tensors (the first: fc.bias)"),
-    ("eagle1", same, {"bias": False}, "a tensor that such a head does not have (the first: fc.bias)"),
-    ("eagle1", same, {"qkv_bias": True}, "lacks 3 of its tensors (the first: layers.0.self_attn.k_proj.bias)"),
     ("eagle1", put(layers__0__input_layernorm__weight=ONES), {}, "does not have (the first: layers.0.input_layernorm.weight)"),
-    ("eagle1", put(norm__weight=ONES), {}, "does not have (the first: norm.weight)"),
     ("eagle1", put(layers__0__mlp__down_proj__weight=torch.ones(WIDTH, 41)), {}, "down_proj.weight is 32 x 41 in its file, but"),
     ("eagle1", put(**{FIRST: torch.ones(48)}), {}, f"{FIRST} is no matrix"),
     ("eagle1", same, {"num_attention_heads": 5}, "num_key_value_heads = 2 in its config.json is not supported"),
     ("eagle1", same, {"num_attention_heads": None}, "its config.json does not say num_attention_heads"),
-    ("eagle1", same, {"num_attention_heads": "four"}, "num_attention_heads: Input should be a valid integer (it is 'four')"),
-    ("eagle1", same, {"intermediate_size": 41}, "gate_proj.weight is 40 x 32 in its file, but has to be 41 x 32"),
-    ("eagle1", same, {"hidden_act": "tanh"}, "hidden_act = 'tanh' in its config.json is not supported"),
     ("eagle1", same, {"rope_scaling": {"type": "magic"}}, "in its config.json is not supported"),
     ("eagle1-sglang", put(fc__bias=ONES), {}, "are its fc.bias"),
     ("eagle3", without("midlayer.hidden_norm.weight"), {}, "lacks 1 of its tensors (the first: layers.0.hidden_norm.weight)"),
     ("eagle1", without("fc.weight", "fc.bias"), {}, "lacks 1 of its tensors (the first: fc.weight)"),
-    ("eagle3", without("fc.weight"), {}, "lacks 1 of its tensors (the first: fc.weight)"),
-    ("eagle3", without("midlayer.self_attn.q_proj.weight"), {}, f"lacks 1 of its tensors (the first: {FIRST})"),
-    ("eagle3", without("lm_head.weight"), {}, "lacks 1 of its tensors (the first: lm_head.weight)"),
     ("eagle3", without("d2t", "t2d"), {}, "lacks 1 of its tensors (the first: d2t)"),
     ("eagle3", put(layers__1__mlp__x=ONES), {}, "it has 2 decoder layers"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
-    ("medusa-v0.1", without("2.1.weight"), {}, "the first: lm_heads.2.weight"),
     ("medusa-v2", renamed("2.0.linear.weight", "7.0.linear.weight"), {}, "the first: blocks.2.layers.0.weight"),
-    ("medusa-v2", put(**{"1.0.linear.bias": torch.ones(31)}), {}, "1.0.linear.bias is 31 in its file, but has to be 32"),
     ("medusa-vllm", put(token_map=torch.tensor([5, 5])), {}, "are its token_map"),
     ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}), {}, "does not hold different ids of tokens"),
-    ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([*range(19), VOCAB])}), {}, "does not hold different ids"),
     ("glide", without("model.layers.0.cross_attn.o_proj.weight"), {}, "the first: model.layers.0.cross_attn.o_proj.weight"),
-    ("glide", without("model.norm.weight"), {}, "lacks 1 of its tensors (the first: model.norm.weight)"),
-    # values
     ("eagle1", spoiled("layers.0.mlp.up_proj.weight", float("nan")), {}, "layers.0.mlp.up_proj.weight holds NaN or infinities"),
-    ("eagle3", spoiled("lm_head.weight", float("inf")), {}, "lm_head.weight holds NaN or infinities"),
-    ("medusa-v2", spoiled("0.0.linear.bias", float("nan")), {}, "0.0.linear.bias holds NaN"),
     ("eagle3", scaled("fc.weight", 0), {}, "fc.weight holds only zeros"),
-    ("glide", scaled("lm_head.weight", 0), {}, "lm_head.weight holds only zeros"),
     ("eagle1", put(fc__weight=torch.ones(WIDTH, 2 * WIDTH, dtype=torch.int8)), {}, "fc.weight is stored as int8"),
     ("eagle3", put(d2t=torch.arange(20, 0, -1)), {}, "d2t does not map its ids to rising ids"),
     ("eagle3", put(d2t=torch.full((20,), VOCAB - 19)), {}, "d2t does not map its ids to rising ids"),
-    ("eagle3", put(d2t=torch.full((20,), -1)), {}, "d2t does not map its ids to rising ids"),
     ("eagle3", put(d2t=torch.tensor([0, 2**63 - 2, -(2**62), *range(17)])), {}, "d2t does not map its ids to rising ids"),
     ("eagle3", put(d2t=torch.ones(20)), {}, "d2t has to be a vector of integers, not 1-dimensional float32"),
     ("eagle3", put(d2t=torch.zeros(20, dtype=torch.int64)), {}, "t2d and d2t contradict each other"),
     ("eagle3", put(t2d=torch.ones(VOCAB, 1, dtype=torch.bool)), {}, "t2d is 96 x 1 in its file, but has to be 96"),
-    # heads of other targets
     ("eagle1", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
     ("eagle1", put(embed_tokens__weight=torch.ones(99, WIDTH)), {}, "embed_tokens.weight is for a vocabulary of 99, "),
     ("eagle1-speculators", same, {"transformer_layer_config": {"vocab_size": 99}}, "config.json is for a vocabulary of 99, "),
@@ -419,34 +397,13 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("eagle3", put(t2d=torch.ones(99, dtype=torch.bool)), {}, "t2d is for a vocabulary of 99, "),
     ("medusa-v2", put(**{"0.0.linear.weight": torch.ones(48, 48)}), {}, "0.0.linear.weight is for a hidden size of 48, "),
     ("medusa-v0.1", lambda raw: raw.update({f"{k}.1.weight": torch.ones(99, WIDTH) for k in range(3)}), {}, "vocabulary of 99, "),
-    ("glide", same, {"large_hidden_size": 48}, "config.json is for a hidden size of 48, "),
     ("glide", put(**{"model.layers.0.cross_attn.q_proj.weight": torch.ones(48, WIDTH)}), {}, "attention of a width of 48, "),
-    # feature layers
     ("eagle3", same, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "does not fit "),
-    (
-        "eagle3",
-        same,
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}},
-        "layer_ids: List should have at least 3",
-    ),
-    ("eagle3", same, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "does not fit "),
     ("eagle3", same, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
-    # kinds that specgen cannot run
-    ("eagle3", put(fc_norm__0__weight=ONES), {}, "it is an EAGLE-3.1 head, which specgen cannot run"),
     ("eagle3-speculators", same, {"norm_output": True}, "a variant that specgen cannot run (norm_output in its config.json)"),
-    ("eagle3-speculators", same, {"norm_before_fc": True}, "a variant that specgen cannot run (norm_before_fc"),
     ("eagle3-speculators", same, {"transformer_layer_config": {"model_type": "gemma2"}}, "model_type = 'gemma2'"),
-    ("eagle1-speculators", put(embedding_layernorm__weight=ONES), {}, "with further norms (HASS), which specgen cannot run"),
-    (
-        "eagle1",
-        renamed("fc.weight", "eh_proj.weight"),
-        {},
-        "it is an MTP layer (multi-token prediction), which specgen cannot run",
-    ),
     ("glide", without(*(f"model.layers.0.cross_attn.{name}_proj.weight" for name in "qo")), {}, "it is a model, not a head"),
     ("medusa-v2", under_another_name, {}, "it is of no kind that specgen knows (its first tensor: mlp.0.0.linear.bias)"),
-    ("glide", same, {"use_remap": True}, "maps the target's keys and values (use_remap)"),
-    # text of the file in a message
     ("eagle1", put(**{"\x1b]0;evil\x07\n\u202e": ONES}), {}, "does not have (the first: ␛]0;evil␇↵�)"),
     ("eagle1", put(**{"x" * 5000: ONES}), {}, f"does not have (the first: {'x' * 79}…)"),
     ("eagle1", same, {"hidden_act": "\x1b[31m\n" + "y" * 5000}, "hidden_act = '\\x1b[31m\\ny"),

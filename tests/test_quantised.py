@@ -154,7 +154,7 @@ def test_the_weights_stay_quantised(int8: Pair, folders: dict[str, Path], plain_
     assert choose_dtype("auto", prepared, CPU).reason == "the dtype of its weights that are not quantised"
     found = json.loads(invoke(["inspect", "-t", str(folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
     before = json.loads(invoke(["inspect", "-t", str(plain_folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
-    assert found["parameters"] == before["parameters"] == int8.target.model.num_parameters
+    assert found["parameters"] == before["parameters"]
     in_file = (folders["target"] / "model.safetensors").stat().st_size
     with (folders["target"] / "model.safetensors").open("rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")
@@ -171,10 +171,10 @@ def test_a_trainable_exit_has_the_quantised_weights_as_numbers(folders: dict[str
     copies = {name: torch.nn.Parameter(weight) for name, weight in model.last_layers(folders["target"], 1).items()}
     layers = ExitLayers(model, 1, copies.__getitem__, trained_product)
     with torch.no_grad():
-        hidden = model.batch_layers(batch, model.shape.num_layers - 1).hidden_states
+        hidden = model.batch(batch, model.shape.num_layers - 1, with_head=False).hidden_states
         assert hidden is not None
         logits, _ = layers.norm_and_head(layers.run_layers(hidden, batch))
-        torch.testing.assert_close(logits, model.batch_logits(batch), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, model.batch(batch).logits, atol=1e-4, rtol=1e-4)
     layers = ExitLayers(model, 1, copies.__getitem__, trained_product)
     layers.norm_and_head(layers.run_layers(hidden.clone(), batch))[0].sum().backward()
     assert all(weight.grad is not None for weight in copies.values())
@@ -251,7 +251,7 @@ def test_fp8_is_dequantised_on_a_cpu(plain_folders: dict[str, Path], tmp_path: P
     assert choose_dtype("auto", prepared, CPU).dtype == torch.float32
     planned = model_memory(prepared, CPU, choose_dtype("float32", prepared, CPU), 100)
     model = load_model(prepared, CPU, torch.float32, lambda _: None).model
-    assert planned.weights == 4 * model.num_parameters
+    assert planned.weights == 4 * sum(prepared.parameters.values())
     assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}  # type: ignore[attr-defined]
     reference = load_model(target_of(plain_folders["target"], backend="transformers"), CPU, torch.float32, lambda _: None).model
     ours, own = (each.reference_logits(PROMPT) for each in (model, reference))

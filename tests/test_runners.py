@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from eagle_heads import random_head
-from fake_devices import fake, fake_devices
 from families import exit_layers_of, make_model, model_of
 from glide_models import GlideReference
 from hypothesis import Phase, settings
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
-from runner_checks import InterruptAt, four_layers, random_path
+from runner_checks import CPU, OTHER, InterruptAt, four_layers, random_path
 from static_checks import RecordedGraphs, random_model
 from translated_pairs import permuted
 
@@ -39,7 +38,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts import eagle, exit_layers, glide, medusa
 from specgen.engine.parts.feature_runner import FeatureRunner
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 
@@ -101,7 +100,7 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = early_exit.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = exit_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
     return Made([made.draft, made.target], made.clear_cache)
 
 
@@ -117,7 +116,7 @@ def skipping(family: str, backend: str) -> Made:
 
 
 def features(family: str) -> Made:
-    return single(FeatureRunner(model(family), model(family).feature_forward((0, 2, 4)), model(family).new_cache()))
+    return single(FeatureRunner(model(family), model(family).forward(taps=(0, 2, 4)), model(family).new_cache()))
 
 
 def head(kind: str, backend: str = "native") -> Made:
@@ -153,7 +152,7 @@ def translated() -> Made:
 
 
 def placed(family: str) -> Made:
-    return single(ModelRunner(loaded(family, 0, devices=(fake(0), fake(0), fake(1), fake(1)))))
+    return single(ModelRunner(loaded(family, 0, devices=(CPU, CPU, OTHER, OTHER))))
 
 
 class Kind(NamedTuple):
@@ -193,7 +192,7 @@ KINDS = {
     "glide on transformers": Kind(partial(head, "glide", "transformers")),
     "medusa": Kind(partial(head, "medusa")),
     "translated": Kind(translated),
-    "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0), fake_devices, 6),
+    "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),
 }
 
 

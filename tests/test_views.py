@@ -17,24 +17,21 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from comparisons import report_of, usual
+from comparisons import comparison, report_of, usual
 from rich.console import Console
 from tuning_helpers import outcome
 
 from specgen.compare.columns import as_json, csv_text
-from specgen.compare.prompts import Prompt
-from specgen.compare.results import Prediction
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.engine.timing import ThreadChoice
-from specgen.traces.reader import read_trace
 from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme, tune_report
-from specgen.view.comparison import Report, page
-from specgen.view.html import compare_page
+from specgen.view.comparison import page
+from specgen.view.pages import comparison_page
 
 GOLDEN = Path(__file__).parent / "golden"
 TRACE = GOLDEN / "trace.jsonl"  # of four methods: chains, all that can be recorded, PEARL, lossy trees
@@ -65,25 +62,12 @@ def without_style(html: str) -> str:
     return re.sub(r">(?=<)", ">\n", re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL))
 
 
-def comparison() -> Report:
-    """A comparison with a tie, a broken method, a failed one, predictions, categories and an example of hostile text."""
-    results = usual()
-    first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
-    results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
-    run = next(read_trace(TRACE))
-    results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
-    report = report_of(results, by_category=True, phases=True)
-    predicted = {"svip": Prediction(1.25, 1.5)}
-    made = [replace(each, prediction=predicted.get(each.spec.written, Prediction())) for each in report.made]
-    return replace(report, made=made, notes="A note.")
-
-
 def compare_text(width: int) -> str:
     return "\n".join(line.plain for line in page(comparison(), width))
 
 
 def compare_html() -> str:
-    return without_style("".join(compare_page.page(comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare")))
+    return without_style("".join(comparison_page(comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare")))
 
 
 def tuned(width: int) -> str:
@@ -205,7 +189,7 @@ def test_every_line_fits_its_width(width: int) -> None:
     }
     for name, text in found.items():
         assert max(map(len, text.splitlines()), default=0) <= width, name
-    assert found["trace"].count("where the time went") == 4
+    assert found["trace"].count("Where the time went") == 4
     for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):  # no name is cut
         assert re.search(rf"^{name}( |$)", found["comparison"], flags=re.MULTILINE)
 

@@ -24,7 +24,7 @@ import specgen
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Round, SamplingParams
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, pass_costs
 from specgen.workers.process import DraftProcess
 from specgen.workers.worker import DraftWorker
 
@@ -87,7 +87,7 @@ def test_a_process_and_a_thread_give_the_same_rounds(
     assert there.summary["acceptance_rate"] > 0.3
     monkeypatch.setattr(apart, "_worker", None)
     if given.get("policy") == "adaptive":
-        apart.knowledge._learned.clear()  # each worker starts with what is known at the beginning
+        apart._knowledge._learned.clear()  # each worker starts with what is known at the beginning
     here = apart.generate(PROMPT, "pearl", sampling, window=4, record=record, **given)
     assert figures(there.rounds) == pytest.approx(figures(here.rounds), abs=1e-4)
     if record:
@@ -343,7 +343,7 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(
         with closed:
             use(request)
     with closed:
-        pair.parallel_costs(4)
+        pass_costs(pair, 4)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("active", "active")])

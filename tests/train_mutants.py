@@ -34,17 +34,16 @@ TRAIN_MUTANTS = [
     *mutants(
         "train/heads.py",
         ROWS,
-        ("training: losses of deeper tokens weigh the same", "self.decay**labels.depths * divergence", "divergence"),
+        ("training: losses of deeper tokens weigh the same", "self.decay**row.depths * self.row_losses(", "self.row_losses("),
+    ),
+    *mutants(
+        "train/loop.py",
+        ROWS,
         (
             "training: agreement counts tokens after wrong ones",
             "is_right = (table == 0).cumprod(dim=1)",
             "is_right = (table == 0).long()",
         ),
-    ),
-    *mutants(
-        "train/eagle.py",
-        ROWS,
-        ("training: EAGLE-1's tokens weigh as much as its features", "_TOKEN_LOSS = 0.1", "_TOKEN_LOSS = 1.0"),
     ),
     *mutants(
         "train/glide.py",
@@ -56,8 +55,8 @@ TRAIN_MUTANTS = [
         TEXTS,
         (
             "training: held-out texts are learned",
-            "used = [text for text in texts if text.part == Part.TRAIN]",
-            "used = list(texts)",
+            "taught = [each for each in found if each.text.part == Part.TRAIN]",
+            "taught = list(found)",
         ),
     ),
     *mutants(
@@ -65,8 +64,8 @@ TRAIN_MUTANTS = [
         TEXTS,
         (
             "training: the predictor learns from the exit's own texts",
-            "used = [text for text in texts if text.part == part and text.hidden_states is not None]",
-            "used = [text for text in texts if text.hidden_states is not None]",
+            "if found.text.part == part and found.hidden is not None:",
+            "if found.hidden is not None:",
         ),
     ),
     *mutants(

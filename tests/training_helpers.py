@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from specgen.cli.app import app
 from specgen.cli.train import TRAINABLE
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.train.batches import IGNORED, PackedBatch, pack
 from specgen.train.corpus import Corpus, Part, read_corpus
 from specgen.train.loop import Objective
-from specgen.train.packing import IGNORED, PackedBatch, pack
 from specgen.train.task import Recipe, TrainingProgress
-from specgen.train.texts import GeneratedText, continuations, predicted
+from specgen.train.texts import Text, continuations
 
-TINY = Recipe(steps=6, batch_size=4, training_length=24)
+TINY = Recipe(steps=6, batch=4, window=24)
 TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42]]
 
 
@@ -61,13 +61,10 @@ def objective(kind: str, target: LoadedModel, *arguments: Any, **options: Any) -
     return made
 
 
-def written(
-    target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part, **options: Any
-) -> list[GeneratedText]:
-    """Texts that the target generates, with its predictions."""
+def written(target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part) -> list[Text]:
+    """Texts that the target generates."""
     texts = continuations(target, prompts, length, greedy=greedy, seed=1)
-    pairs = zip(prompts, texts, strict=True)
-    return [predicted(target, text, len(prompt), greedy=greedy, part=part, **options) for prompt, text in pairs]
+    return [Text(text, len(prompt), greedy, part) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def corpus_of(path: Path, target: LoadedModel) -> Corpus:

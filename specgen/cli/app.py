@@ -10,10 +10,9 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
@@ -22,31 +21,6 @@ from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
 from specgen.cli.generate import generate
 from specgen.cli.inspect import inspect
 from specgen.cli.tune import tune
-
-_NAMES = ("FOLDER", "FILE", "DIR", "TRACE", "MODEL", "REV")  # metavars of paths and models
-
-
-_REFUSED = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
-
-
-class _Command(TyperCommand):
-    """A command that refuses empty text and `-` for a file, a folder or a model.
-
-    As a path, empty text would be the working folder, and `-` a file of that name, where users mean a standard stream.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        rest = super().parse_args(ctx, args)
-        option: Any
-        for option in self.params:
-            value = given.get(str(option.name))
-            values = value if isinstance(value, list | tuple) else [value]
-            refused = next((why for text, why in _REFUSED.items() if text in values), None)
-            if refused is not None and str(option.metavar).startswith(_NAMES):
-                raise typer.BadParameter(refused, ctx, option)
-        return rest
-
 
 app = typer.Typer(
     name="specgen",
@@ -57,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 for command in (generate, compare, inspect, tune):
-    app.command(command.__name__, cls=_Command)(command)
+    app.command(command.__name__)(command)
 
 
 def _version(requested: bool) -> None:

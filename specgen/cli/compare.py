@@ -11,57 +11,40 @@ from typing import Annotated
 import typer
 
 from specgen.cli import options
-from specgen.cli.compare_output import CompareOutput
 from specgen.cli.error_reporting import reported
 from specgen.cli.model_options import DecodingOptions
 
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--methods",
-        "-m",
-        metavar="LIST",
-        help="Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
-        "transformers and transformers-assisted are baselines.",
-    ),
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl.",
-    ),
-]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="Use at most N prompts, taken from the categories in turn.")]
-Turns = Annotated[
-    bool,
-    typer.Option("--turns", help="Use all turns of a question, with plain decoding's answers between them, not only the first."),
-]
-Repeats = Annotated[int, typer.Option(metavar="N", help="Run each prompt N times and use the median time.")]
+_METHODS = (
+    "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
+    "transformers and transformers-assisted are baselines."
+)
+_PROMPTS = "The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."
+_LIMIT = "Use at most N prompts, taken from the categories in turn."
+_TURNS = "Use all turns of a question, with plain decoding's answers between them, not only the first."
 
 
 @reported
 @options.grouped
 def compare(
-    methods: Methods = None,
-    prompts: Prompts = None,
+    methods: Annotated[list[str] | None, typer.Option("-m", metavar="LIST", help=_METHODS)] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROMPTS)] = None,
     category: options.Category = None,
-    limit: Limit = None,
-    turns: Turns = False,
+    limit: Annotated[int | None, typer.Option(metavar="N", help=_LIMIT)] = None,
+    turns: Annotated[bool, typer.Option(help=_TURNS)] = False,
     chat: options.CompareChat = False,
-    repeats: Repeats = 3,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Run each prompt N times and use the median time.")] = 3,
     profile: options.Profile = None,
     *,
     models: DecodingOptions,
     sampling: options.SamplingOptions,
-    output: CompareOutput,
+    output: options.CompareOutput,
     display: options.OutputOptions,
 ) -> int | None:
     """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
     from specgen.base.files import examples_file
-    from specgen.cli import overlap_notice, profile_lookup
+    from specgen.cli import profile_lookup
     from specgen.cli.compare_run import Comparison
-    from specgen.cli.model_options import open_pair
+    from specgen.cli.model_options import open_pair, show_overlap
     from specgen.cli.output_checks import check_outputs
     from specgen.compare.method_specs import EVERY, parse_specs
     from specgen.compare.prompts import load_prompts
@@ -85,18 +68,19 @@ def compare(
             repeats,
             sampling.params(),
             chat,
-            output.records_distributions,
+            options.recorded(output.record),
             output.perplexity or (recorded is not None and recorded.has("perplexity")),
             output.energy or (recorded is not None and recorded.has("energy")),
         )
-        parallel = any(spec.is_parallel for spec in specs)
-        sequential = any(spec.needs_draft_model and not spec.is_parallel and not spec.drafts_text for spec in specs)
-        runs = {"parallel": parallel, "sequential": sequential}
+        choices = [spec.choice for spec in specs]
+        parallel = any(choice.method.is_parallel for choice in choices)
+        in_turn = [choice for choice in choices if choice.method.needs_draft_model and not choice.method.is_parallel]
+        sequential = not all(choice.settings.drafts_text for choice in in_turn)
         tuned_draft = partial(profile_lookup.with_tuned_draft, sampling=config.sampling, folder=profile)
-        loading = open_pair(models, err, quiet=display.quiet, tuned_draft=tuned_draft, **runs)
+        loading = open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential, tuned_draft=tuned_draft)
         pair = opened.enter_context(loading)
         quiet = display.quiet or recorded is not None
-        overlap_notice.show(pair, err, quiet=quiet or not (parallel or sequential))
+        show_overlap(pair, err, quiet=quiet or not (parallel or sequential))
         found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)
         if recorded is None:  # a resumed comparison keeps the settings of its trace
             specs = profile_lookup.tuned_specs(found, specs, err, quiet=quiet)

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
@@ -14,18 +16,12 @@ from specgen.base.interrupts import interrupts
 from specgen.base.settings import parse_pairs
 from specgen.cli import options
 from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair
+from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair, show_overlap
 from specgen.methods.method import Method
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from specgen.base.types import SamplingParams
     from specgen.cli.output_writers import OutputWriter
-    from specgen.cli.profile_lookup import Choice
     from specgen.decoding.run import Run
-    from specgen.pair.pair import Pair
-    from specgen.pair.request import Request
     from specgen.view.progress import Progress
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
@@ -34,82 +30,64 @@ LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's cont
 @reported
 @options.grouped
 def generate(
-    prompt: options.Prompt = None,
-    method: options.MethodName = None,
-    settings: options.Settings = None,
-    chat: options.Chat = False,
-    system: options.System = None,
-    help_method: options.HelpMethod = False,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    method: Annotated[str | None, typer.Option("-m", metavar="NAME")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=options.HELP["set"])] = None,
+    chat: Annotated[bool, typer.Option(help="Format the prompt with the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT")] = None,
+    help_method: Annotated[bool, typer.Option()] = False,
     *,
     models: DecodingOptions,
     profile: options.Profile = None,
     sampling: options.SamplingOptions,
-    stop: options.Stop = None,
+    stop: Annotated[list[str] | None, options.sampling(metavar="TEXT")] = None,
     output: options.GenerateOutput,
 ) -> int | None:
     """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
+    from rich.text import Text
+
     from specgen.cli import profile_lookup
     from specgen.cli.output_checks import check_outputs
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.records import TraceWriter
     from specgen.view import theme
-    from specgen.view.methods import method_card
+    from specgen.view.pair_report import method_card
     from specgen.view.progress import Progress
 
     if help_method:
-        shown = methods.DEFAULT_METHOD if method is None else method
-        method_card(theme.console(no_color=output.no_color), methods.find(shown))
+        method_card(theme.console(no_color=output.no_color), methods.find(methods.DEFAULT_METHOD if method is None else method))
         return None
     models = profile_lookup.with_exit(models, profile)
-    params = sampling.params(stop or ())
-    given = parse_pairs(settings or [])
+    params, given = sampling.params(stop or ()), parse_pairs(settings or [])
     chosen = _method(method, models, given)
     by_text = methods.resolve(chosen, given).drafts_text
     record = options.recorded(output.record)
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
-    text = _standard_input(requested=prompt == "-") if prompt in (None, "-") else str(prompt)
-    _check_texts(text, system, chat=chat)
+    text = _prompt(prompt, system, chat=chat)
     check_outputs({"--trace": output.trace}, [("--profile", profile)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
     sequential = chosen.uses_draft_model and not parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        runs = {"parallel": parallel, "sequential": sequential}
         tuned_draft = None if settings else partial(profile_lookup.with_tuned_draft, sampling=params, folder=profile)
-        loading_pair = open_pair(models, err, quiet=quiet, tuned_draft=tuned_draft, **runs)
+        loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, tuned_draft=tuned_draft)
         pair = opened.enter_context(loading_pair)
         tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
         choice = profile_lookup.choose(tuned, method, given)
-        formatted = pair.tokenizer.chat(text, system) if chat else text
-        request, run = _prepared(pair, formatted, choice, params, err, record=record, quiet=quiet)
+        chosen = methods.find(choice.method)
+        resolved = methods.resolve(chosen, choice.settings)
+        show_overlap(pair, err, quiet=quiet or not chosen.uses_draft_model or resolved.drafts_text)
+        with Progress(err, quiet=quiet or not chosen.may_measure(resolved)) as loading:
+            loading.announce("preparing")
+            formatted = pair.tokenizer.chat(text, system) if chat else text
+            request = pair.request(formatted, choice.method, params, record=record, **choice.settings)
+            pair.prepare(request)
+            run = pair.run(request)
+        if (unused := pair.parts.unused(chosen)) is not None and not quiet:
+            err.print(Text(unused), soft_wrap=True)
         return _run(run, OutputWriter(pair, request, run, output, choice.tuned, trace), Progress(err, quiet=quiet))
-
-
-def _prepared(
-    pair: Pair, prompt: str | list[int], choice: Choice, sampling: SamplingParams, err: Console, *, record: bool, quiet: bool
-) -> tuple[Request, Run]:
-    """Returns the request and its run, ready to start; first measures what it needs.
-
-    Prints notes about it on `err`, unless `quiet`.
-    """
-    from rich.text import Text
-
-    from specgen.cli import overlap_notice
-    from specgen.view.progress import Progress
-
-    chosen = methods.find(choice.method)
-    settings = methods.resolve(chosen, choice.settings)
-    overlap_notice.show(pair, err, quiet=quiet or not chosen.uses_draft_model or settings.drafts_text)
-    with Progress(err, quiet=quiet or not chosen.may_measure(settings)) as loading:
-        loading.announce("preparing")
-        request = pair.request(prompt, choice.method, sampling, record=record, **choice.settings)
-        pair.prepare(request)
-        run = pair.run(request)
-    if (unused := pair.parts.unused(chosen)) is not None and not quiet:
-        err.print(Text(unused), soft_wrap=True)
-    return request, run
 
 
 def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
@@ -124,22 +102,24 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
         hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
         raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
     chosen = methods.find(name)
-    lacks_model = chosen.needs_draft_model and not models.has_draft
-    lacks_exit = chosen.needs_exit_layer and "exit" not in given and models.lacks_exit_layer
-    if lacks_model or lacks_exit or (chosen.head and "head" not in given and models.lacks_head(chosen.head)):
+    needs_part = (chosen.needs_exit_layer and "exit" not in given) or (chosen.head and "head" not in given)
+    if (chosen.needs_draft_model and not models.has_draft) or (needs_part and models.lacks(chosen.needs)):
         raise chosen.without_part(models.target)
     return chosen
 
 
-def _check_texts(prompt: str, system: str | None, *, chat: bool) -> None:
-    """Raises SpecgenError for an empty prompt, text that is not UTF-8, or a system message without --chat."""
+def _prompt(given: str | None, system: str | None, *, chat: bool) -> str:
+    """Returns the prompt: the argument, or standard input if it is missing or `-`. Raises SpecgenError for an empty prompt, text
+    that is not UTF-8, or a system message without --chat."""
+    text = _standard_input(requested=given == "-") if given is None or given == "-" else given
     if system is not None and not chat:
         raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
-    for name, text in (("the prompt", prompt), ("--system", system or "")):
-        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python represents undecodable bytes
+    for name, each in (("the prompt", text), ("--system", system or "")):
+        if any("\ud800" <= character <= "\udfff" for character in each):  # how Python represents undecodable bytes
             raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
-    if not prompt.strip():
+    if not text.strip():
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")
+    return text
 
 
 def _standard_input(*, requested: bool) -> str:
@@ -156,10 +136,8 @@ def _standard_input(*, requested: bool) -> str:
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise SpecgenError(
-            f"the prompt on standard input is not UTF-8 (at byte {error.start:,})",
-            "Convert it first, for instance with iconv",
-        ) from error
+        problem = f"the prompt on standard input is not UTF-8 (at byte {error.start:,})"
+        raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
 
 
 def _run(run: Run, writer: OutputWriter, progress: Progress) -> int | None:

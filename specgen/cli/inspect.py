@@ -18,38 +18,27 @@ from specgen.cli.model_options import ModelOptions
 
 _trace = partial(typer.Option, rich_help_panel="Recorded runs")
 _pair = partial(typer.Option, rich_help_panel="A pair of models")
-
-Traces = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="TRACE.jsonl ...", help="Traces to show, side by side if several.", show_default=False),
-]
-Methods = Annotated[bool, typer.Option("--methods", help="List every method with its paper, its settings and their defaults.")]
-Html = Annotated[Path | None, _trace(metavar="FILE", help="Write a self-contained page instead of text.")]
-Rounds = Annotated[
-    int | None, _trace(metavar="N", help="Show at most N rounds of each run. Default: 40 of a single run, none of several.")
-]
-Run = Annotated[int, _trace(metavar="N", help="Show the rounds of each method's N-th run.")]
-BundledPair = Annotated[bool, _pair("--pair", help="Inspect the bundled pair.")]
-Measure = Annotated[
-    bool,
-    _pair(
-        "--measure",
-        help="Load the pair and measure its forward passes, for the acceptance rate from which speculation is faster. "
-        "Default: the bundled pair.",
-    ),
-]
+_ROUNDS = "Show at most N rounds of each run. Default: 40 of a single run, none of several."
+_MEASURE = (
+    "Load the pair and measure its forward passes, for the acceptance rate from which speculation is faster. "
+    "Default: the bundled pair."
+)
+_LIST = "List every method with its paper, its settings and their defaults."
 
 
 @reported
 @options.grouped
 def inspect(
-    traces: Traces = None,
-    list_methods: Methods = False,
-    html: Html = None,
-    rounds: Rounds = None,
-    run: Run = 1,
-    pair: BundledPair = False,
-    measure: Measure = False,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="TRACE.jsonl ...", help="Traces to show, side by side if several.", show_default=False),
+    ] = None,
+    list_methods: Annotated[bool, typer.Option("--methods", help=_LIST)] = False,
+    html: Annotated[Path | None, _trace(metavar="FILE", help="Write a self-contained page instead of text.")] = None,
+    rounds: Annotated[int | None, _trace(metavar="N", help=_ROUNDS)] = None,
+    run: Annotated[int, _trace(metavar="N", help="Show the rounds of each method's N-th run.")] = 1,
+    pair: Annotated[bool, _pair(help="Inspect the bundled pair.")] = False,
+    measure: Annotated[bool, _pair(help=_MEASURE)] = False,
     *,
     models: ModelOptions,
     display: options.OutputOptions,
@@ -90,7 +79,7 @@ def inspect(
 
 def _list_methods(display: options.OutputOptions) -> None:
     from specgen.view import theme
-    from specgen.view.methods import method_card, method_line
+    from specgen.view.pair_report import method_card, method_line
 
     out = theme.console(no_color=display.no_color)
     for method in methods.METHODS.values():

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import kept_exit, kept_head
 from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
-from specgen.cli import options
+from specgen.cli.options import model
+from specgen.methods.method import EXIT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,20 +32,20 @@ class ModelOptions:
     without --target, or --draft-revision or --draft-dtype without a draft model, and for an unknown --backend or --draft-dtype.
     """
 
-    target: options.Target = None
-    draft: options.Draft = None
-    device: options.Device = "auto"
-    draft_device: options.DraftDevice = None
-    dtype: options.Dtype = "auto"
-    draft_dtype: options.DraftDtype = None
-    revision: options.Revision = None
-    draft_revision: options.DraftRevision = None
-    trust_remote_code: options.TrustRemoteCode = False
-    offline: options.Offline = False
-    exit_layer: options.ExitLayer = None
-    head: options.Head = None
-    backend: options.Backend = "auto"
-    context: options.ContextLength = None
+    target: Annotated[str | None, model("-t", metavar="MODEL")] = None
+    draft: Annotated[str | None, model("-d", metavar="MODEL")] = None
+    device: Annotated[str, model(metavar="auto|cpu|cuda|cuda:N|mps|auto-map")] = "auto"
+    draft_device: Annotated[str | None, model(metavar="DEVICE")] = None
+    dtype: Annotated[str, model(metavar="auto|float32|bfloat16|float16")] = "auto"
+    draft_dtype: Annotated[str | None, model(metavar="auto|float32|...|int8|int4")] = None
+    revision: Annotated[str | None, model(metavar="REV")] = None
+    draft_revision: Annotated[str | None, model(metavar="REV")] = None
+    trust_remote_code: Annotated[bool, model()] = False
+    offline: Annotated[bool, model()] = False
+    exit_layer: Annotated[Path | None, model(metavar="FILE")] = None
+    head: Annotated[Path | None, model(metavar="FOLDER")] = None
+    backend: Annotated[str, model(metavar="auto|native|transformers")] = "auto"
+    context: Annotated[int | None, model(metavar="N")] = None
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
@@ -68,7 +69,7 @@ class ModelOptions:
         None for a model on the Hugging Face hub. Also None for damaged weights, for which loading raises an error later.
         """
         from specgen import demo
-        from specgen.engine.fingerprint import weights_fingerprint
+        from specgen.engine.weights import weights_fingerprint
 
         folder = demo.folder("target") if self.target is None else Path(self.target)
         try:
@@ -76,25 +77,14 @@ class ModelOptions:
         except SpecgenError:
             return None
 
-    @property
-    def lacks_exit_layer(self) -> bool:
-        """Whether it is known before loading that the target has no exit layer.
-
-        An exit layer is a trained layer that lets the eesd methods draft with the target's own first layers. It is known to be
-        missing if --exit-layer is not given and none was trained here for these weights. The value is False where it is not
-        known, as for a target on the hub.
-        """
-        if self.exit_layer is not None or self.target is None:
+    def lacks(self, kind: str) -> bool:
+        """Whether it is known before loading that the target has no trained part of this kind: none is named, and none was
+        trained here for these weights. False where it is not known, as for a target on the hub."""
+        named = self.exit_layer if kind == EXIT else self.head
+        fingerprint = None if named is not None or self.target is None else self.local_fingerprint
+        if fingerprint is None or self.target is None:
             return False
-        fingerprint = self.local_fingerprint
-        return fingerprint is not None and kept_exit(self.target, fingerprint) is None
-
-    def lacks_head(self, kind: str) -> bool:
-        """Whether it is known before loading that the target has no trained head of this kind; see `lacks_exit_layer`."""
-        if self.head is not None or self.target is None:
-            return False
-        fingerprint = self.local_fingerprint
-        return fingerprint is not None and kept_head(kind, self.target, fingerprint) is None
+        return (kept_exit(self.target, fingerprint) if kind == EXIT else kept_head(kind, self.target, fingerprint)) is None
 
     @property
     def probably_on_cpu(self) -> bool:
@@ -103,16 +93,15 @@ class ModelOptions:
         A wrong guess only costs time.
         """
         devices = {self.device, self.draft_device or self.device}
-        if devices <= {"cpu"}:
-            return True
-        return devices <= {"cpu", "auto"} and sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+        is_without_gpu = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+        return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingOptions(ModelOptions):
     """Which models to load, and how they compute, for a command that decodes."""
 
-    exact: options.Exact = False
+    exact: Annotated[bool, model()] = False
 
 
 def open_pair(
@@ -156,6 +145,18 @@ def open_pair(
         gc.freeze()
         gc.enable()
     return pair
+
+
+def show_overlap(pair: Pair, err: Console, *, quiet: bool) -> None:
+    """Says, before a long run, how much of the target's text a draft model with another tokenizer can draft."""
+    if quiet or pair.draft is None or pair.draft.translation is None:
+        return
+    from rich.text import Text
+
+    from specgen.engine.text.translation import overlap_of_examples
+    from specgen.view import pair_report as words
+
+    err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)
 
 
 def disable_hub_progress(err: Console, *, quiet: bool) -> None:

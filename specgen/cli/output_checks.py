@@ -4,7 +4,6 @@ another output or an input."""
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,16 +22,15 @@ _NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg":
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], models: ModelOptions | None = None
 ) -> None:
-    """Raises SpecgenError if a file to write cannot be written, or is the same file as another output, an input or a redirected
-    standard stream. All links are followed.
+    """Raises SpecgenError if a file to write cannot be written, or is the same file as another output, an input or redirected
+    standard input. All links are followed.
 
     `outputs` and `inputs` have the path of each option; None: not given. An input is a file or a folder. `models` are inputs too.
     """
     if not any(outputs.values()):
         return
     written: dict[Hashable, str] = {}
-    streams = _redirected()
-    read = [*inputs, *(_of_models(models) if models is not None else ())]
+    read = [("standard input", Path("/dev/stdin")), *inputs, *(_of_models(models) if models is not None else ())]
     for option, path in outputs.items():
         if path is None:
             continue
@@ -43,8 +41,6 @@ def check_outputs(
         if identity in written:
             raise SpecgenError(f"{written[identity]} and {given} are the same file", "Name another file")
         written[identity] = given
-        if identity in streams:
-            raise SpecgenError(f"{given} is also {streams[identity]} of this command", "Name another file")
         for name, other in read:
             if other is not None and _is_read(path, other):
                 raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
@@ -77,14 +73,3 @@ def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
                 yield option, folder
             elif name:
                 yield from ((option, folder) for folder in cached_snapshots(name))
-
-
-def _redirected() -> dict[Hashable, str]:
-    """The standard streams that are regular files, by the files' identities."""
-    found: dict[Hashable, str] = {}
-    for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
-        with suppress(OSError):  # a stream that the shell closed
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
-                found[status.st_dev, status.st_ino] = name
-    return found

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
-from specgen.cli.options import GenerateOutput
 from specgen.pair import records as traces
 from specgen.pair.figures import Summary
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
 if TYPE_CHECKING:
+    from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
     from specgen.methods.pearl_schedule import Parallel
     from specgen.pair.pair import Pair
@@ -46,6 +45,7 @@ class OutputWriter:
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
+        self._records = output.json or trace is not None
         self._captured = capture_seconds(pair)  # before the run
         self._trace_error: RunError | None = None
         self._meter = energy_meter_for(devices(pair, request.method)) if output.energy else None
@@ -102,26 +102,22 @@ class OutputWriter:
         """
         from specgen.pair.pair import capture_seconds  # imports torch
 
+        summary, output = self._summary, self._output
         if self._meter is not None:
-            self._summary.add_energy(self._meter.stop())
-        self._summary.capture_seconds = capture_seconds(self._pair) - self._captured
-        if self._output.perplexity or not self._request.method.lossless:
-            token_ids = self._summary.token_ids
-            self._summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, token_ids))
+            summary.add_energy(self._meter.stop())
+        summary.capture_seconds = capture_seconds(self._pair) - self._captured
+        if output.perplexity or not self._request.method.lossless:
+            summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, summary.token_ids))
         if self._records:
-            self._record(traces.summary_line(self._summary.as_dict(self._answer.text, finish_reason)))
-        if not self._output.quiet:
-            if not self._output.json:
+            self._record(traces.summary_line(summary.as_dict(self._answer.text, finish_reason)))
+        if not output.quiet:
+            if not output.json:
                 self._err.print()
-            mono = theme.is_mono(no_color=self._output.no_color)
-            notes = self._notes(finish_reason)
-            self._err.print(footer(self._summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
+            mono = theme.is_mono(no_color=output.no_color)
+            notes = list(self._notes(finish_reason))
+            self._err.print(footer(summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
-
-    @property
-    def _records(self) -> bool:
-        return self._output.json or self._trace is not None
 
     def _show(self, pieces: list[Piece]) -> None:
         if self._rounds is not None:
@@ -138,31 +134,27 @@ class OutputWriter:
         if self._output.json:
             print_json(line)
 
-    def _notes(self, finish_reason: str) -> list[str]:
-        method, run, energy = self._request.method, self._run, self._summary.energy
+    def _notes(self, finish_reason: str) -> Iterator[str]:
+        method, run, energy, costs = self._request.method, self._run, self._summary.energy, self._run.costs
         draft = self._pair.draft if method.uses_draft_model else None
-        notes = []
         if not method.lossless:
-            notes.append("lossy")
+            yield "lossy"
         if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
-            notes.append(rounded)
-        if run.costs is not None:
-            notes.append(f"window {run.costs.window.size}, c {run.costs.ratio:.1f}")
-            if remark := run.costs.remark:
-                notes.append(remark)
+            yield rounded
+        if costs is not None:
+            yield from filter(None, (f"window {costs.window.size}, c {costs.ratio:.1f}", costs.remark))
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
-            notes.append(f"window {run.settings.values['window']}")
+            yield f"window {run.settings.values['window']}"
         if method.copies and self._pair.draft is None:
-            notes.append("no draft model")
+            yield "no draft model"
         if self._request.context_ends and finish_reason == "length":
-            notes.append(f"the context of {len(run.context):,} tokens is full")
+            yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:
-            notes.append(f"energy unavailable: {energy.reason}")
+            yield f"energy unavailable: {energy.reason}"
         if (seconds := self._summary.capture_seconds) > _NOTED_CAPTURES:
-            notes.append(f"{seconds:.1f} s of it capturing CUDA graphs")
+            yield f"{seconds:.1f} s of it capturing CUDA graphs"
         if finish_reason == "interrupted":
-            notes.append("interrupted")
-        return notes
+            yield "interrupted"
 
 
 def _window(run: Run) -> str:
@@ -177,13 +169,7 @@ def _window(run: Run) -> str:
     if cast("Parallel", run.schedule).window.is_flexible:
         first = "; drafts end with the pass"
     return (
-        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {_milliseconds(costs.target_pass)} ms, "
-        f"a draft pass {_milliseconds(costs.draft_pass)} ms, c {costs.ratio:.1f}{first}"
+        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.4g} ms, "
+        f"a draft pass {costs.draft_pass * 1e3:.4g} ms, c {costs.ratio:.1f}{first}"
         + (f"; {costs.remark}" if costs.remark else "")
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds with four digits, so that ratios of printed times agree with printed ratios."""
-    decimals = 3 - math.floor(math.log10(seconds * 1e3)) if seconds > 0 else 0
-    return f"{seconds * 1e3:.{max(decimals, 0)}f}"

@@ -156,7 +156,7 @@ def tuned_specs(profile: Profile | None, specs: list[MethodSpec], err: Console, 
         if settings:
             notes.append(written(spec.name, settings))
             given = {name: str(value) for name, value in settings.items()}
-            spec = replace(spec, settings=given, choice=methods.choose(spec.name, given))
+            spec = replace(spec, choice=methods.choose(spec.name, given))
         completed.append(spec)
     if notes and profile.draft_dtype is not None:
         notes.append(f"{profile.draft_dtype} draft")
@@ -172,8 +172,8 @@ def with_origin(profile: Profile | None, specs: list[MethodSpec]) -> list[Method
         return specs
     marked = []
     for spec in specs:
-        tuned = None if spec.choice is None else profile.settings_of(spec.name)
-        if spec.choice is not None and tuned and spec.choice.settings == methods.choose(spec.name, tuned).settings:
+        tuned = None if spec.is_baseline else profile.settings_of(spec.name)
+        if tuned and spec.choice.settings == methods.choose(spec.name, tuned).settings:
             spec = replace(spec, tuned_on=frozenset(prompts))
         marked.append(spec)
     return marked

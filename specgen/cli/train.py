@@ -286,9 +286,9 @@ def training_task(
         steps=request.steps,
         seconds=None if has_budget else 60 * (request.minutes or DEFAULT_MINUTES),
         learning_rate=request.learning_rate or part.learning_rate,
-        batch_size=request.batch or (64 if on_cuda else 16),
-        training_length=training_length,
-        generated_share=1.0 if corpus is None else part.self_text if request.self_text is None else request.self_text,
+        batch=request.batch or (64 if on_cuda else 16),
+        window=training_length,
+        self_text=1.0 if corpus is None else part.self_text if request.self_text is None else request.self_text,
         seed=request.seed,
     )
     out = _output_folder(request, target, draft) if request.out is None else request.out
@@ -300,8 +300,8 @@ def training_task(
 
 def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedModel | None) -> Path:
     """Returns the folder for the result if the user names none."""
-    from specgen.engine.fingerprint import weights_fingerprint
     from specgen.engine.parts.trained_part import EXIT_DESCRIPTION
+    from specgen.engine.weights import weights_fingerprint
 
     if (exit_layer := request.exit_layer) is not None:
         if exit_layer.is_dir() or exit_layer.name in (EXIT_WEIGHTS, EXIT_DESCRIPTION):

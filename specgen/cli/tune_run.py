@@ -20,8 +20,8 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import data_folder, make_writable_folder
 from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
-from specgen.cli import overlap_notice, profile_lookup
-from specgen.cli.model_options import ModelOptions, open_pair
+from specgen.cli import profile_lookup
+from specgen.cli.model_options import ModelOptions, open_pair, show_overlap
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
 from specgen.tune import export as exports
@@ -134,7 +134,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
             if existing is not None:
                 _export(request.export, pair, existing, err, quiet)
                 return
-        overlap_notice.show(pair, err, quiet=quiet)
+        show_overlap(pair, err, quiet=quiet)
         from specgen.tune import profile as profiles
         from specgen.tune.outcome import Deadline, TuningRequest
         from specgen.tune.tuner import tune

@@ -16,33 +16,21 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.machine import launch
 from specgen.base.settings import Setting, Value
+from specgen.methods.method import DRAFT_MODEL, Method
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from specgen.base.types import SamplingParams
     from specgen.pair.pair import Pair
 
-BASELINES: Mapping[str, Mapping[str, Setting]] = {
-    "transformers": {},
-    "transformers-assisted": {
-        "k": Setting(0, "tokens in a draft (with a heuristic schedule, in the first one); 0: transformers' own choice", 0, 1000),
-        "schedule": Setting(
-            "", "transformers' own choice where empty", choices=("", "constant", "heuristic", "heuristic_transient")
-        ),
-        "threshold": Setting(-1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1),
-    },
+_SETTINGS = {
+    "k": Setting(0, "tokens in a draft (with a heuristic schedule, in the first one); 0: transformers' own choice", 0, 1000),
+    "schedule": Setting("", "transformers' own choice where empty", choices=("", "constant", "heuristic", "heuristic_transient")),
+    "threshold": Setting(-1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1),
 }
-
-
-def baseline_settings(name: str, given: Mapping[str, object]) -> dict[str, Value]:
-    """Returns all settings of the baseline `name`: the values in `given`, parsed and checked, and the defaults of the settings
-    that are not given. Raises SpecgenError naming an unknown setting or an invalid value."""
-    known = BASELINES[name]
-    for setting in given:
-        if setting not in known:
-            raise SpecgenError(f"{name} has no setting {setting!r}", f"It has {', '.join(known) or 'none'}")
-    return {name: setting.parse(name, given.get(name, setting.default)) for name, setting in known.items()}
+BASELINES = {
+    "transformers": Method("transformers", "transformers' generate"),
+    "transformers-assisted": Method("transformers-assisted", "transformers' generate", DRAFT_MODEL, settings=_SETTINGS),
+}
 
 
 def run_baseline(
@@ -58,25 +46,19 @@ def run_baseline(
 
     if (launched := launch()) is not None:
         raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
-    from specgen.engine.text.translation import same_tokens
-
-    draft = pair.draft if name == "transformers-assisted" else None
-    if name == "transformers-assisted" and draft is None:
-        raise SpecgenError(f"{name} needs a draft model, and there is none", "Name one with --draft")
+    needs_draft = BASELINES[name].needs_draft_model
+    if needs_draft and pair.draft is None:
+        raise BASELINES[name].without_part(None)
+    draft = pair.draft if needs_draft else None
     target = pair.target.transformers_module
     assistant = None if draft is None else draft.transformers_module
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
-    options: dict[str, Any] = {"generation_config": _config(pair, limit, sampling)}
-    if draft is not None:
-        options["assistant_model"] = assistant
-        if not same_tokens(pair.tokenizer, draft.tokenizer):
-            _check_sizes(target, assistant)
-            options |= _tokenizers(pair.target.folder, draft.folder)
+    options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
     torch.manual_seed(seed)
     with _quiet(), _counted(target) as target_passes, _assistant(assistant, settings) as draft_passes:
         start = time.perf_counter()
         try:
-            output = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            output = target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
             token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # this copy waits until the device has finished
         except Exception as error:
             if is_out_of_memory(error):
@@ -96,20 +78,23 @@ def run_baseline(
     }
 
 
-def _check_sizes(target: Any, draft: Any) -> None:
-    """Raises SpecgenError if both vocabularies have the same size: transformers takes their tokenizers for the same one then,
-    without looking at them, and refuses a second one."""
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if sizes[0] == sizes[1]:
-        message = f"transformers takes two vocabularies of the same size ({sizes[0]:,}) for one, and these differ"
+def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any]:
+    """Returns the options with which transformers drafts with a model that has another tokenizer; empty for the same one.
+
+    Raises SpecgenError if both vocabularies have the same size: transformers takes their tokenizers for the same one then,
+    without looking at them, and refuses a second one.
+    """
+    from specgen.engine.text.translation import same_tokens
+
+    if pair.draft is None or assistant is None or same_tokens(pair.tokenizer, pair.draft.tokenizer):
+        return {}
+    size, other = (model.config.get_text_config().vocab_size for model in (target, assistant))
+    if size == other:
+        message = f"transformers takes two vocabularies of the same size ({size:,}) for one, and these differ"
         raise SpecgenError(message, "Leave transformers-assisted out")
-
-
-def _tokenizers(target: Path, draft: Path) -> dict[str, Any]:
-    """Returns the options with which transformers drafts with a model that has another tokenizer."""
     from transformers import AutoTokenizer
 
-    folders = {"tokenizer": target, "assistant_tokenizer": draft}
+    folders = {"tokenizer": pair.target.folder, "assistant_tokenizer": pair.draft.folder}
     return {name: AutoTokenizer.from_pretrained(folder) for name, folder in folders.items()}
 
 
@@ -121,16 +106,8 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
     ends = [-1] if sampling.ignore_eos else sorted(pair.target.eos_ids) or [-1]
     drawn: dict[str, Any] = {"do_sample": False}  # transformers warns about sampling fields in greedy decoding
     if not sampling.greedy:
-        drawn = {
-            "do_sample": True,
-            "temperature": float(sampling.temperature),
-            "top_p": float(sampling.top_p),
-            "top_k": int(sampling.top_k),
-            "min_p": 0.0,
-            "typical_p": 1.0,
-            "epsilon_cutoff": 0.0,
-            "eta_cutoff": 0.0,
-        }
+        drawn = {"do_sample": True, "temperature": float(sampling.temperature), "top_p": float(sampling.top_p)}
+        drawn |= {"top_k": int(sampling.top_k), "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
     return GenerationConfig(max_new_tokens=limit, eos_token_id=ends, pad_token_id=max(ends[0], 0), use_cache=True, **drawn)
 
 
@@ -148,7 +125,7 @@ def _assistant(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[lis
     from transformers import GenerationConfig
 
     before = draft.generation_config
-    own = {
+    own: dict[str, Any] = {
         "num_assistant_tokens": settings["k"] or None,
         "num_assistant_tokens_schedule": settings["schedule"] or None,
         "assistant_confidence_threshold": settings["threshold"] if float(settings["threshold"]) >= 0 else None,

@@ -1,5 +1,5 @@
 """Computes each method's results from the runs of a comparison: totals over all prompts, the speedup over plain decoding with its
-confidence interval, and where the output differs from plain decoding's.
+confidence interval, and where the output differs from plain decoding's. Ranks the methods.
 
 A run is one generation for one prompt by one method; each is repeated. Of the repeats only the run with the median time counts,
 with all of its numbers. So seconds, tokens and phases add up, and every number can be computed again from the trace. Imports no
@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
+from specgen.methods.method import WITHOUT_A_DRAFT
 from specgen.pair.figures import Summary
 from specgen.traces.reader import TracedRun
 
 RESAMPLES = 2000
 FEW_RESAMPLES = 200  # for the live table, whose intervals still change
 LEVEL = 0.95
+NOT_RUN = "not run"
+FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
 
@@ -71,11 +74,13 @@ class Run:
     branches: bool = False
 
     @classmethod
-    def of(cls, line: Mapping[str, Any], rounds: Sequence[Round]) -> Run:
-        """Makes a Run from its summary line and its rounds (empty for transformers' own methods)."""
+    def of(cls, traced: TracedRun) -> Run:
+        """Makes a Run of a complete recorded run; transformers' own methods record no rounds."""
+        assert traced.summary is not None
+        rounds = [each.round for each in traced.rounds]
         branches = not all(round_.draft.is_chain for round_ in rounds)
-        in_turn = not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
-        return cls(line, tuple(len(round_.draft.tokens) for round_ in rounds) if rounds and in_turn else None, branches)
+        in_turn = rounds and not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
+        return cls(traced.summary, tuple(len(round_.draft.tokens) for round_ in rounds) if in_turn else None, branches)
 
     @property
     def seconds(self) -> float:
@@ -113,21 +118,37 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """A method's numbers over a set of prompts (all prompts, or one category). `prompts` is their count.
+class MethodResult:
+    """One method's numbers over all prompts, or over those of one `category`. `prompts` is their count, 0 if the method has no
+    runs that can be compared; `failure` is the error if it could not run.
 
     `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high` are the ends of its 95 %
     confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
     method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
+    `branches`: drafts are trees or several chains. `by_category` has the same for each category of the prompts. `predicted` are
+    predicted speedups (see `predictions`), each None where it cannot be known; None if no predictions were requested.
     """
 
+    spec: MethodSpec
     summary: Summary
-    prompts: int
+    prompts: int = 0
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
     differences: Sequence[Difference] | None = None
-    branches: bool = False  # drafts are trees or several chains
+    branches: bool = False
+    category: str = ""
+    by_category: Sequence[MethodResult] = ()
+    failure: SpecgenError | None = None
+    predicted: Mapping[str, float | None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.category or self.spec.written
+
+    @property
+    def is_reference(self) -> bool:
+        return self.spec.written == REFERENCE
 
     @property
     def outcomes(self) -> Mapping[str, int]:
@@ -135,45 +156,15 @@ class Figures:
         outputs are not compared."""
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A method's predicted speedups. `formula` is computed with EESD's Eq. 14, `pass_costs` by adding up the measured times of
-    all its forward passes. Both are None if no prediction is possible: drafts were not single chains, were made during target
-    passes, or have unknown lengths."""
-
-    formula: float | None = None
-    pass_costs: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MethodResult:
-    """One method's results. `overall` (over all prompts) is None if the method has no runs that can be compared yet. `failure` is
-    the error if the method could not run, otherwise None."""
-
-    spec: MethodSpec
-    overall: Figures | None
-    by_category: Mapping[str, Figures] = field(default_factory=dict)
-    failure: SpecgenError | None = None
-    prediction: Prediction | None = None  # only where predictions were requested
-
-    @property
-    def is_reference(self) -> bool:
-        return self.spec.written == REFERENCE
-
-    @property
-    def differences(self) -> Sequence[Difference]:
-        return (self.overall and self.overall.differences) or ()
-
     @property
     def broken(self) -> Difference | None:
         """The first difference from plain decoding's output that rounding does not explain, which a lossless method must not
         have. None if there is none."""
-        return next((difference for difference in self.differences if difference.is_broken), None)
+        return next((difference for difference in self.differences or () if difference.is_broken), None)
 
-    @property
-    def speedup(self) -> float | None:
-        return None if self.overall is None else self.overall.speedup
+    def rows(self, *, by_category: bool) -> list[MethodResult]:
+        """The rows of a table: the method's over all prompts, then with `by_category` one for each category."""
+        return [self, *(self.by_category if by_category else ())]
 
 
 def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
@@ -186,18 +177,16 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
     for spec in config.specs:
         own, failure = median_runs(results, spec.written, repeats), results.failures.get(spec.written)
         if failure is not None or not own:
-            made.append(MethodResult(spec, None, failure=failure))
+            made.append(MethodResult(spec, Summary(spec.name), failure=failure))
             continue
-        differences = None
-        if config.sampling.greedy and spec.lossless:
-            differences = [
-                found for key, found in sorted(results.differences.items()) if key[0] == spec.written and key[1:] in repeats
-            ]
+        found = sorted(results.differences.items())
+        differences = [difference for key, difference in found if key[0] == spec.written and key[1:] in repeats]
+        compared = differences if config.sampling.greedy and spec.lossless else None
         parts: dict[str, dict[int, Run]] = {}
         for index, run in own.items():
             parts.setdefault(categories[index], {})[index] = run
-        by_category = {category: _figures(spec, part, reference, differences, resamples) for category, part in parts.items()}
-        made.append(MethodResult(spec, _figures(spec, own, reference, differences, resamples), by_category))
+        by_category = [_result(spec, part, reference, compared, resamples, name) for name, part in parts.items()]
+        made.append(_result(spec, own, reference, compared, resamples, by_category=by_category))
     return made
 
 
@@ -211,13 +200,15 @@ def median_runs(results: Results, written: str, repeats: Iterable[tuple[int, int
     return {index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2] for index, own in runs.items()}
 
 
-def _figures(
+def _result(
     spec: MethodSpec,
     own: Mapping[int, Run],
     reference: Mapping[int, Run],
     differences: Sequence[Difference] | None,
     resamples: int,
-) -> Figures:
+    category: str = "",
+    by_category: Sequence[MethodResult] = (),
+) -> MethodResult:
     """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
 
     `reference` maps prompt indices to plain decoding's runs. `differences` are the differences between the method's outputs and
@@ -233,7 +224,8 @@ def _figures(
         differences, low, high = (), None, None
     elif differences is not None:
         differences = [difference for difference in differences if difference.prompt_index in own]
-    return Figures(summary, len(own), speedup, low, high, differences, any(run.branches for run in own.values()))
+    branches = any(run.branches for run in own.values())
+    return MethodResult(spec, summary, len(own), speedup, low, high, differences, branches, category, by_category)
 
 
 def speedup_interval(
@@ -261,3 +253,68 @@ def speedup_interval(
 
 def _ratio(sums: Any) -> Any:
     return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+
+
+def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
+    """Returns the results sorted into this order: plain decoding, lossless methods (fastest first), methods with a wrong output
+    although they should be lossless, lossy methods (fastest first), methods that did not run."""
+
+    def position(result: MethodResult) -> tuple[int, float]:
+        if result.is_reference:
+            return 0, 0.0
+        kind = 4 if not result.prompts else 3 if not result.spec.lossless else 2 if result.broken else 1
+        return kind, -(result.speedup or 0.0)
+
+    return sorted(results, key=position)
+
+
+def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
+    """The methods that can be the best one, fastest first: lossless, with a measured speedup and without wrong output. Plain
+    decoding is not among them."""
+    return [each for each in ranked(results) if each.spec.lossless and not each.broken and not each.is_reference and each.speedup]
+
+
+def best(results: Sequence[MethodResult]) -> MethodResult | None:
+    """Returns the fastest lossless method whose output was right, None if there is none. Plain decoding does not count."""
+    return next(iter(candidates(results)), None)
+
+
+def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
+    """Returns the methods, other than the best one `top`, that may be just as fast.
+
+    These are methods with the same settings as `top` once defaults are added, and methods whose speedup's 95 % confidence
+    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts the intervals are not reliable: then it is every
+    method."""
+    others = [result for result in candidates(results) if result is not top]
+    if too_few_prompts(top):
+        return others
+    identical, speedup = top.spec.decoding_key, top.speedup or 0.0
+    return [result for result in others if result.spec.decoding_key == identical or (result.high or 0.0) >= speedup]
+
+
+def too_few_prompts(result: MethodResult) -> str:
+    """Returns a sentence that says why a speedup measured on so few prompts has no reliable interval; empty if it has one."""
+    if result.prompts >= FEW_PROMPTS:
+        return ""
+    return (
+        "One prompt gives no interval."
+        if result.prompts == 1
+        else f"{result.prompts} prompts are too few for a reliable interval."
+    )
+
+
+def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
+    """Returns the methods that have no results, as pairs: the names of all methods with the same reason, and the reason, such as
+    an error message or `not measured yet`."""
+    has_lookup = any(result.spec.name == "lookup" for result in results)
+    reasons: dict[str, list[str]] = {}
+    for result in ranked(results):
+        if result.prompts:
+            continue
+        reason = "not measured yet"
+        if result.failure is not None:
+            hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT) if has_lookup else result.failure.hint
+            reason = f"{NOT_RUN}: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
+            reason += f"; {hint[:1].lower()}{hint[1:]}" if hint else ""
+        reasons.setdefault(reason, []).append(result.spec.written)
+    return [(names, reason) for reason, names in reasons.items()]

@@ -16,15 +16,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.interrupts import interrupts
 from specgen.base.types import Round, SamplingParams
-from specgen.compare.baselines import baseline_settings, run_baseline
+from specgen.compare.baselines import run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
@@ -36,7 +36,6 @@ from specgen.traces.reader import TracedRound, TracedRun
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +52,14 @@ class BenchmarkStep:
     seconds_left: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A finished run in the form of a trace: its start line, its rounds (one per target pass; none for transformers' own methods)
-    and its summary line."""
-
-    start: Mapping[str, Any]
-    rounds: Sequence[Round]
-    line: Mapping[str, Any]
-
-
 class Runner:
-    """Runs a comparison and fills `results`.
+    """Runs a comparison and fills `results`. Each finished run is written to `trace`, if there is one; an interruption (Ctrl-C)
+    is delayed until it is recorded completely."""
 
-    `write` is called with the trace lines of each finished run; None writes no trace. `held` returns a context manager that
-    delays an interruption (Ctrl-C) until its block ends, so that a run is recorded completely.
-    """
-
-    def __init__(
-        self,
-        pair: Pair,
-        config: BenchmarkConfig,
-        write: Callable[[Iterator[Mapping[str, Any]]], None] | None = None,
-        held: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, pair: Pair, config: BenchmarkConfig, trace: traces.TraceWriter | None = None) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        self.pair, self.config, self._write, self._held = pair, config, write, held
+        self.pair, self.config, self._trace = pair, config, trace
         self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
@@ -99,11 +79,11 @@ class Runner:
             raise refusal
         for spec in self.config.specs:
             if "exit" in spec.settings:
-                self.pair.parts.load("exit", spec.settings["exit"])
+                self.pair.parts.load("exit", str(spec.settings["exit"]))
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
-                    self._reference_request(self.prompt_ids(prompt))
+                    self.pair.request(self.prompt_ids(prompt), REFERENCE, self.config.sampling)
                 except SpecgenError as error:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
@@ -135,13 +115,13 @@ class Runner:
         ]
         from specgen.pair.pair import capture_passes  # imports torch
 
-        first_prompt = self.config.prompts[0]
-        shortest, longest = self._context_lengths()
+        first_prompt, lengths = self.config.prompts[0], self._context_lengths()
+        longest = min(max(lengths) + min(self.config.sampling.max_new_tokens, RESERVED), self.pair.target.context_limit)
         self.pair.reserve(longest)
-        for spec in [spec for spec in self.config.specs if any(spec is other for other, _, _ in todo)]:
+        for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
-            capture_passes(self.pair, shortest, longest)
+            capture_passes(self.pair, min(lengths), longest)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
@@ -149,22 +129,19 @@ class Runner:
             yield self._step(todo, position, spec, prompt)
             finished = self._attempt(spec, prompt, repeat)
             if finished is not None:
-                with self._held():
+                with interrupts.held():
                     self._record(spec, prompt, repeat, finished)
         yield self._step(todo, len(todo), None, None)
 
-    def _context_lengths(self) -> tuple[int, int]:
-        """Returns the length in tokens of the shortest prompt, and about that of the longest prompt with its output."""
-        new, turns = self.config.sampling.max_new_tokens, self.config.prompts
-        firsts = [len(self.prompt_ids(prompt)) for prompt in turns if not prompt.previous_turns] or [1]
-        encode = self.pair.tokenizer.encode
-        laters = [
+    def _context_lengths(self) -> list[int]:
+        """Returns the length in tokens of each prompt, with answers of full length before a later turn."""
+        new, encode = self.config.sampling.max_new_tokens, self.pair.tokenizer.encode
+        return [
             sum(new + len(encode(text)) for text in prompt.previous_turns) + len(encode(prompt.text))
-            for prompt in turns
             if prompt.previous_turns
+            else len(self.prompt_ids(prompt))
+            for prompt in self.config.prompts
         ]
-        limit = self.pair.target.context_limit
-        return min(firsts), min(max(firsts + laters) + min(new, RESERVED), limit)
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
@@ -180,39 +157,32 @@ class Runner:
     def _step(
         self,
         todo: Sequence[tuple[MethodSpec, Prompt, int]],
-        position: int,
+        done: int,
         spec: MethodSpec | None,
         prompt: Prompt | None,
         *,
         warming_up: bool = False,
     ) -> BenchmarkStep:
-        done, left = (
-            [other.written for other, prompt, _ in runs if not self._is_ruled_out(other, prompt)]
-            for runs in (todo[:position], todo[position:])
-        )
+        left = [other.written for other, prompt, _ in todo[done:] if not self._is_ruled_out(other, prompt)]
         means = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
         longest = max(means.values(), default=None)
         seconds_left = None if longest is None else sum(means.get(written, longest) for written in left)
-        return BenchmarkStep(spec, prompt, warming_up, len(done), len(done) + len(left), seconds_left)
+        return BenchmarkStep(spec, prompt, warming_up, done, done + len(left), seconds_left)
 
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
-    def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> _Finished | None:
+    def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> TracedRun | None:
         """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error) or if
         the prompt is skipped."""
         from specgen.decoding.drafting import derive_seed  # imports torch
 
         if self._is_ruled_out(spec, prompt):
             return None
-        key = prompt.index, repeat
-        if key not in self.seeds:
-            self.seeds[key] = derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}")
-        sampling = replace(self.config.sampling, seed=self.seeds[key])
+        seed = self.seeds.setdefault((prompt.index, repeat), derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"))
         start = time.perf_counter()
         try:
-            ids = self.prompt_ids(prompt)
-            finished = self._run_baseline(spec, ids, sampling) if spec.is_baseline else self._run_method(spec, ids, sampling)
+            finished = self._run(spec, self.prompt_ids(prompt), replace(self.config.sampling, seed=seed))
         except (SpecgenError, RuntimeError, MemoryError) as error:
             self._fail(spec, prompt, error)
             return None
@@ -234,93 +204,65 @@ class Runner:
         else:
             raise error
 
-    def _run_method(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        request = self.pair.request(ids, spec.name, sampling, record=self.config.record, **spec.settings)
+    def _run(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> TracedRun:
+        """Makes one run and returns what a trace records of it. Transformers' own methods have no rounds; the limits and the seed
+        of their runs are those of plain decoding."""
+        name, settings = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.settings)
+        request = self.pair.request(ids, name, sampling, record=self.config.record, **settings)
         self.pair.prepare(request)
         run = self.pair.run(request)
         self.pair.forget()
-        summary = Summary(spec.name)
-        with self._metered(summary):
-            rounds = list(run.rounds())
-        for round_ in rounds:
-            summary.add(round_)
-        self._add_likelihood(summary, ids)
-        text = request.text(self.pair.tokenizer, summary.token_ids)
-        counts = {"drafts": summary.drafts, "rejections": summary.rejections}
-        line = summary.as_dict(text, run.finish_reason or "length") | counts
-        return _Finished(traces.start_line(self.pair, request, run), rounds, line)
-
-    def _run_baseline(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> _Finished:
-        settings = baseline_settings(spec.name, spec.settings)
-        request = self._reference_request(ids, sampling)
-        run = self.pair.run(request)
-        summary = Summary(spec.name)
-        with self._metered(summary):
-            counted = run_baseline(self.pair, spec.name, settings, ids, request.limit, sampling, run.seed)
-        start = traces.start_line(self.pair, request, run) | {"method": spec.name, "settings": settings, "lossless": True}
-        if spec.name == "transformers-assisted" and self.pair.draft is not None:
-            start["draft"] = self.pair.draft.name
-        summary.include(counted)
-        self._add_likelihood(summary, ids)
-        line = summary.as_dict(request.text(self.pair.tokenizer, counted["token_ids"]), counted["finish_reason"])
-        return _Finished(start, (), line | {"phase_seconds": None, "drafts": counted["drafts"]})
-
-    @contextmanager
-    def _metered(self, summary: Summary) -> Iterator[None]:
-        """Adds the energy used inside the block to the summary, if the comparison measures energy."""
+        summary, rounds, counted = Summary(spec.name), list[Round](), dict[str, Any]()
         if self._meter is not None:
             self._meter.start()
-        yield
+        if spec.is_baseline:
+            counted = run_baseline(self.pair, spec.name, spec.choice.settings.values, ids, request.limit, sampling, run.seed)
+        else:
+            rounds = list(run.rounds())
         if self._meter is not None:
             summary.add_energy(self._meter.stop())
-
-    def _add_likelihood(self, summary: Summary, prompt_ids: list[int]) -> None:
+        for round_ in rounds:
+            summary.add(round_)
+        start: Mapping[str, Any] = traces.start_line(self.pair, request, run)
+        own: dict[str, Any] = {"drafts": summary.drafts, "rejections": summary.rejections}
+        if spec.is_baseline:
+            summary.include(counted)
+            own = {"phase_seconds": None, "drafts": counted["drafts"]}
+            draft = self.pair.draft.name if spec.choice.method.needs_draft_model and self.pair.draft is not None else None
+            start = {**start, "method": spec.name, "settings": dict(spec.choice.settings.values), "draft": draft}
         if self.config.measures_perplexity:
-            summary.add_log_likelihood(self.pair.log_likelihood(prompt_ids, summary.token_ids))
+            summary.add_log_likelihood(self.pair.log_likelihood(ids, summary.token_ids))
+        text = request.text(self.pair.tokenizer, summary.token_ids)
+        line = summary.as_dict(text, counted.get("finish_reason") or run.finish_reason or "length") | own
+        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], traces.summary_line(line))
 
-    def _reference_request(self, ids: list[int], sampling: SamplingParams | None = None) -> Request:
-        return self.pair.request(ids, REFERENCE, sampling or self.config.sampling)
+    def _traced(self, round_: Round) -> TracedRound:
+        text_of, token = self.pair.tokenizer.text_of, round_.verdict.token
+        return TracedRound(
+            round_, tuple(text_of([each]) for each in round_.draft.tokens), None if token is None else text_of([token])
+        )
 
-    def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: _Finished) -> None:
-        if repeat == 0 and prompt is self.config.prompts[0]:
-            self.results.examples[spec.written] = self._traced(finished)
-        self.add(spec, prompt, repeat, Run.of(finished.line, finished.rounds))
-        if self._write is not None:  # last: if it fails, the results have the run nevertheless
-            self._write(self._lines(finished))
+    def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: TracedRun) -> None:
+        self.add(spec, prompt, repeat, Run.of(finished), finished)
+        if self._trace is not None:  # last: if it fails, the results have the run nevertheless
+            text_of, record = self.pair.tokenizer.text_of, self.config.record
+            rounds = (traces.round_line(traced.round, text_of, record=record) for traced in finished.rounds)
+            for line in (finished.start, *rounds, finished.summary or {}):
+                self._trace.write(line)
 
-    def _lines(self, finished: _Finished) -> Iterator[Mapping[str, Any]]:
-        yield finished.start
-        for round_ in finished.rounds:
-            yield traces.round_line(round_, self.pair.tokenizer.text_of, record=self.config.record)
-        yield traces.summary_line(finished.line)
-
-    def _traced(self, finished: _Finished) -> TracedRun:
-        """Returns a finished run in the form in which the trace reader returns the runs of a trace."""
-        text_of = self.pair.tokenizer.text_of
-        rounds = []
-        for round_ in finished.rounds:
-            texts = tuple(text_of([token]) for token in round_.draft.tokens)
-            token_text = None if round_.verdict.token is None else text_of([round_.verdict.token])
-            rounds.append(TracedRound(round_, texts, token_text))
-        return TracedRun(finished.start, 0, rounds, finished.line)
-
-    def add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run) -> None:
-        """Adds a finished run to the results. If decoding is greedy and the method lossless, its output is also compared with
-        plain decoding's."""
+    def add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun | None) -> None:
+        """Adds a finished run to the results; `traced` is the same with its rounds, if it may be the example to display. If
+        decoding is greedy and the method lossless, its output is also compared with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
+        if traced is not None and repeat == 0 and prompt is self.config.prompts[0]:
+            results.examples[spec.written] = traced
         reference = results.runs.get((REFERENCE, prompt.index, repeat))
         if not self.config.sampling.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
-        difference = judge(
-            self.pair,
-            prompt.index,
-            repeat,
-            self.prompt_ids(prompt),
-            *answers,
-            exact=self.pair.target.exact and spec.drafts_chains,
-        )
+        exact = self.pair.target.exact and spec.drafts_chains
+        difference = judge(self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers, exact=exact)
         if difference is not None:
             results.differences[key] = difference

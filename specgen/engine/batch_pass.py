@@ -41,12 +41,6 @@ class BatchPass(NamedTuple):
     key_positions: torch.Tensor
     cache: Any = None
 
-    def within(self, window: int | None) -> torch.Tensor:
-        """Returns `visible` without the keys that lie outside of a sliding window of so many tokens (None: no window)."""
-        if window is None:
-            return self.visible
-        return self.visible & (self.positions[:, :, None] - self.key_positions[:, None, :] < window)
-
 
 def text_pass(ids: torch.Tensor) -> BatchPass:
     """Returns the pass over one text from its beginning, without a cache. `ids` [n] are the text's token ids."""

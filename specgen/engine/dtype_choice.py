@@ -1,7 +1,8 @@
-"""Chooses the dtype that a model is run in: what the user asks for, or else what suits the machine."""
+"""Chooses the dtype that a model is run in: the one the user asks for, or else what suits the machine. Sizes of weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +15,17 @@ from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.native.products import ProductFactory, last_level_cache, refusal
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.products import ProductFactory, last_level_cache, quantised_bytes, refusal
+from specgen.engine.weights import stored_tensors
 
 _MIN_SPEEDUP = 1.1  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above the noise of minima
 _WIDTHS = (1, 6)  # tokens of a pass in plain decoding, and of one that verifies a draft
 _SECONDS, _TURNS = 2.0, 3  # the most that is spent on a choice
 _NUMBERS = 3 << 20  # at most, in the weight that is timed
 _MAX_FLUSH = 64 << 20  # bytes; reading more takes too long
+_STORED_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +134,24 @@ def _product(model: PreparedModel, dtype: torch.dtype, width: int) -> Callable[[
     if model.architecture is None:
         return partial(torch.nn.functional.linear, x, weight)
     return partial(ProductFactory(torch.device("cpu"), dtype)(weight), x)
+
+
+def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> dict[str, int]:
+    """Returns the bytes of each of a model's tensors in memory, by name.
+
+    Quantised weights stay as they are in their files, packed; or they are dequantised on this device. If a draft's weights are
+    rounded when they are loaded, its LM head is a table apart from the embedding. Raises SpecgenError for unreadable files.
+    """
+    size, stored = weights.dtype.itemsize, stored_tensors(prepared.folder)
+    if prepared.quantisation is not None and not prepared.dequantises_on(device):
+        each = {name: size if kind in _STORED_FLOATS else _BYTES.get(kind, 1) for name, (_, kind) in stored.items()}
+        return {name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()}
+    found = {name: count * size for name, count in prepared.parameters.items()}
+    if weights.quantise is not None:
+        tables = {name: name for name, (dimensions, _) in stored.items() if len(dimensions) == 2}
+        embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
+        if embedding is not None and tables.pop(embedding) and HEAD not in tables:
+            tables[HEAD] = embedding
+        for name, own in tables.items():
+            found[name] = quantised_bytes(weights.quantise, prepared.parameters[own], stored[own][0][0])
+    return found

@@ -98,7 +98,7 @@ class ModelOutput(NamedTuple):
     does not return them.
     Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
     vocabulary] are the logits before them; otherwise it is None.
-    `features` [m, ...] are the hidden states that `engine.model.Model.feature_forward` names, of all m tokens of the
+    `features` [m, ...] are the hidden states that `engine.model.Model.forward` names, of all m tokens of the
     pass; None from other forward functions.
     `unrestricted` [n, vocabulary + m] are the logits of a draft model with another tokenizer, without penalties: also those of
     its m tokens that the target lacks, which cannot be drafted. None if there are none.

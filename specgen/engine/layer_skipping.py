@@ -69,7 +69,7 @@ class LayerSkippingRunner(ModelRunner):
         model.check_layers("layer skipping")
         layers = range(model.shape.num_layers)
         parts = [LayerPart(index, index not in skips.attention, index not in skips.mlp) for index in layers]
-        forward = model.layers_forward([part for part in parts if part.attention or part.mlp])
+        forward = model.forward([part for part in parts if part.attention or part.mlp])
         super().__init__(model, penalties, forward, target.cache)
         self._target = target
         self._shared_at = -1  # the number returned by the target's `share_prefix` when this runner last used the shared cache

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -23,10 +24,9 @@ from specgen.engine.generation_config import GenerationConfig, eos_ids, read_gen
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
-from specgen.engine.model import Model
+from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.model_shape import ModelShape, of_transformers
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig, of_architecture
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import use_cuda_graphs
 from specgen.engine.native.loading import load_native
@@ -34,6 +34,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
+from specgen.engine.weights import stored_tensors
 
 if TYPE_CHECKING:
     from specgen.engine.transformers.loading import Checkpoint
@@ -110,8 +111,21 @@ class PreparedModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an output."""
-        of_family = self.transformers_config.eos_token_id if self.architecture is None else self.architecture.default_eos
-        return eos_ids(self.raw, self.generation, of_family, self.tokenizer.eos_id)
+        return eos_ids(self.raw, self.generation, self.shape.default_eos, self.tokenizer.eos_id)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, int]:
+        """How many numbers each weight has, by its name, as the headers of the files say. Raises SpecgenError for damaged files.
+
+        Those of quantised weights, which are packed in the files, are the ones of the model that transformers would build.
+        """
+        if self.quantisation is not None:
+            from specgen.engine.transformers.transformers_model import model_without_weights
+
+            module = model_without_weights(self.transformers_config, self.source.trust_remote_code)
+            if module is not None:
+                return {name: weight.numel() for name, weight in module.named_parameters()}
+        return {name: prod(dimensions) for name, (dimensions, _) in stored_tensors(self.folder).items()}
 
     def dequantises_on(self, device: torch.device) -> bool:
         """Whether quantised weights become ordinary numbers when they are loaded on a device.
@@ -162,7 +176,7 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
-            return PreparedModel(source, folder, raw, of_architecture(architecture), architecture)
+            return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)
             if source.backend == "native":

@@ -1,4 +1,6 @@
-"""Reads single tensors from the safetensors files of a model, a trained head or an exit layer: only what is used is read.
+"""Reads safetensors files: single tensors of a model, a trained head or an exit layer, sizes, and fingerprints.
+
+Only what is used is read. A fingerprint is a short hash that identifies weights, of a few hundred bytes of each tensor.
 
 Use: open `WeightFiles`, `check` all tensors that there have to be, with their shapes, then `take` them one by one. Every problem
 is a SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
@@ -10,8 +12,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +29,8 @@ SINGLE_FILE = "model.safetensors"
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 AGAIN = "Download or save it again"
 _COPIED_BYTES = 1 << 26  # smaller files are copied, so that one that is written again cannot change the tensors
+_SAMPLE_BYTES = 256  # read at three places of each tensor for a fingerprint, as further training changes nearly every number
+_MAX_HEADER_BYTES = 1 << 28
 _LONGEST_KEY = 80  # characters of a tensor's name in a message
 
 # Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
@@ -246,3 +252,79 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
             f"{owner} has {tensors} that its config.json does not describe (the first: {shown(extra[0])})",
             "Its weights and its config do not belong together: download or save it again",
         )
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Returns the shape and safetensors' name of the dtype of each tensor in a model's files.
+
+    Raises SpecgenError for an unreadable file.
+    """
+    found: dict[str, tuple[list[int], str]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _reading(path), path.open("rb") as file:
+            found |= {name: (tensor["shape"], tensor["dtype"]) for name, tensor in _header(file)[0].items()}
+    return found
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that identify the safetensors weights in `folder`.
+
+    They are a hash of each tensor's name, dtype, shape and some of its bytes. They do not depend on the machine, nor on how the
+    tensors are distributed over files. Raises SpecgenError for an unreadable file.
+    """
+    digests: list[bytes] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with _reading(path):
+            status = path.stat()
+            digests += _tensor_digests(path, status.st_size, status.st_mtime_ns)
+    return _combined(digests)
+
+
+def file_fingerprint(file: BinaryIO) -> str:
+    """Returns the fingerprint of the weights in an open safetensors file. Raises OSError and ValueError, among others."""
+    return _combined(_digests(file))
+
+
+def _combined(digests: list[bytes]) -> str:
+    return sha256(b"".join(sorted(digests))).hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def _tensor_digests(path: Path, size_in_bytes: int, modified_ns: int) -> list[bytes]:
+    """Returns a hash of each tensor in a safetensors file.
+
+    The file's size and modification time are arguments only so that the cached result is not used after the file has changed.
+    """
+    with path.open("rb") as file:
+        return _digests(file)
+
+
+def _digests(file: BinaryIO) -> list[bytes]:
+    (header, begin), digests = _header(file), []
+    for name, tensor in header.items():
+        start, end = tensor["data_offsets"]
+        digest = sha256(f"{name} {tensor['dtype']} {tensor['shape']}".encode())
+        for offset in (start, (start + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+            offset = max(start, offset)
+            file.seek(begin + offset)
+            digest.update(file.read(min(_SAMPLE_BYTES, end - offset)))
+        digests.append(digest.digest())
+    return digests
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Returns what the header of a safetensors file says of each tensor, and where the tensors' bytes begin."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError("no safetensors file")
+    header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise SpecgenError(f"cannot read the weights {path}", "Download or save them again") from error

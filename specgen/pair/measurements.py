@@ -19,8 +19,8 @@ from filelock import FileLock, Timeout
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
 from specgen.decoding.costs.cost_check import CostCheck
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.weights import weights_fingerprint
 
 if TYPE_CHECKING:
     from specgen.decoding.costs.round_costs import RoundCosts

@@ -24,6 +24,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
+from specgen.engine.native.graphs import captures_of
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import pick_threads
 from specgen.methods import runs
@@ -334,17 +335,18 @@ def _loaded_models(pair: Pair) -> list[Model]:
 
 
 def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
-    """Captures the passes on a GPU that runs like the earlier ones may need; see `engine.model.Model.capture_passes`.
+    """Captures the passes on a GPU that runs like the earlier ones may need; see `graphs.Captures.capture_passes`.
 
     For measurements, before the first measured run of each method and after one that is not.
     """
     for model in _loaded_models(pair):
-        model.capture_passes(shortest, longest)
+        if (captures := captures_of(model)) is not None:
+            captures.capture_passes(shortest, longest)
 
 
 def capture_seconds(pair: Pair) -> float:
     """Returns the seconds that it took so far in this process to capture passes on a GPU."""
-    return sum(model.capture_seconds for model in _loaded_models(pair))
+    return sum(captures.seconds for model in _loaded_models(pair) if (captures := captures_of(model)) is not None)
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:

@@ -23,6 +23,7 @@ from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.engine.devices import device_timer
 from specgen.engine.layer_skipping import SkippedLayers
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.native.graphs import captures_of
 from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair.measurements import Key, Measurements
 
@@ -63,7 +64,8 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
 
     def capture() -> None:
         for model in (target, draft) if worker.kind != "process" else (target,):
-            model.model.capture_passes(length, length + widest)
+            if (captures := captures_of(model.model)) is not None:
+                captures.capture_passes(length, length + widest)
 
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
-from io import TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.base.schema import check
 
 if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 MAX_TOKENS = 8_000_000
-_LONGEST_LINE = 1 << 22  # characters read at once
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
+_FORM = 'Write {"text": "..."} on each line'
+_CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
+_Given = Annotated[str, Field(min_length=1)]
 _PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
@@ -109,13 +111,40 @@ class Corpus:
         return sha256(self._ids.tobytes()).hexdigest()[:8]
 
 
+@dataclass(frozen=True)
+class _Document:
+    """A line of a corpus in JSON lines. Other keys are ignored."""
+
+    text: Annotated[str, Field(pattern=r"\S")]
+
+
+@dataclass(frozen=True)
+class _Message:
+    role: _Given
+    content: _Given
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A line of a file of conversations. Other keys are ignored."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
+    prompt: _Given | None = None
+    text: _Given | None = None
+
+
 def read_corpus(path: Path, encode: Encode) -> Corpus:
     """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or .json, otherwise plain text.
 
     A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
     contains no text.
     """
-    corpus = Corpus(map(encode, _json_texts(path) if is_json_lines(path) else _pieces(path)))
+    texts: Iterator[str]
+    if _is_json_lines(path):
+        texts = (check(line, _Document, f"{path}, line {number}", _FORM).text for number, line in _lines(path))
+    else:
+        texts = _pieces(path)
+    corpus = Corpus(map(encode, texts))
     if not corpus.tokens:
         raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
     return corpus
@@ -132,78 +161,40 @@ def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list
     prompts = []
     for messages in _conversations(path):
         ends = [end for end, message in enumerate(messages, 1) if message["role"] == "user"]
-        for end in reversed(ends):
-            ids = tokenizer.conversation(messages[:end])
-            if len(ids) <= max_tokens:
-                prompts.append(ids)
-                break
+        fitting = (ids for end in reversed(ends) if len(ids := tokenizer.conversation(messages[:end])) <= max_tokens)
+        if (prompt := next(fitting, None)) is not None:
+            prompts.append(prompt)
     if not prompts:
         raise SpecgenError(f"{path} has no prompt of at most {max_tokens} tokens", "Give shorter ones or a larger --window")
     return prompts
 
 
 def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
-    if not is_json_lines(path):
-        yield from ([{"role": "user", "content": line.strip()}] for _, line in _lines(path) if line.strip())
-        return
-    for number, entry in _json_entries(path):
-        text = entry.get("prompt", entry.get("text"))
-        messages = entry.get("messages", [{"role": "user", "content": text}])
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-            raise SpecgenError(
-                f"{path}, line {number}: not a JSON object with messages, a prompt or a text",
-                'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line',
-            )
-        yield [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict):
-        return False
-    texts = [message.get("role"), message.get("content")]
-    return all(isinstance(text, str) and text and not _SURROGATE.search(text) for text in texts)
+    for number, line in _lines(path):
+        if not _is_json_lines(path):
+            yield [{"role": "user", "content": line.strip()}]
+            continue
+        where = f"{path}, line {number}"
+        entry = check(line, _Conversation, where, _CHAT_FORM)
+        text = entry.prompt or entry.text
+        if entry.messages is None and text is None:
+            raise SpecgenError(f"{where} has neither messages nor a prompt or a text", _CHAT_FORM)
+        messages = entry.messages or [_Message("user", text or "")]
+        yield [{"role": message.role, "content": message.content} for message in messages]
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
     """Returns about `tokens` tokens of the bundled text (code, math, news, chat): random documents, chosen by `seed`."""
-    texts = demo.documents()
+    texts, documents = demo.documents(), list[list[int]]()
     Random(seed).shuffle(texts)
-    return Corpus(_up_to(tokens, map(encode, texts)))
+    while texts and tokens > 0:
+        documents.append(encode(texts.pop(0)))
+        tokens -= len(documents[-1])
+    return Corpus(documents)
 
 
-def _up_to(tokens: int, encoded: Iterable[list[int]]) -> Iterator[list[int]]:
-    """Yields documents until they have `tokens` tokens."""
-    for ids in encoded:
-        yield ids
-        tokens -= len(ids)
-        if tokens <= 0:
-            return
-
-
-def is_json_lines(path: Path) -> bool:
+def _is_json_lines(path: Path) -> bool:
     return path.suffix in (".jsonl", ".json")
-
-
-def _json_texts(path: Path) -> Iterator[str]:
-    for number, entry in _json_entries(path):
-        text = entry.get("text")
-        if not isinstance(text, str) or not text.strip() or _SURROGATE.search(text):
-            raise SpecgenError(f"{path}, line {number}: not a JSON object with a text", 'Write {"text": "..."} on each line')
-        yield text
-
-
-def _json_entries(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields the number of each line that is not empty, and its JSON object; an empty one if the line holds something else."""
-    for number, line in _lines(path):
-        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
-            message = f"{path}, line {number}: longer than {_LONGEST_LINE:,} characters"
-            raise SpecgenError(message, "Write several shorter texts, each on a line")
-        if line.strip():
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            yield number, entry if isinstance(entry, dict) else {}
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -214,7 +205,7 @@ def _pieces(path: Path) -> Iterator[str]:
     size = path.stat().st_size if path.is_file() else 0
     size = max(_MIN_PIECE, min(_MAX_PIECE, size // _PIECES))
     piece = ""
-    for _, line in _lines(path):
+    for _, line in _lines(path, with_empty=True):
         piece += line
         while len(piece) >= size:
             end = size if len(line) > size else len(piece)
@@ -224,14 +215,15 @@ def _pieces(path: Path) -> Iterator[str]:
         yield piece
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the lines of a text file with their numbers. Of a longer line than _LONGEST_LINE it yields the parts."""
+def _lines(path: Path, *, with_empty: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a UTF-8 text file with their numbers, but for empty ones."""
     try:
-        with TextIOWrapper(path.open("rb"), encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
                 if "\0" in line:
                     raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")
-                yield number, line
+                if with_empty or line.strip():
+                    yield number, line
     except OSError as error:
         raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
     except UnicodeDecodeError as error:

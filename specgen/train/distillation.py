@@ -1,16 +1,18 @@
 """Distillation of a draft model from its target, on text that the target generated or read (DistillSpec, arXiv 2310.08461).
 
-The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed and
-stored before training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one.
-For a draft with another tokenizer see `translation`.
+The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed before
+training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one. For a draft with
+another tokenizer see `translation`.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,28 +20,19 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
 from specgen.base.files import write_whole
-from specgen.engine.batch_pass import BatchPass
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.inference_mode import inference
-from specgen.engine.transformers.attention_masks import AttentionMasks
+from specgen.engine.native.attention import Sight
+from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.quiet import quiet_transformers
-from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
+from specgen.engine.transformers.transformers_model import AttentionMasks
+from specgen.engine.weights import weights_fingerprint
+from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
+from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.divergence import divergence
-from specgen.train.generation import Purpose
-from specgen.train.loop import (
-    MAX_LOGITS,
-    Labels,
-    Objective,
-    TrainingBatches,
-    autocast_for,
-    greedy_agreement,
-    greedy_matches,
-    next_tokens,
-)
-from specgen.train.packing import IGNORED, PackedBatch
-from specgen.train.task import Recipe, TrainingObserver, TrainingTask
-from specgen.train.texts import GeneratedText
-from specgen.train.translation import TranslatedBatches, check_overlap, overlap_shares
+from specgen.train.loop import MAX_LOGITS, Labels, Objective, first_shares, greedy_matches, held_out_agreement
+from specgen.train.task import TrainingObserver, TrainingTask, stop_if_requested
+from specgen.train.texts import PredictedText, Text, predicted
+from specgen.train.translation import Comparisons, check_overlap, comparisons, off_overlap, overlap_shares
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -48,87 +41,99 @@ DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
+_READ_FACTOR = 2  # corpus texts that the target reads, for each one that it generated,
+_READ_SHARE = 0.1  # of a budget in seconds at most
+_MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-class DistillationBatches(TrainingBatches):
-    """Batches of corpus text and of texts for which the target's predictions are stored.
+class DraftBatches(TrainingBatches):
+    """Batches in the draft's tokens of corpus text and of texts with the target's predictions.
 
-    The field `teacher` of a batch has, for each token, its row in `top_k_ids` and `top_k_log_probs`, each [tokens, k]: the
-    target's k most probable next tokens and their log-probabilities.
+    The field `teacher` of a batch has, for each token after which the models are compared, its row in `top_k_ids` and
+    `top_k_log_probs`, each [tokens, k]: see `Comparisons`. With a translation, sequences hold as many of the target's tokens.
     """
 
-    def __init__(self, corpus: Corpus | None, texts: Sequence[GeneratedText], recipe: Recipe) -> None:
-        used = [text for text in texts if text.part == Part.TRAIN]
-        ends = accumulate(len(text.ids) for text in used)
-        taught = [(text.ids.tolist(), [*range(end - len(text.ids), end)]) for text, end in zip(used, ends, strict=True)]
-        super().__init__(corpus, taught, recipe, NOT_HELD_OUT)  # there is no predictor to train
-        self.top_k_ids = _concatenated([text.top_k_ids for text in used])
-        self.top_k_log_probs = _concatenated([text.top_k_log_probs for text in used])
+    def __init__(
+        self, task: TrainingTask, texts: Sequence[PredictedText], translation: Translation | None, context_limit: int
+    ) -> None:
+        self._translation = translation
+        compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
+        self.top_k_ids = torch.cat([each.top_k_ids for each in compared]) if compared else torch.empty(0, 1).long()
+        self.top_k_log_probs = torch.cat([each.log_probs for each in compared]) if compared else torch.empty(0, 1)
+        starts = accumulate((len(each.after) for each in compared), initial=0)
+        taught = []
+        for each, start in zip(compared, starts, strict=False):
+            teacher = torch.full_like(each.ids, IGNORED)
+            teacher[each.after] = torch.arange(start, start + len(each.after))
+            taught.append((each.ids.tolist(), teacher.tolist()))
+        longer = sum(len(ids) for ids, _ in taught) / max(1, sum(len(each.text.ids) for each in texts))
+        window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
+        super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
-    def compare(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sum of `divergence` for some draft logits [n, vocabulary], and the two numbers of `greedy_matches`.
-
-        `rows` [n] are those of the target's predictions.
-        """
-        rows = rows.to(self.top_k_ids.device)
-        top_k_ids = self.top_k_ids[rows].long().to(logits.device)
-        loss = divergence(logits, top_k_ids, self.top_k_log_probs[rows].to(logits.device)).sum()
-        return loss, greedy_matches(logits, top_k_ids[:, 0])
-
-    def measure(self, logits_of: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[GeneratedText]) -> dict[str, Any]:
-        """Returns the draft's figures on held-out texts: `agreement`, the result of `greedy_agreement`."""
-        return {"agreement": greedy_agreement(logits_of, texts)}
-
-
-def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0, 1)
+    def _sample_corpus(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
+        ids, teacher = super()._sample_corpus(rng, max_tokens)
+        if self._translation is None:
+            return ids, teacher
+        of_draft = self._translation.prompt(ids)[:max_tokens]
+        return of_draft, [IGNORED] * len(of_draft)
 
 
 class DraftObjective(Objective):
     """A draft model, to be saved with weights of `saved_dtype`. `target` loses its weights.
 
-    The loss is that of the batches' method `compare` for tokens whose target probabilities are stored, and cross-entropy with the
-    next token elsewhere. The weights are float32. Matrix products use float32 if the target's do, otherwise bfloat16.
+    The loss is the divergence after tokens where the target's probabilities are known, and cross-entropy with the next token
+    elsewhere. The weights are float32.
     """
 
-    purpose = Purpose.DRAFT
+    batches: DraftBatches
 
     def __init__(self, target: LoadedModel, draft: LoadedModel, saved_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(target)
         self.draft, self._saved_dtype, self.device = draft, saved_dtype, draft.device
-        self.settings = {"draft": weights_fingerprint(draft.folder)}
-        self._dtype = torch.float32 if target.model.dtype == torch.float32 else torch.bfloat16
-        self._model = draft.transformers_module.to(torch.float32).requires_grad_(True)
-        self._masks = AttentionMasks(self._model)
-        self.parameters = dict(self._model.named_parameters())
-        self.vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        self.settings = {"the draft model": [weights_fingerprint(draft.folder)]}
+        self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+        self._module = draft.transformers_module.to(torch.float32).requires_grad_(True)
+        self._masks = AttentionMasks(self._module)
+        self.parameters = dict(self._module.named_parameters())
+        self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
         self.rows = max(_MIN_PIECE, (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary)
-        self.batches: DistillationBatches | TranslatedBatches
+        self.off_overlap = off_overlap(draft.translation, self.vocabulary)
 
     def check(self, task: TrainingTask) -> None:
         if self.draft.translation is not None:
             check_overlap(self.draft.translation, task, self.draft.model.num_embeddings)
 
-    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches:
+    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
+        """Has the target predict after the tokens of its texts and, unless there are prompts, of twice as many corpus texts."""
+        seconds, found = task.recipe.seconds, list[PredictedText]()
+        for text in texts:
+            stop_if_requested(observer)
+            found.append(predicted(self.target, text))
+        rng, length = Random(f"read {task.recipe.seed}"), min(task.recipe.window, self.target.context_limit)
+        end, is_read = math.inf if seconds is None else task.clock() + _READ_SHARE * seconds, not task.prompts
+        for _ in range(_READ_FACTOR * len(texts) if task.corpus is not None and is_read else 0):
+            if task.clock() > end:
+                break
+            stop_if_requested(observer)
+            assert task.corpus is not None
+            ids = task.corpus.sample(rng, length, parts=NOT_HELD_OUT)
+            found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
         self.target.model.free_weights()
-        if (translation := self.draft.translation) is None:
-            self.batches = DistillationBatches(task.corpus, texts, recipe)
-        else:
-            sizes = self.vocabulary, self.draft.context_limit
-            self.batches = TranslatedBatches(task.corpus, texts, recipe, translation, *sizes)
-        self._before = self.batches.measure(self.next_logits, _held_out(texts))
+        taught = [each for each in found if each.text.part == Part.TRAIN]
+        self._held_out = {id(each.text): each for each in found if each.text.part == Part.HELD_OUT}
+        self.batches = DraftBatches(task, taught, self.draft.translation, self.draft.context_limit)
+        self._before = self.measure()
         return self.batches
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
-        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
-        mask = self._masks.batched(forward_pass, self._dtype)
-        with autocast_for(self.device, self._dtype):
-            logits: torch.Tensor = self._model(
+        mask = self._masks(Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype)
+        with self.autocast():
+            logits: torch.Tensor = self._module(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
-        return logits.flatten(0, 1), next_tokens(batch)
+        return logits.flatten(0, 1), (batch.labels.flatten(), batch.teacher.flatten())
 
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         tokens, teacher = labels
@@ -137,47 +142,75 @@ class DraftObjective(Objective):
         is_untaught = (tokens != IGNORED) & ~is_taught
         # index_select, because the backward pass of indexing with a boolean mask sorts.
         taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
-        loss, matches = self.batches.compare(taught, teacher[is_taught])
+        rows = teacher[is_taught].cpu()
+        top_k_ids, log_probs = (table[rows].to(logits.device) for table in (self.batches.top_k_ids, self.batches.top_k_log_probs))
+        loss = divergence(taught, top_k_ids, log_probs, self.off_overlap).sum()
         loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
-        return torch.cat((loss[None], matches))
+        return torch.cat((loss[None], greedy_matches(self._restricted(taught.detach()), top_k_ids[:, 0])))
+
+    def measure(self) -> dict[str, Any]:
+        """Returns the draft's figures on the generated tokens of held-out texts. Its context is what drafting makes it.
+
+        `agreement` has the share of tokens for which draft and target have the same most probable token, in greedy and in sampled
+        text; None where there are no such tokens. `acceptance`, with a translation, is the mean sum of min(p, q') over the
+        target's known probabilities in sampled text: the expected acceptance of a drafted token at temperature 1; None without
+        such text.
+        """
+        accepted: list[torch.Tensor] = []
+
+        def ranks_of(text: Text) -> torch.Tensor:
+            found = self._compared(text)
+            logits = self._restricted(self.next_logits(found.ids)[found.after].cpu())
+            if not text.greedy:
+                q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0))
+                p = torch.where(found.top_k_ids >= 0, found.log_probs.exp(), 0)
+                accepted.append(torch.minimum(p, q).sum(dim=-1))
+            return (logits.argmax(dim=-1) != found.top_k_ids[:, 0])[:, None].long()
+
+        texts = [each.text for each in self._held_out.values()]
+        figures: dict[str, Any] = {"agreement": first_shares(held_out_agreement(texts, ranks_of)[0])}
+        if self.draft.translation is not None:
+            figures["acceptance"] = float(torch.cat(accepted).mean()) if accepted else None
+        return figures
+
+    def _compared(self, text: Text) -> Comparisons:
+        found = comparisons(self.draft.translation, self._held_out[id(text)], 0.0, only_generated=True)
+        inside = found.after < self.draft.context_limit
+        ids = found.ids[: self.draft.context_limit]
+        return Comparisons(ids, found.after[inside], found.top_k_ids[inside], found.log_probs[inside])
+
+    def _restricted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits [n, vocabulary] of which those of tokens that the target lacks are -inf."""
+        return logits.index_fill(-1, self.off_overlap.to(logits.device), -torch.inf) if len(self.off_overlap) else logits
 
     @inference
     def next_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
-        logits: torch.Tensor = self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+        logits: torch.Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
         return logits.float()
 
-    @torch.no_grad()
-    def round_weights(self) -> None:
-        """Rounds the weights, which stay float32, to what is saved of them."""
-        for weight in self.parameters.values():
-            weight.copy_(weight.to(self._saved_dtype))
-
     def finish(
-        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
     ) -> tuple[Path, dict[str, Any]]:
         """Also measures the draft as it was before training (`agreement_before`, ...). Its files are copied with new weights."""
-        self.round_weights()
-        held_out = _held_out(texts)
-        figures |= {f"{name}_before": value for name, value in self._before.items()}
-        figures |= self.batches.measure(self.next_logits, held_out)
-        figures |= {} if self.draft.translation is None else overlap_shares(self.draft.translation, held_out)
+        with torch.no_grad():
+            for weight in self.parameters.values():
+                weight.copy_(weight.to(self._saved_dtype))
+        figures |= {f"{name}_before": value for name, value in self._before.items()} | self.measure()
+        if self.draft.translation is not None:
+            figures |= overlap_shares(self.draft.translation, [text for text in texts if text.part == Part.HELD_OUT])
         task.out.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.draft.folder.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, task.out / path.name)
         with quiet_transformers():
-            self._model.requires_grad_(False).to(self._saved_dtype).save_pretrained(task.out)
-        names = {"draft": self.draft.name, "target": self.target.name}
+            self._module.requires_grad_(False).to(self._saved_dtype).save_pretrained(task.out)
         description = {
-            **names,
+            "draft": self.draft.name,
+            "target": self.target.name,
             "fingerprint": weights_fingerprint(self.target.folder),
             "figures": figures,
             "made_with": task.made_with(),
         }
         write_whole(task.out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
         return task.out, figures
-
-
-def _held_out(texts: Sequence[GeneratedText]) -> list[GeneratedText]:
-    return [text for text in texts if text.part == Part.HELD_OUT]

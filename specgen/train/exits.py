@@ -17,41 +17,74 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass, text_pass
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.early_exit import make_runners
 from specgen.engine.parts.exit_layers import (
     ExitLayers,
+    ExitWeights,
     check_exit_depth,
     check_exit_layers,
     default_exit_depth,
     known_architecture,
+    make_runners,
 )
 from specgen.engine.parts.trained_part import ExitDescription, open_part, replace_predictor, round_as_saved, save_exit
-from specgen.engine.parts.weights import ExitWeights
+from specgen.engine.weights import weights_fingerprint
+from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import Part
-from specgen.train.generation import Purpose
-from specgen.train.loop import (
-    MAX_LOGITS,
-    Labels,
-    Objective,
-    TrainingBatches,
-    autocast_for,
-    greedy_agreement,
-    greedy_matches,
-    next_tokens,
-)
-from specgen.train.packing import IGNORED, PackedBatch
+from specgen.train.loop import Labels, Objective, first_shares, greedy_matches, held_out_agreement
 from specgen.train.predictor import ExitOutputs, train_predictor
-from specgen.train.task import Recipe, TrainingObserver, TrainingTask
-from specgen.train.texts import GeneratedText
+from specgen.train.task import TrainingObserver, TrainingTask, stop_if_requested
+from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predictor
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
-_CPU_TOKENS = 256  # tokens whose logits are computed at once on a CPU: few enough for its caches
+
+
+class PredictorObjective(Objective):
+    """A new predictor for the exit layer `path`, of which a copy is saved with it.
+
+    It learns from text that the target generates for that purpose: until there is enough of it or, if the recipe has a budget in
+    seconds, its share of this time is over. Documents and prompts that an exit layer is trained on are left out.
+    """
+
+    parts = (Part.PREDICTOR, Part.HELD_OUT)
+
+    def __init__(self, target: LoadedModel, path: Path) -> None:
+        super().__init__(target)
+        self._part = open_part(path, target, is_exit=True)
+        self._weights = self._part.load()
+        self.settings = {"the exit layer": [self._part.digest]}
+
+    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> None:
+        """Does nothing: the predictor is trained when all text is there."""
+        self._predicted = _predicted_texts(self.target, texts, observer)
+
+    def finish(
+        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+    ) -> tuple[Path, ExitDescription]:
+        before = self._part.description
+        assert isinstance(self._weights, ExitWeights)
+        assert isinstance(before, ExitDescription)
+        drafts = make_runners(self._weights, self.model, None, lambda: None).draft
+
+        def outputs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            output = drafts.logits(Context(ids[:1]), ids[1:])
+            return output.logits.float(), output.hidden_states.float()
+
+        predictor, measured = predictor_and_figures(outputs, self._predicted, task, observer)
+        if predictor is None:
+            raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
+        made_with = {name: value for name, value in task.made_with().items() if name not in _UNUSED}
+        description = replace(
+            before,
+            predictor=True,
+            figures={**before.figures, **measured},
+            made_with={**before.made_with, "predictor": made_with},
+        )
+        return replace_predictor(self._part.path, task.out, predictor, description), description
 
 
 class ExitObjective(Objective):
@@ -61,56 +94,55 @@ class ExitObjective(Objective):
     the LM head as well. `target` loses its later layers.
     """
 
-    purpose = Purpose.EXIT
+    parts = tuple(Part)
 
     def __init__(self, target: LoadedModel, after: int | None = None, layers: int = 1, *, own_head: bool = True) -> None:
         super().__init__(target)
-        self._model, count = target.model, target.model.shape.num_layers
-        self._model.check_layers("early exit")
-        known_architecture(self._model, "early exit")
+        count = self.model.shape.num_layers
+        self.model.check_layers("early exit")
+        known_architecture(self.model, "early exit")
         self.after, self.layers, self.own_head = default_exit_depth(count) if after is None else after, layers, own_head
         check_exit_depth(count, self.after)
         check_exit_layers(layers)
-        self.settings = {"after": self.after, "layers": layers, "own_head": own_head}
-        self.device, self.vocabulary = self._model.device, self._model.vocab_size
-        at_once = _CPU_TOKENS if self.device.type == "cpu" else MAX_LOGITS
-        self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
+        self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}
 
-    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches:
-        copies = self._model.last_layers(self.target.folder, self.layers)
+    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
+        self._predicted = _predicted_texts(self.target, texts, observer)
+        copies = self.model.last_layers(self.target.folder, self.layers)
         self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in copies.items()}
         self.parameters["head.weight"].requires_grad_(self.own_head)
-        self._model.free_weights(self.after)
-        taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if text.part == Part.TRAIN]
-        return TrainingBatches(task.corpus, taught, recipe)
+        self.model.free_weights(self.after)
+        taught = [(text.ids, _greedy_tokens(text)) for text in texts if text.part == Part.TRAIN]
+        return TrainingBatches(task, taught, (Part.TRAIN,))
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
-        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions)
+        forward_pass = batch.forward_pass()
         hidden = self._first_layers(forward_pass)
-        with autocast_for(self.device, self._model.dtype):
-            return self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1), next_tokens(batch)
+        with self.autocast():
+            found = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
+        return found, (batch.labels.flatten(), batch.teacher.flatten())
 
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         tokens, teacher = labels
-        with autocast_for(self.device, self._model.dtype):
+        with self.autocast():
             logits, _ = self._exit(0).norm_and_head(outputs)
         loss = F.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="sum")
         return torch.cat((loss[None], greedy_matches(logits, teacher)))
 
     def finish(
-        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
     ) -> tuple[Path, ExitDescription]:
         round_as_saved(self.parameters)
         layer = self._exit(self.layers)
 
         @torch.no_grad()
-        def outputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            batch = text_pass(ids.to(self.device))
-            with autocast_for(self.device, self._model.dtype):
+        def outputs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            batch = text_pass(torch.tensor(ids, device=self.device))
+            with self.autocast():
                 logits, hidden = layer.norm_and_head(layer.run_layers(self._first_layers(batch), batch))
             return logits[0].float(), hidden[0].float()
 
-        predictor, measured = predictor_and_figures(outputs, texts, task, observer)
+        predictor, measured = predictor_and_figures(outputs, self._predicted, task, observer)
         description = ExitDescription(
             target=self.target.name,
             fingerprint=weights_fingerprint(self.target.folder),
@@ -125,65 +157,47 @@ class ExitObjective(Objective):
 
     def _exit(self, count: int) -> ExitLayers:
         """Returns the exit's first layers, norm and LM head with the parameters' present values."""
-        return ExitLayers(self._model, count, self.parameters.__getitem__, trained_product)
+        return ExitLayers(self.model, count, self.parameters.__getitem__, trained_product)
 
     @torch.no_grad()
     def _first_layers(self, batch: BatchPass) -> torch.Tensor:
         """Returns the hidden states [batch, n, width] after the target's first layers, which are not trained."""
-        hidden = self._model.batch_layers(batch, self.after).hidden_states
+        hidden = self.model.batch(batch, self.after, with_head=False).hidden_states
         assert hidden is not None
         return hidden
 
 
-class PredictorObjective(Objective):
-    """A new predictor for the exit layer `path`, of which a copy is saved with it.
+def _predicted_texts(target: LoadedModel, texts: Sequence[Text], observer: TrainingObserver) -> list[PredictedText]:
+    """Returns the texts that no exit layer is trained on with the target's predictions.
 
-    It learns from text that the target generates for that purpose: until there is enough of it or, if the recipe has a budget in
-    seconds, this time is over. Documents and prompts that an exit layer is trained on are left out.
+    Hidden states are kept of as many as the predictor needs.
     """
+    found, tokens = list[PredictedText](), 0
+    for text in (text for text in texts if text.part != Part.TRAIN):
+        stop_if_requested(observer)
+        found.append(predicted(target, text, keep_hidden=tokens < wanted_for_predictor(target)))
+        tokens += len(text.ids)
+    return found
 
-    purpose = Purpose.PREDICTOR
 
-    def __init__(self, target: LoadedModel, path: Path) -> None:
-        super().__init__(target)
-        self._part = open_part(path, target, is_exit=True)
-        self._weights = self._part.load()
-        self.settings = {"exit": self._part.digest}
-
-    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> None:
-        """Does nothing: the predictor is trained after all text is generated."""
-
-    def finish(
-        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
-    ) -> tuple[Path, ExitDescription]:
-        before = self._part.description
-        assert isinstance(self._weights, ExitWeights)
-        assert isinstance(before, ExitDescription)
-        drafts = make_runners(self._weights, self.target.model, None, lambda: None).draft
-
-        def outputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            first, *others = ids.tolist()
-            output = drafts.logits(Context([first]), others)
-            return output.logits.float(), output.hidden_states.float()
-
-        predictor, measured = predictor_and_figures(outputs, texts, task, observer)
-        if predictor is None:
-            raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
-        made_with = {name: value for name, value in task.made_with().items() if name not in _UNUSED}
-        description = replace(
-            before,
-            predictor=True,
-            figures={**before.figures, **measured},
-            made_with={**before.made_with, "predictor": made_with},
-        )
-        return replace_predictor(self._part.path, task.out, predictor, description), description
+def _greedy_tokens(text: Text) -> list[int]:
+    """Returns the target's most probable token after each token of the text, IGNORED where that is not known."""
+    if not text.greedy:
+        return [IGNORED] * len(text.ids)
+    return [*[IGNORED] * (text.prompt_length - 1), *text.ids[text.prompt_length :], IGNORED]
 
 
 def predictor_and_figures(
-    outputs: ExitOutputs, texts: Sequence[GeneratedText], task: TrainingTask, observer: TrainingObserver
+    outputs: ExitOutputs, texts: Sequence[PredictedText], task: TrainingTask, observer: TrainingObserver
 ) -> tuple[Predictor | None, dict[str, Any]]:
     """Trains a predictor (None: there is too little text) and measures both it and the exit on held-out text."""
     observer.announce("training the predictor")
-    agreement = greedy_agreement(lambda ids: outputs(ids)[0], [text for text in texts if text.part == Part.HELD_OUT])
+    top1 = {id(found.text): found.top_k_ids[:, 0] for found in texts}
+
+    def ranks_of(text: Text) -> torch.Tensor:
+        is_wrong = outputs(text.ids)[0].argmax(dim=-1).cpu() != top1[id(text)]
+        return is_wrong[text.prompt_length - 1 : -1, None].long()
+
+    agreement, _ = held_out_agreement([found.text for found in texts], ranks_of)
     predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, {})
-    return predictor, {"held_out_agreement": agreement, **({"predictor": fit} if fit else {})}
+    return predictor, {"held_out_agreement": first_shares(agreement), **({"predictor": fit} if fit else {})}

@@ -15,24 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.native.layer_weights import EXIT_HEAD
-from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.parts.trained_part import HeadDescription, check_head_folder, describe_head, round_as_saved, save_head
 from specgen.engine.parts.weights import HeadKind, HeadWeights
+from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches, pack
 from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.divergence import divergence, most_probable
-from specgen.train.generation import Purpose
-from specgen.train.loop import MAX_LOGITS, Labels, Objective, TrainingBatches, autocast_for, greedy_matches
-from specgen.train.packing import IGNORED, PackedBatch, single
-from specgen.train.task import Recipe, TrainingObserver, TrainingTask
-from specgen.train.texts import GeneratedText
+from specgen.train.loop import Labels, Objective, greedy_matches, held_out_agreement
+from specgen.train.task import TrainingObserver, TrainingTask
+from specgen.train.texts import Text
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
-
-RANKS = 10  # ranks that are counted: as many as the published trees of Medusa use
-_CPU_ROWS = 256  # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 
 
 class TargetStates(NamedTuple):
@@ -66,25 +61,22 @@ class RowLabels(NamedTuple):
     """What the target computes for some rows of `Predictions`.
 
     `depths` [rows] are the rows' own. `top_k_ids` and `top_k_log_probs` [rows, k] are the target's most probable tokens, in
-    descending order, and their log-probabilities. `hidden` [rows, width], float32, are the target's hidden states after its final
-    norm, from which it predicts the row's token.
+    descending order, and their log-probabilities.
     """
 
     depths: torch.Tensor
     top_k_ids: torch.Tensor
     top_k_log_probs: torch.Tensor
-    hidden: torch.Tensor
 
 
 class HeadObjective(Objective):
     """Trains one kind of head for a target, whose weights do not change: products in the target's dtype, results in float32.
 
-    `taps` are the layers whose inputs the head reads (see `Model.batch_features`), `kv_layers` those whose keys and values it
+    `taps` are the layers whose inputs the head reads (see `Model.forward`), `kv_layers` those whose keys and values it
     reads. `depths` is the number of drafted tokens for which it is trained and measured. `decay` is the factor of the loss from
     each of them to the next. `begin` makes the parameters, `predict` and `logits` run within autocast.
     """
 
-    purpose = Purpose.HEAD
     kind: ClassVar[HeadKind]
     decay: ClassVar[float] = 0.8
     taps: Sequence[int] = ()
@@ -93,18 +85,15 @@ class HeadObjective(Objective):
 
     def __init__(self, target: LoadedModel) -> None:
         super().__init__(target)
-        self.model, self.settings = target.model, {"kind": self.kind}
-        self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.vocab_size
+        self.settings = {"--methods": self.kind}
         self.width, self.num_layers = self.model.shape.hidden_size, self.model.shape.num_layers
-        at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
-        self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.model.check_layers(f"training {self.kind}")
 
     def check(self, task: TrainingTask) -> None:
         check_head_folder(task.out)
 
     @abstractmethod
-    def begin(self, texts: Sequence[GeneratedText], seed: int) -> dict[str, torch.Tensor]:
+    def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Returns the initial weights by name. `texts` are those that the target generated."""
 
     @abstractmethod
@@ -117,21 +106,21 @@ class HeadObjective(Objective):
 
     @abstractmethod
     def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
-        """Returns the trained weights. `ranks` is `HeldOut.ranks`."""
+        """Returns the trained weights. `ranks` are from `held_out_agreement`."""
 
     def logits(self, outputs: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
         """Returns logits [n, vocabulary] for n rows of `Predictions`: -inf for tokens of the target that the head lacks."""
         return self.target_logits(outputs)
 
-    def row_losses(self, outputs: torch.Tensor, logits: torch.Tensor, labels: RowLabels) -> torch.Tensor:
-        """Returns the loss [n] in nats of n rows with the result of `logits`: KL(target || head), times `decay` ** depth."""
-        return self.decay**labels.depths * divergence(logits, labels.top_k_ids, labels.top_k_log_probs)
+    def row_losses(self, logits: torch.Tensor, labels: RowLabels) -> torch.Tensor:
+        """Returns KL(target || head) [n] in nats for n rows with the result of `logits`."""
+        return divergence(logits, labels.top_k_ids, labels.top_k_log_probs)
 
-    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches:
-        made = self.begin(texts, recipe.seed)
+    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
+        made = self.begin(texts, torch.Generator().manual_seed(task.recipe.seed))
         self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in made.items()}
-        taught = [(text.ids.tolist(), text.top1.tolist()) for text in texts if text.part == Part.TRAIN]
-        return TrainingBatches(task.corpus, taught, recipe, NOT_HELD_OUT)
+        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
+        return TrainingBatches(task, taught, NOT_HELD_OUT)
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         predicted, labels = self.predictions(batch, None if seed is None else Random(seed))
@@ -139,30 +128,45 @@ class HeadObjective(Objective):
 
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
         row = RowLabels(*labels)
-        with autocast_for(self.device, self.dtype):
+        with self.autocast():
             logits = self.logits(outputs, row.depths)
-            losses = self.row_losses(outputs, logits, row)
+            losses = self.decay**row.depths * self.row_losses(logits, row)
         first = torch.where(row.depths == 0, row.top_k_ids[:, 0], IGNORED)
         return torch.cat((losses.sum()[None], greedy_matches(logits, first)))
 
     def predictions(self, batch: PackedBatch, rng: Random | None) -> tuple[Predictions, RowLabels]:
         """Runs target and head on a batch. Returns the head's predictions, with gradients, and their labels."""
         states = self.states(batch)
-        with autocast_for(self.device, self.dtype):
+        with self.autocast():
             found = self.predict(batch, states, rng)
-        hidden = states.hidden.flatten(0, 1)
         with torch.no_grad():
-            pieces = [most_probable(self.target_logits(piece)) for piece in torch.split(hidden, self.rows)]
-        top_k_ids, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        of_rows = (tensor.index_select(0, found.sources) for tensor in (top_k_ids, log_probs, hidden))
+            pieces = torch.split(states.hidden.flatten(0, 1), self.rows)
+            labels = [most_probable(self.target_logits(piece)) for piece in pieces]
+        of_rows = (torch.cat(parts).index_select(0, found.sources) for parts in zip(*labels, strict=True))
         return found, RowLabels(found.depths, *of_rows)
 
+    @torch.no_grad()
+    def ranks_of(self, text: Text) -> torch.Tensor:
+        """Returns the ranks [rows, depths] that the head gives to the target's tokens; see `held_out_agreement`."""
+        whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
+        found, labels = self.predictions(whole.part(slice(None), self.device), None)
+        pieces = []
+        for piece in torch.split(torch.arange(len(labels.depths), device=self.device), self.rows):
+            with self.autocast():
+                logits = self.logits(found.outputs[piece], labels.depths[piece])
+            pieces.append((logits > logits.gather(1, labels.top_k_ids[piece, :1])).sum(dim=1))
+        starts = found.sources - found.depths  # the last tokens that are not drafted
+        chosen = (starts >= text.prompt_length - 1) & (found.depths < self.depths)
+        table = torch.full((len(text.ids), self.depths), -1, device=self.device)
+        table[starts[chosen], found.depths[chosen]] = torch.cat(pieces)[chosen]
+        return table
+
     def finish(
-        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
     ) -> tuple[Path, HeadDescription]:
         round_as_saved(self.parameters)
         observer.announce("measuring on held-out text")
-        agreement, ranks = held_out(self, [text for text in texts if text.part == Part.HELD_OUT])
+        agreement, ranks = held_out_agreement(texts, self.ranks_of)
         description = describe_head(self.kind, self.target, {**figures, "held_out_agreement": agreement}, task.made_with())
         save_head(task.out, self.weights(ranks), description)
         return task.out, description
@@ -172,8 +176,10 @@ class HeadObjective(Objective):
         """Runs the target on a batch."""
         sequences, tokens = batch.ids.shape
         cache = self.model.batch_cache(sequences) if self.kv_layers else None
-        forward_pass = BatchPass(batch.ids, batch.positions, batch.attention_mask(), batch.positions, cache)
-        features = self.model.batch_features(forward_pass, [*self.taps, self.num_layers]).float()
+        forward_pass = batch.forward_pass()._replace(cache=cache)
+        features = self.model.batch(forward_pass, taps=[*self.taps, self.num_layers], with_head=False).features
+        assert features is not None
+        features = features.float()
         of_layers = [] if cache is None else [cache.keys_and_values(layer, tokens) for layer in self.kv_layers]
         by_sequence = [
             (keys.view(sequences, -1, *keys.shape[1:]), values.view(sequences, -1, *values.shape[1:]))
@@ -189,17 +195,13 @@ class HeadObjective(Objective):
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the final norm. Differentiable."""
         hidden = hidden.to(self.dtype)
-        if self.model.backend == "transformers":
+        if not isinstance(self.model, NativeModel):
             return self.model.head_logits(hidden).float()
         return final_logits(self.model.architecture, torch.nn.functional.linear(hidden, self._lm_head)).float()
 
-    def last_layers(self, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the target's last layers; see `Model.last_layers`."""
-        return self.model.last_layers(self.target.folder, count)
-
     @cached_property
     def _lm_head(self) -> torch.Tensor:
-        return self.last_layers(0)[EXIT_HEAD].to(self.dtype)
+        return self.model.last_layers(self.target.folder, 0)[EXIT_HEAD].to(self.dtype)
 
 
 def reachable(batch: PackedBatch, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,50 +214,3 @@ def reachable(batch: PackedBatch, distance: int) -> tuple[torch.Tensor, torch.Te
     found = torch.nn.functional.pad(same & (batch.labels[:, distance:] != IGNORED), (0, distance))
     first = found.flatten().nonzero()[:, 0]
     return first, first + distance
-
-
-@torch.no_grad()
-def held_out(objective: HeadObjective, texts: Sequence[GeneratedText]) -> tuple[dict[str, list[float] | None], list[list[float]]]:
-    """Measures how often a head predicts the target's most probable token: on the generated tokens of `texts`, each of which is
-    predicted from the text before it.
-
-    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
-    (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
-    before it were right (EAGLE's n-alpha), up to the last that was ever reached. It is None if there are no such texts.
-    `ranks[n][r]` is the share of the n-th tokens to which the head gives rank r, whatever was predicted before; the mean of both
-    kinds of text, empty without texts.
-    """
-    agreement: dict[str, list[float] | None] = {}
-    tables: list[torch.Tensor] = []
-    for name, greedy in (("greedy", True), ("sampled", False)):
-        used = [text for text in texts if text.greedy == greedy and text.prompt_length < len(text.ids)]
-        counts = [_counts(objective, text) for text in used]
-        agreement[name] = None
-        if counts:
-            reached, right, by_rank = (sum(parts[1:], parts[0]) for parts in zip(*counts, strict=True))
-            tries = [count for count in reached.tolist() if count]  # none after a token that was never right
-            agreement[name] = [matches / count for matches, count in zip(right.tolist(), tries, strict=False)]
-            tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
-    return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
-
-
-def _counts(objective: HeadObjective, text: GeneratedText) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts the predictions for one text: two lists [depths] and a table [depths, RANKS + 1].
-
-    They are the tokens before which all of a draft was right, those of them that are right too, and the ranks of all tokens.
-    """
-    found, labels = objective.predictions(single(text.ids).part(slice(None), objective.device), None)
-    pieces = []
-    for piece in torch.split(torch.arange(len(labels.depths), device=objective.device), objective.rows):
-        with autocast_for(objective.device, objective.dtype):
-            logits = objective.logits(found.outputs[piece], labels.depths[piece])
-        pieces.append((logits > logits.gather(1, labels.top_k_ids[piece, :1])).sum(dim=1))
-    starts = found.sources - found.depths  # the last tokens that are not drafted
-    chosen = (starts >= text.prompt_length - 1) & (found.depths < objective.depths)
-    table = torch.full((len(text.ids), objective.depths), -1, device=objective.device)  # -1: nothing was predicted
-    table[starts[chosen], found.depths[chosen]] = torch.cat(pieces)[chosen].clamp_max(RANKS)
-    table = table.cpu()
-    is_right = (table == 0).cumprod(dim=1)
-    reached = torch.cat((torch.ones(len(table), 1, dtype=torch.long), is_right[:, :-1]), dim=1) * (table >= 0)
-    by_rank = torch.stack([torch.bincount(column[column >= 0], minlength=RANKS + 1) for column in table.T])
-    return reached.sum(dim=0), is_right.sum(dim=0), by_rank

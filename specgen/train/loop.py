@@ -10,10 +10,9 @@ import json
 import math
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,87 +21,55 @@ from safetensors.torch import save
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.weights import WeightFiles
-from specgen.train.corpus import Corpus, Part
-from specgen.train.generation import Purpose, TextGeneration
-from specgen.train.packing import IGNORED, PackedBatch, SampleText, pack
+from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
+from specgen.train.corpus import Part
 from specgen.train.task import Recipe, TrainingObserver, TrainingProgress, TrainingStopped, TrainingTask, check_same_run
-from specgen.train.texts import GeneratedText
+from specgen.train.texts import Text, TextGeneration
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
+RANKS = 10  # ranks that are counted: as many as the published trees of Medusa use
+_CPU_ROWS = 256  # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 _SAVE_SECONDS = 60.0
 _MAX_SLOWDOWN = 5.0  # a step's time beyond so many times the mean is not charged to the budget
 _REPORTED_STEPS = 100  # steps in the means of TrainingProgress
-
 
 Labels = tuple[torch.Tensor, ...]
 """Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs."""
 
 
-class TrainingBatches:
-    """Makes the training batch of each step from corpus text and from texts for which the target's predictions are known.
-
-    `taught` has these texts: pairs of token ids and of the values for PackedBatch.teacher, which stand for the predictions.
-    `parts` are the parts of the corpus that are trained on.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus | None,
-        taught: Sequence[tuple[list[int], list[int]]],
-        recipe: Recipe,
-        parts: Collection[Part] = (Part.TRAIN,),
-    ) -> None:
-        self._corpus, self._taught, self.recipe, self._parts = corpus, taught, recipe, parts
-        share = 1.0 if corpus is None else recipe.generated_share
-        count = max(1, round(recipe.batch_size * share)) if taught else 0
-        self._samplers: list[SampleText] = [self._sample_taught] * count
-        self._samplers += [self._sample_corpus] * (recipe.batch_size - count)
-
-    def batch(self, step: int) -> PackedBatch:
-        return pack(self._samplers, self.recipe.training_length, Random(f"batch {self.recipe.seed} {step}"))
-
-    def _sample_corpus(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
-        assert self._corpus is not None
-        ids = self._corpus.sample(rng, max_tokens, parts=self._parts)
-        return ids, [IGNORED] * len(ids)
-
-    def _sample_taught(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
-        ids, teacher = self._taught[rng.randrange(len(self._taught))]
-        return ids[:max_tokens], teacher[:max_tokens]
-
-
 class Objective(ABC):
     """What is trained for `target`: what it computes in training, its loss, its measurements and its files.
 
-    `purpose` says which text the target generates for it. `parameters` are the weights to train, by name, float32; those that
-    need no gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for logits
-    over `vocabulary` tokens on `device`. `settings` have to be the same when an interrupted training is resumed. Until `start`,
-    only `settings` are known, and the arguments checked. Nothing that is random may depend on anything but a seed.
+    `parts` are the parts of the text that it uses. `parameters` are the weights to train, by name, float32; those that need no
+    gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for logits over
+    `vocabulary` tokens on `device`; matrix products use float32 if `dtype`, the target's, is float32. `settings` have to be the
+    same when an interrupted training is resumed. Until `start`, only they are known, and the arguments checked. Nothing that is
+    random may depend on anything but a seed.
     """
 
-    purpose: ClassVar[Purpose]
+    parts: ClassVar[Sequence[Part]] = (Part.TRAIN, Part.HELD_OUT)
     parameters: dict[str, torch.nn.Parameter]
-    vocabulary: int
-    device: torch.device
-    rows: int
 
     def __init__(self, target: LoadedModel) -> None:
         """Raises SpecgenError if this cannot be trained for the target; before any text is generated."""
-        self.target = target
+        self.target, self.model = target, target.model
+        self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.vocab_size
+        at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
+        self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
 
     def check(self, task: TrainingTask) -> None:  # noqa: B027  most have nothing to check
         """Raises SpecgenError if it cannot be trained on the task's text, or saved in its folder."""
 
     @abstractmethod
-    def start(self, texts: Sequence[GeneratedText], task: TrainingTask, recipe: Recipe) -> TrainingBatches | None:
-        """Makes the initial weights, and the batches for the recipe; None: there is no loop. Frees what is not needed of models.
+    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches | None:
+        """Makes the initial weights and the batches; None: there is no loop. Frees what is not needed of models.
 
-        `texts` are the target's.
+        `texts` are the target's. Raises TrainingStopped if `observer` requests a stop.
         """
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
@@ -121,12 +88,16 @@ class Objective(ABC):
 
     @abstractmethod
     def finish(
-        self, texts: Sequence[GeneratedText], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
+        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
     ) -> tuple[Path, Any]:
         """Rounds the weights, measures them on held-out texts, and saves them with these and the given figures.
 
         Returns the path of what was saved, and its description (of a draft model: its figures).
         """
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns a context in which matrix products use float32 if the target's dtype is float32, and otherwise bfloat16."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype != torch.float32)
 
 
 def train(objective: Objective, task: TrainingTask, observer: TrainingObserver) -> tuple[Path, Any]:
@@ -136,12 +107,12 @@ def train(objective: Objective, task: TrainingTask, observer: TrainingObserver) 
     """
     objective.check(task)
     settings = task.settings(objective.target) | objective.settings
-    generation = TextGeneration(objective.target, task, settings, observer, objective.purpose)
-    texts = generation.run()
-    batches = objective.start(texts, task, task.recipe.after_generation(generation.seconds))
-    figures: dict[str, Any] = {}
+    generation = TextGeneration(objective.target, task, settings, observer, objective.parts)
+    texts, start, figures = generation.run(), task.clock(), dict[str, Any]()
+    batches = objective.start(texts, task, observer)
     if batches is not None:
-        training = Training(objective, batches)
+        recipe = task.recipe.after(generation.seconds + task.clock() - start)
+        training = Training(objective, batches, recipe)
         progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
         figures = progress.figures(generation.seconds)
     made = objective.finish(texts, figures, task, observer)
@@ -152,8 +123,8 @@ def train(objective: Objective, task: TrainingTask, observer: TrainingObserver) 
 class Training:
     """An objective in training, with a state that can be saved and restored."""
 
-    def __init__(self, objective: Objective, batches: TrainingBatches) -> None:
-        self.objective, self.batches, self.recipe = objective, batches, batches.recipe
+    def __init__(self, objective: Objective, batches: TrainingBatches, recipe: Recipe) -> None:
+        self.objective, self.batches, self.recipe = objective, batches, recipe
         self.trained = {name: weight for name, weight in objective.parameters.items() if weight.requires_grad}
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         rate, betas = self.recipe.learning_rate, (0.9, 0.95)
@@ -277,16 +248,6 @@ class Training:
         self._recent = [(loss, matches, compared) for loss, matches, compared in numbers["recent"]]
 
 
-def next_tokens(batch: PackedBatch) -> Labels:
-    """Returns the labels of a draft that predicts one token after each token: `labels` and `teacher` of PackedBatch, flat."""
-    return batch.labels.flatten(), batch.teacher.flatten()
-
-
-def autocast_for(device: torch.device, target_dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Returns a context in which matrix products use float32 if the target's dtype is float32, and otherwise bfloat16."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=target_dtype != torch.float32)
-
-
 def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
     """Returns the factor of the peak learning rate at a step: a linear warm-up, times a cosine decay from 1 to 0.1.
 
@@ -305,22 +266,36 @@ def greedy_matches(logits: torch.Tensor, target_tokens: torch.Tensor) -> torch.T
     return torch.stack(((logits.detach().argmax(dim=-1) == target_tokens).sum(), (target_tokens != IGNORED).sum()))
 
 
-def greedy_agreement(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[GeneratedText]
-) -> dict[str, float | None]:
-    """Returns the share of generated tokens for which draft and target have the same most probable token.
+def held_out_agreement(
+    texts: Sequence[Text], ranks_of: Callable[[Text], torch.Tensor]
+) -> tuple[dict[str, list[float] | None], list[list[float]]]:
+    """Measures how often the target's most probable token is predicted: on the generated tokens of the held-out texts.
 
-    The result has the share in texts that the target generated greedily (`greedy`) and in all other texts (`sampled`); a share is
-    None if there are no such tokens. `logits_of` maps token ids [n] to the draft's logits [n, vocabulary] after each of them.
+    `ranks_of(text)` [rows, depths], int64, has for the drafts that begin after each generated token the ranks that they give to
+    the target's tokens, 0 for a right prediction, and -1 where nothing was predicted.
+
+    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
+    (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
+    before it were right (EAGLE's n-alpha), up to the last that was ever reached. It is None if there are no such texts.
+    `ranks[n][r]` is the share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of both
+    kinds of text, empty without texts.
     """
-    shares: dict[str, float | None] = {}
-    for name, greedy in (("greedy", True), ("sampled", False)):
-        counts = torch.zeros(2, dtype=torch.long)
-        for text in texts:
-            if text.greedy == greedy:
-                generated = slice(max(0, text.prompt_length - 1), -1)
-                logits = logits_of(text.ids)[generated]
-                counts += greedy_matches(logits, text.top1[generated].to(logits.device)).cpu()
-        matches, compared = counts.tolist()
-        shares[name] = matches / compared if compared else None
-    return shares
+    agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
+    tables: list[torch.Tensor] = []
+    own = [text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)]
+    for name, is_greedy in (("greedy", True), ("sampled", False)):
+        if found := [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]:
+            table = torch.cat(found)
+            is_right = (table == 0).cumprod(dim=1)
+            reached = (torch.nn.functional.pad(is_right[:, :-1], (1, 0), value=1) * (table >= 0)).sum(dim=0)
+            tries = [count for count in reached.tolist() if count]  # none after a token that was never right
+            agreement[name] = [right / count for right, count in zip(is_right.sum(dim=0).tolist(), tries, strict=False)]
+            columns = (column[column >= 0].clamp_max(RANKS) for column in table.T)
+            by_rank = torch.stack([torch.bincount(column, minlength=RANKS + 1) for column in columns])
+            tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
+    return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
+
+
+def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:
+    """Returns the shares of right first tokens from the agreement of `held_out_agreement`."""
+    return {name: shares[0] if shares else None for name, shares in agreement.items()}

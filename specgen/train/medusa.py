@@ -10,9 +10,9 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.native.layer_weights import EXIT_HEAD
 from specgen.engine.parts.weights import MedusaWeights
+from specgen.train.batches import PackedBatch
 from specgen.train.heads import HeadObjective, Predictions, TargetStates, reachable
-from specgen.train.packing import PackedBatch
-from specgen.train.texts import GeneratedText
+from specgen.train.texts import Text
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
 OWN_SHARE = 0.3  # of the target's weights, in LM heads of their own: as many as the authors' for 7 billion
@@ -29,13 +29,13 @@ class MedusaObjective(HeadObjective):
     kind = "medusa"
     depths = HEADS
 
-    def begin(self, texts: Sequence[GeneratedText], seed: int) -> dict[str, torch.Tensor]:
+    def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, torch.Tensor]:
         width = self.width
         made = {f"{head}.weight": torch.zeros(width, width) for head in range(HEADS)}
         made |= {f"{head}.bias": torch.zeros(width) for head in range(HEADS)}
-        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * self.model.num_parameters
+        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
         if self._has_lm_heads:
-            start = self.last_layers(0)[EXIT_HEAD]
+            start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
             made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}
         return made
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.trained_part import round_as_saved
 from specgen.train.corpus import Part
-from specgen.train.texts import GeneratedText
+from specgen.train.texts import PredictedText
 
 STEPS, BATCH = 300, 4096
 PASSES = 4  # over each text, each with rounds of other lengths
@@ -25,49 +25,58 @@ STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 PRIOR_DEVIATION = 0.5  # of the part of a score's logit that comes from one of the two hidden states, before training
 CALIBRATION_BINS = 10
 
-ExitOutputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A function from token ids [n] to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
+ExitOutputs = Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]]
+"""A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedToken:
-    """A drafted token that the target judges. Indices are of tokens in the text.
+def train_predictor(
+    exit_outputs: ExitOutputs, texts: Sequence[PredictedText], seed: int
+) -> tuple[Predictor, dict[str, float]] | None:
+    """Trains a predictor of whether the target accepts a token that the exit drafts. Returns it and its measurements.
 
-    `begin` is the token after which the target predicted the last committed token. `drafted` is the token after which the exit
-    predicted the drafted one, which has the given `position` in its draft, from 1. `accepted`: the target predicted the same.
+    It is trained on the texts whose part is PREDICTOR and measured on the held-out ones, both only where `hidden` is not None.
+    `exit_outputs` computes the exit's logits and hidden states for a text. The measurements are those of `measure`; there are
+    none if no text is held out. Returns None if there is no text to train on. The predictor has the values that a file keeps.
+
+    A label says whether exit and target have the same most probable token, also for sampled text. When sampling, the acceptance
+    probability is another one, which Cali-TS learns from the run itself (theta_hat).
     """
+    rng = Random(f"rounds {seed}")
+    train, held_out = (_examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT))
+    if train is None:
+        return None
+    predictor = _fit(train, seed)
+    round_as_saved(dict(predictor.named_parameters()))
+    if held_out is None:
+        return predictor, {}
+    scores = held_out.logits(predictor, torch.arange(len(held_out.accepted), device=held_out.accepted.device)).sigmoid()
+    return predictor, measure(scores, held_out.accepted)
 
-    begin: int
-    drafted: int
-    position: int
-    accepted: bool
 
-
-def judged_tokens(text: GeneratedText, exit_top1: torch.Tensor, continuing: float, rng: Random) -> Iterator[JudgedToken]:
+def judged_tokens(
+    found: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
+) -> Iterator[tuple[int, int, int, bool]]:
     """Yields the judged tokens of greedy rounds over a text, from the first generated token on.
+
+    Each is a tuple of the token after which the target predicted the last committed one, the token after which the exit predicted
+    the drafted one (both as indices in the text), the latter's position in its draft, from 1, and whether the target predicted
+    the same.
 
     `exit_top1` [n] are the exit's most probable next tokens after each token of the text. After each drafted token the draft
     continues with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or with the
     draft; the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft can be
     followed only as far as the target's most probable tokens are those of the text.
     """
-    ids, top1, drafts = text.ids.tolist(), text.top1.tolist(), exit_top1.tolist()
-    committed = text.prompt_length  # the last committed token: at first the one that the prefill gave
-    while committed < len(ids) - 1:
-        position = 0
-        while committed + position < len(ids) - 1:
-            drafted = committed + position
-            position += 1
-            accepted = drafts[drafted] == top1[drafted]
-            yield JudgedToken(committed - 1, drafted, position, accepted)
-            if not accepted or top1[drafted] != ids[drafted + 1]:
-                committed = drafted + 1  # the correction, or the sampled token
-                break
-            if rng.random() >= continuing:
-                committed = drafted + 2  # the bonus token
-                break
-        else:
-            break
+    ids, top1 = found.text.ids, found.top_k_ids[:, 0].tolist()
+    begin = drafted = found.text.prompt_length  # the last committed token: at first the one that the prefill gave
+    while drafted < len(ids) - 1:
+        accepted = exit_top1[drafted] == top1[drafted]
+        yield begin - 1, drafted, drafted - begin + 1, accepted
+        drafted += 1
+        if not accepted or top1[drafted - 1] != ids[drafted]:
+            begin = drafted  # the correction, or the sampled token
+        elif rng.random() >= continuing:
+            begin = drafted = drafted + 1  # the bonus token
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class _Examples:
     """Training data of the predictor: the hidden states of all texts, one after the other, and m judged tokens.
 
     `target_states` and `exit_states` [n, width] are the hidden states of target and exit after each token. The other fields [m]
-    are those of JudgedToken, with indices of rows.
+    are those of `judged_tokens`, with indices of rows.
     """
 
     target_states: torch.Tensor
@@ -92,28 +101,28 @@ class _Examples:
         return predictor.logits(offsets, states[:, None], self.positions[chosen][:, None])[:, 0]
 
 
-def train_predictor(
-    exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], seed: int
-) -> tuple[Predictor, dict[str, float]] | None:
-    """Trains a predictor of whether the target accepts a token that the exit drafts. Returns it and its measurements.
-
-    It is trained on the texts whose part is PREDICTOR and measured on the held-out ones, both only where `hidden_states` is not
-    None. `exit_outputs` computes the exit's logits and hidden states for a text. The measurements are those of `measure`; there
-    are none if no text is held out. Returns None if there is no text to train on. The predictor has the values that a file keeps.
-
-    A label says whether exit and target have the same most probable token, also for sampled text. When sampling, the acceptance
-    probability is another one, which Cali-TS learns from the run itself (theta_hat).
-    """
-    rng = Random(f"rounds {seed}")
-    train, held_out = (_examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT))
-    if train is None:
+def _examples(exit_outputs: ExitOutputs, texts: Sequence[PredictedText], part: Part, rng: Random) -> _Examples | None:
+    used, top1s, exit_states, target_states = list[PredictedText](), list[torch.Tensor](), [], []
+    for found in texts:
+        if found.text.part == part and found.hidden is not None:
+            logits, hidden = exit_outputs(found.text.ids)
+            used.append(found)
+            top1s.append(logits.argmax(dim=-1).cpu())
+            exit_states.append(hidden.to(found.hidden.dtype))
+            target_states.append(found.hidden.to(hidden.device))
+    pairs = list(zip(used, top1s, strict=True))
+    agreed = [(top1 == found.top_k_ids[:, 0])[found.text.prompt_length :] for found, top1 in pairs]
+    continuing = float(torch.cat(agreed).float().mean()) if agreed else 0.0
+    rows, first = list[tuple[int, int, int, bool]](), 0
+    for found, top1 in pairs:
+        for _ in range(PASSES):
+            judged = judged_tokens(found, top1.tolist(), continuing, rng)
+            rows += [(first + begin, first + drafted, *others) for begin, drafted, *others in judged]  # type: ignore[misc]
+        first += len(found.text.ids)
+    if not rows:
         return None
-    predictor = _fit(train, seed)
-    round_as_saved(dict(predictor.named_parameters()))
-    if held_out is None:
-        return predictor, {}
-    scores = held_out.logits(predictor, torch.arange(len(held_out.accepted), device=held_out.accepted.device)).sigmoid()
-    return predictor, measure(scores, held_out.accepted)
+    states = torch.cat(target_states), torch.cat(exit_states)
+    return _Examples(*states, *(torch.tensor(column, device=states[0].device) for column in zip(*rows, strict=True)))
 
 
 def _fit(examples: _Examples, seed: int) -> Predictor:
@@ -143,30 +152,6 @@ def _fit(examples: _Examples, seed: int) -> Predictor:
         optimizer.zero_grad(set_to_none=True)
         decay.step()
     return predictor
-
-
-def _examples(exit_outputs: ExitOutputs, texts: Sequence[GeneratedText], part: Part, rng: Random) -> _Examples | None:
-    used = [text for text in texts if text.part == part and text.hidden_states is not None]
-    top1s, exit_states, target_states = [], [], []
-    for text in used:
-        assert text.hidden_states is not None
-        logits, hidden = exit_outputs(text.ids)
-        top1s.append(logits.argmax(dim=-1).cpu())
-        exit_states.append(hidden.to(text.hidden_states.dtype))
-        target_states.append(text.hidden_states.to(hidden.device))
-    agreed = [(top1 == text.top1)[text.prompt_length :] for top1, text in zip(top1s, used, strict=True)]
-    continuing = float(torch.cat(agreed).float().mean()) if agreed else 0.0
-    rows: list[tuple[int, int, int, bool]] = []
-    first = 0
-    for text, top1 in zip(used, top1s, strict=True):
-        for _ in range(PASSES):
-            for token in judged_tokens(text, top1, continuing, rng):
-                rows.append((first + token.begin, first + token.drafted, token.position, token.accepted))
-        first += len(text.ids)
-    if not rows:
-        return None
-    states = torch.cat(target_states), torch.cat(exit_states)
-    return _Examples(*states, *(torch.tensor(column, device=states[0].device) for column in zip(*rows, strict=True)))
 
 
 def measure(scores: torch.Tensor, accepted: torch.Tensor) -> dict[str, float]:

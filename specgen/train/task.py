@@ -10,58 +10,37 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import versions
-from specgen.engine.fingerprint import weights_fingerprint
+from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Corpus
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
 _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
-_STORED_NAMES = {"batch_size": "batch", "training_length": "window", "generated_share": "self_text"}
-_OPTIONS = {  # stored settings under the names that users give them
-    **{name: f"--{name}" for name in ("steps", "window", "seed", "dtype", "corpus", "prompts")},
-    "learning_rate": "--learning-rate",
-    "self_text": "--self-text",
-    "batch": "--batch-size",
-    "seconds": "--minutes",
-    "after": "--layer",
-    "layers": "--exit-layers",
-    "own_head": "--exit-head",
-    "fingerprint": "the target model",
-    "draft": "the draft model",
-    "exit": "the exit layer",
-    "kind": "--methods",
-}
-_DIGESTS = ("corpus", "prompts", "fingerprint", "draft", "exit")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hyperparameters and budget of a training run.
+    """Hyperparameters and budget of a training run. Files of what is trained store these fields.
 
-    The budget is a number of optimizer `steps`, or `seconds`; a predictor alone needs neither. A step uses `batch_size` sequences
-    of `training_length` tokens.
-    `generated_share` is the share of the sequences that hold GeneratedText; the others hold corpus text without the target's
-    predictions. The default learning rate and batch size are those of EESD, Appendix C.
+    The budget is a number of optimizer `steps`, or `seconds`; a predictor alone needs neither. A step uses `batch` sequences of
+    `window` tokens. `self_text` is the share of the sequences that hold text of the target's own, or text that it labelled; the
+    others hold corpus text. The default learning rate and batch size are those of EESD, Appendix C.
     """
 
     steps: int | None = None
     seconds: float | None = None
     learning_rate: float = 1e-3
-    batch_size: int = 64
-    training_length: int = 2048
-    generated_share: float = 0.5
+    batch: int = 64
+    window: int = 2048
+    self_text: float = 0.5
     seed: int = 0
 
-    def after_generation(self, seconds: float) -> Recipe:
-        """Returns a copy whose time budget is what is left for optimization after text generation took `seconds`."""
+    def after(self, seconds: float) -> Recipe:
+        """Returns a copy whose time budget is what is left for optimization after so many seconds of other work."""
         if self.seconds is None:
             return self
         return replace(self, seconds=max(1.0, self.seconds * (1 - _RESERVED_SHARE) - seconds))
-
-    def stored(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary, under the names that stored files use for them."""
-        return {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +65,28 @@ class TrainingTask:
         return self.out / "training"
 
     def settings(self, target: LoadedModel) -> dict[str, Any]:
-        """Returns the settings that must be the same when an interrupted training is resumed."""
+        """Returns the settings that must be the same when an interrupted training is resumed, by the names of their options.
+
+        Hashes are in a list, so that messages do not print them.
+        """
+        recipe = self.recipe
         return {
-            **self.recipe.stored(),
-            "fingerprint": weights_fingerprint(target.folder),
-            "dtype": target.dtype_name,
-            "corpus": None if self.corpus is None else self.corpus.digest(),
-            "prompts": Corpus(self.prompts).digest() if self.prompts else None,
+            "--steps": recipe.steps,
+            "--minutes": None if recipe.seconds is None else recipe.seconds / 60,
+            "--learning-rate": recipe.learning_rate,
+            "--batch-size": recipe.batch,
+            "--window": recipe.window,
+            "--self-text": recipe.self_text,
+            "--seed": recipe.seed,
+            "--dtype": target.dtype_name,
+            "--corpus": None if self.corpus is None else [self.corpus.digest()],
+            "--prompts": [Corpus(self.prompts).digest()] if self.prompts else None,
+            "the target model": [weights_fingerprint(target.folder)],
         }
 
     def made_with(self) -> dict[str, Any]:
         """Returns the command line, the recipe and the library versions, which are stored with the result."""
-        return {**({"command": self.command} if self.command else {}), **self.recipe.stored(), **versions()}
+        return {**({"command": self.command} if self.command else {}), **asdict(self.recipe), **versions()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ class TrainingProgress:
     """The state of a training run.
 
     `step` and `tokens` count the training so far. `share` is the used part of the budget, from 0 to 1. `loss` is the mean over
-    the last steps in nats per token. `greedy_agreement` is the share of tokens for which the trained draft and the target have
+    the last steps in nats per token. `greedy_agreement` is the share of tokens for which the trained part and the target have
     the same most probable token. It is measured in the last steps where the target's predictions are known; None if there
     are no such tokens. `seconds` is the training time.
     """
@@ -140,27 +129,24 @@ class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an err
     """The observer requested a stop. Calling the interrupted function again resumes the training."""
 
 
+def stop_if_requested(observer: TrainingObserver) -> None:
+    """Raises TrainingStopped if the observer requests a stop."""
+    if observer.stop_requested():
+        raise TrainingStopped
+
+
 def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raises SpecgenError if `before`, the settings stored in the file `path`, differ from the current `settings`."""
-    changed = [_change(name, before.get(name), settings[name]) for name in settings if before.get(name) != settings[name]]
+
+    def shown(value: Any) -> str:
+        number = f"{value:g}" if isinstance(value, float) else str(value)
+        return "not given" if value is None else "given" if isinstance(value, list) else number
+
+    changed = []
+    for name, now in settings.items():
+        if (old := before.get(name)) != now:
+            both = isinstance(old, list) and isinstance(now, list)
+            changed.append(f"{name} changed" if both else f"{name}: {shown(old)}, now {shown(now)}")
     if changed:
         hint = f"Give the same options, or delete {path.parent} to start again"
         raise SpecgenError(f"{path} belongs to another run ({'; '.join(changed)})", hint)
-
-
-def _change(name: str, before: Any, now: Any) -> str:
-    """Returns in words how the setting `name` changed, under its name as an option. Digests are not printed."""
-    if name in _DIGESTS and None not in (before, now):
-        return f"{_OPTIONS[name]} changed"
-
-    def shown(value: Any) -> str:
-        if value is None:
-            return "not given"
-        if name in _DIGESTS:
-            return "given"
-        if name == "own_head":
-            return "own" if value else "target"
-        number = value / 60 if name == "seconds" and isinstance(value, int | float) else value
-        return f"{number:g}" if isinstance(number, float) else str(number)
-
-    return f"{_OPTIONS.get(name, name)}: {shown(before)}, now {shown(now)}"

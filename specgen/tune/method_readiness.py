@@ -128,8 +128,7 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
     """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
     if prepared.backend == "native":
         return None
-    from specgen.engine.transformers.decoder_layers import missing_part
-    from specgen.engine.transformers.loading import model_without_weights
+    from specgen.engine.transformers.transformers_model import missing_part, model_without_weights
 
     model = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
     return None if model is None or missing_part(model) is None else prepared.shape.model_type

@@ -13,9 +13,9 @@ from specgen.base.types import SamplingParams
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
-from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes
+from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
+from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
-from specgen.engine.model_shape import NO_LIMIT
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.placement import Placement, Stage, place
@@ -23,7 +23,6 @@ from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
-from specgen.engine.weight_sizes import weight_sizes
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
@@ -71,16 +70,15 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
     """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read."""
     shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
-    parameters, sizes = weight_sizes(prepared, device, weights)
     return ModelFacts(
         prepared.name,
         shape.model_type,
-        parameters,
+        sum(prepared.parameters.values()),
         shape.num_layers,
         shape.hidden_size,
         weights.name,
         str(device),
-        sum(sizes.values()),
+        sum(weight_bytes(prepared, device, weights).values()),
         shape.kv_bytes_per_token(size),
         None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
         shape.vocab_size,

@@ -226,7 +226,7 @@ class Profile(_StrictModel):
 def profile_key_of(pair: Pair) -> ProfileKey:
     """Returns the present conditions, which a profile of this pair has to match."""
     from specgen.base.machine import machine, versions
-    from specgen.engine.fingerprint import weights_fingerprint
+    from specgen.engine.weights import weights_fingerprint
 
     def described(model: LoadedModel) -> Model:
         fingerprint = weights_fingerprint(model.folder)

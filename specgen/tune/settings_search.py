@@ -162,7 +162,7 @@ def confirm(
         return candidates, {**left_out, "confirmation": OUT_OF_TIME}
     runs = f"{counted(turns, 'turn')} of up to {new_tokens} tokens"
     observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, {runs}")
-    figures = {made.spec.written: made.overall for made in method_results(results) if made.overall is not None}
+    figures = {made.spec.written: made for made in method_results(results) if made.prompts}
     measured = []
     for candidate in candidates:
         found = figures.get(candidate.written)

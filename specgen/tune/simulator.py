@@ -94,8 +94,8 @@ class MemoisedRunner:
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
     shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`, `passes`
-    those that needed a forward pass.
+    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`,
+    `passes` those that needed a forward pass.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:

@@ -97,7 +97,7 @@ def speed(folder: Path, backends: Sequence[str]) -> None:
     for backend in backends:
         with specgen.load(target, draft, device="cpu", dtype="float32", backend=backend) as pair:
             models = [pair.target.model, pair.draft.model]  # type: ignore[union-attr]
-            weights = [4 * model.num_parameters for model in models]
+            weights = [4 * sum(loaded.prepared.parameters.values()) for loaded in (pair.target, pair.draft)]  # type: ignore[union-attr]
             per_token = [model.shape.kv_bytes_per_token(4) for model in models]
             for method, settings in (("ar", {}), ("sd", {"k": 4}), ("svip", {"threshold": 9.0, "max_draft": 4}), ("lookup", {})):
                 totals = []

@@ -84,15 +84,15 @@ def measure(
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
     broken = [difference for difference in results.differences.values() if difference.is_broken]
     assert not broken, "an output is not the target's"
-    return [result for result in method_results(results) if result.overall is not None]
+    return [result for result in method_results(results) if result.prompts]
 
 
 def report(found: Sequence[MethodResult], expected: dict[str, float], outcome: TuningOutcome) -> None:
     from scipy.stats import spearmanr
 
-    speeds = {row.spec.written: row.overall.summary.tokens_per_second or 0.0 for row in found if row.overall is not None}
-    intervals = {row.spec.written: (row.overall.low, row.overall.high) for row in found if row.overall is not None}
-    speedups = {row.spec.written: row.overall.speedup or 0.0 for row in found if row.overall is not None}
+    speeds = {row.spec.written: row.summary.tokens_per_second or 0.0 for row in found}
+    intervals = {row.spec.written: (row.low, row.high) for row in found}
+    speedups = {row.spec.written: row.speedup or 0.0 for row in found}
     ranked = sorted(speeds, key=lambda name: -speeds[name])
     lossless = {row.spec.written for row in found if row.spec.lossless}
     print(f"{'setting':60} measured  expected  error    speedup (95 %)")

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 
 LONGEST_WINDOW = 64
 ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
-_SHORTEST = 1e-9  # seconds
 LEAST_OVERLAP = 0.25  # below, the models count as taking turns
 _TURNS = 2  # estimates of the window after the first
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import Repr
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from specgen.engine.model_shape import ModelShape
+from specgen.engine.model import ModelShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]
+T = TypeVar("T", int, float)
 
 
 _IRRELEVANT = """
@@ -84,12 +85,8 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """A decoder-only transformer as its config.json describes it.
-
-    `max_position_embeddings` is the longest context in tokens (with dynamic RoPE the length from which on the frequencies would
-    change). `dtype` is the weights' dtype by name, None if the config is silent. `default_eos` is the config's end-of-sequence
-    id or ids; where config.json is silent, the family's default.
+class Architecture(ModelShape):
+    """A decoder-only transformer as its config.json describes it; see `ModelShape` for its sizes.
 
     Rotary: the first `rotary_size` numbers of each head are rotated, in pairs (i, i + rotary_size / 2). cos and sin are rounded
     to the model's dtype unless `rotary_in_float32`.
@@ -104,22 +101,12 @@ class Architecture:
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
     """
 
-    model_type: str
-    hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    dtype: str | None
     layers: tuple[LayerKind, ...]
     rotary: Mapping[str, Rotary]
     rotary_size: int
     norm_eps: float
     attention_scale: float
-    tied: bool
-    default_eos: int | list[int] | None
     activation: Activation = "silu"
     rotary_in_float32: bool = False
     norm_weight_offset: float = 0.0
@@ -134,25 +121,6 @@ class Architecture:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-
-
-def of_architecture(architecture: Architecture) -> ModelShape:
-    """Returns the sizes of a model that the native decoder runs."""
-    boundaries = (rotary.long_boundary for rotary in architecture.rotary.values())
-    return ModelShape(
-        model_type=architecture.model_type,
-        hidden_size=architecture.hidden_size,
-        intermediate_size=architecture.intermediate_size,
-        num_layers=len(architecture.layers),
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_size=architecture.head_size,
-        vocab_size=architecture.vocab_size,
-        context_limit=architecture.max_position_embeddings,
-        rope_boundary=next((boundary for boundary in boundaries if boundary is not None), None),
-        dtype=architecture.dtype,
-        tied=architecture.tied,
-    )
 
 
 class Fields:
@@ -182,15 +150,12 @@ class Fields:
         """Returns the exception to raise for the field's value."""
         return UnsupportedConfig(self._prefix + name, self._config.get(name))
 
-    def integer(self, name: str, default: int, minimum: int = 1, maximum: int = 1 << 31) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 1 << 31) -> int:
+        """Returns a whole number. If `default` is None, the field has to be there."""
         value = self.raw(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self.refuse(name)
         return value
-
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """Returns a number of at least 1, or None where the field is null."""
-        return None if self.raw(name, default) is None else self.integer(name, default or 0)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a finite number, an int as it is. If `default` is None, the field has to be there."""
@@ -206,9 +171,9 @@ class Fields:
             raise self.refuse(name)
         return value
 
-    def optional_positive(self, name: str, default: float | None = None) -> float | None:
-        """Returns a number above 0, or None where the field is null."""
-        return None if self.raw(name, default) is None else self.positive(name, default)
+    def optional(self, read: Callable[[str, T | None], T], name: str, default: T | None = None) -> T | None:
+        """Returns what the method `read` does, such as `integer`, or None where the field is null."""
+        return None if self.raw(name, default) is None else read(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw(name, default)

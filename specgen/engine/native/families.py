@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
@@ -39,11 +39,11 @@ def _llama(fields: Fields, plain: Architecture) -> Architecture:
 
 
 def _mistral(fields: Fields, plain: Architecture) -> Architecture:
-    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional_integer("sliding_window", 4096))
+    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional(fields.integer, "sliding_window", 4096))
 
 
 def _qwen2(fields: Fields, plain: Architecture) -> Architecture:
-    window = fields.optional_integer("sliding_window", 4096)
+    window = fields.optional(fields.integer, "sliding_window", 4096)
     window = window if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
     default = [window is not None and index >= first for index in range(len(plain.layers))]
@@ -58,7 +58,7 @@ def _qwen3(fields: Fields, plain: Architecture) -> Architecture:
 
 def _phi3(fields: Fields, plain: Architecture) -> Architecture:
     fields.ignore("full_attn_mod", "interpolate_factor")  # written by Phi-4-mini
-    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional_integer("sliding_window"))
+    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional(fields.integer, "sliding_window"))
 
 
 def _gemma(fields: Fields, plain: Architecture) -> Architecture:
@@ -69,20 +69,20 @@ def _gemma(fields: Fields, plain: Architecture) -> Architecture:
 
 def _gemma2(fields: Fields, plain: Architecture) -> Architecture:
     fields.ignore("hidden_act", "sliding_window_size")
-    window = fields.optional_integer("sliding_window", 4096)
+    window = fields.optional(fields.integer, "sliding_window", 4096)
     types = _layer_types(fields, [index % 2 == 0 for index in range(len(plain.layers))])
     return replace(
         _with_windows(fields, _gemma_base(fields, plain), types, window, required=True),
         post_norms=True,
         attention_scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-        score_cap=fields.optional_positive("attn_logit_softcapping", 50.0),
-        logit_cap=fields.optional_positive("final_logit_softcapping", 30.0),
+        score_cap=fields.optional(fields.positive, "attn_logit_softcapping", 50.0),
+        logit_cap=fields.optional(fields.positive, "final_logit_softcapping", 30.0),
     )
 
 
 def _gemma3(fields: Fields, plain: Architecture) -> Architecture:
     fields.ignore("hidden_act", "_sliding_window_pattern", "attn_logit_softcapping")
-    window = fields.optional_integer("sliding_window", 4096)
+    window = fields.optional(fields.integer, "sliding_window", 4096)
     pattern = fields.integer("sliding_window_pattern", 6)
     types = _layer_types(fields, [(index + 1) % pattern != 0 for index in range(len(plain.layers))])
     windowed = _with_windows(fields, _gemma_base(fields, plain), types, window, required=True)
@@ -92,7 +92,7 @@ def _gemma3(fields: Fields, plain: Architecture) -> Architecture:
         post_norms=True,
         qk_norm="head",
         attention_scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-        logit_cap=fields.optional_positive("final_logit_softcapping"),
+        logit_cap=fields.optional(fields.positive, "final_logit_softcapping"),
     )
 
 
@@ -117,7 +117,7 @@ def _smollm3(fields: Fields, plain: Architecture) -> Architecture:
         rotated = [(index + 1) % interval != 0 for index in range(count)]
     if not isinstance(rotated, list) or len(rotated) < count or not all(isinstance(entry, int) for entry in rotated):
         raise fields.refuse("no_rope_layers")
-    window = fields.optional_integer("sliding_window")
+    window = fields.optional(fields.integer, "sliding_window")
     use_window = fields.flag("use_sliding_window", False) and window is not None
     types = _layer_types(fields, [use_window and not rotated[index] for index in range(count)])
     windowed = _with_windows(fields, _llama(fields, plain), types, window, required=True)
@@ -161,30 +161,18 @@ def _with_windows(
     return replace(plain, layers=tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds))
 
 
-class Sizes(NamedTuple):
-    """A family's sizes where config.json is silent. `kv_heads` None: as many as heads; `head_size` None: hidden size / heads."""
-
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int | None
-    head_size: int | None
-    positions: int
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
 
     `describe` is called with the fields and the architecture of a Llama without biases, and returns the model's own. `eos` is the
-    end-of-sequence id. `eps` and `activation` give a field's name and its default.
+    end-of-sequence id. `required` are fields besides the sizes without which transformers would build a model of a certain size.
+    `eps` and `activation` give a field's name and its default.
     """
 
     describe: Callable[[Fields, Architecture], Architecture]
-    sizes: Sizes
     eos: int | None
+    required: tuple[str, ...] = ("num_key_value_heads",)
     tied: bool = False
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     activation: tuple[str, str] = ("hidden_act", "silu")
@@ -192,38 +180,28 @@ class Family:
 
 
 _TANH = "gelu_pytorch_tanh"
+_HEADS = ("num_key_value_heads", "head_dim")
 _PHI3_ROPE = RotaryDefaults(
     partial=1.0,
     original=4096,
     aliases={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
 )
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
+_EPS = ("rms_norm_eps", 1e-5)
+_GEMMA_ACTIVATION = ("hidden_activation", _TANH)
 
 FAMILIES = {
-    "llama": Family(_llama, Sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048), 2),
-    "mistral": Family(_mistral, Sizes(32_000, 4096, 14_336, 32, 32, 8, None, 131_072), 2),
-    "qwen2": Family(_qwen2, Sizes(151_936, 4096, 22_016, 32, 32, 32, None, 32_768), None),
-    "qwen3": Family(_qwen3, Sizes(151_936, 4096, 22_016, 32, 32, 32, 128, 32_768), None),
-    "phi3": Family(
-        _phi3, Sizes(32_064, 3072, 8192, 32, 32, None, None, 4096), 32_000, eps=("rms_norm_eps", 1e-5), rotary=_PHI3_ROPE
-    ),
-    "gemma": Family(_gemma, Sizes(256_000, 3072, 24_576, 28, 16, 16, 256, 8192), 1, tied=True, activation=("hidden_act", _TANH)),
-    "gemma2": Family(
-        _gemma2, Sizes(256_000, 2304, 9216, 26, 8, 4, 256, 8192), 1, tied=True, activation=("hidden_activation", _TANH)
-    ),
-    "gemma3_text": Family(
-        _gemma3,
-        Sizes(262_208, 2304, 9216, 26, 8, 4, 256, 131_072),
-        1,
-        tied=True,
-        activation=("hidden_activation", _TANH),
-        rotary=_GEMMA3_ROPE,
-    ),
-    "olmo2": Family(_olmo2, Sizes(50_304, 4096, 11_008, 32, 32, None, None, 2048), 50_279, eps=("rms_norm_eps", 1e-5)),
-    "smollm3": Family(
-        _smollm3, Sizes(128_256, 2048, 11_008, 36, 16, 4, None, 32_768), 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)
-    ),
-    "granite": Family(_granite, Sizes(32_000, 4096, 11_008, 32, 32, None, None, 2048), 2),
+    "llama": Family(_llama, 2, ()),
+    "mistral": Family(_mistral, 2),
+    "qwen2": Family(_qwen2, None),
+    "qwen3": Family(_qwen3, None, _HEADS),
+    "phi3": Family(_phi3, 32_000, (), eps=_EPS, rotary=_PHI3_ROPE),
+    "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", _TANH)),
+    "gemma2": Family(_gemma2, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION),
+    "gemma3_text": Family(_gemma3, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA3_ROPE),
+    "olmo2": Family(_olmo2, 50_279, (), eps=_EPS),
+    "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
+    "granite": Family(_granite, 2, ()),
 }
 
 
@@ -271,39 +249,43 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
     """Returns a Llama without biases, with the sizes, the rotary embedding and the activation of the model."""
-    hidden, heads = fields.integer("hidden_size", family.sizes.hidden), fields.integer("num_attention_heads", family.sizes.heads)
-    kv_heads = fields.optional_integer("num_key_value_heads", family.sizes.kv_heads) or heads
+    for name in family.required:
+        if name not in fields:
+            raise fields.refuse(name)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.optional(fields.integer, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads")
-    head_size = fields.optional_integer("head_dim", family.sizes.head_size)
+    head_size = fields.optional(fields.integer, "head_dim")
     if head_size is None and hidden % heads:
         raise fields.refuse("num_attention_heads")
     head_size = head_size or hidden // heads
     if head_size > 1 << 16:
         raise fields.refuse("head_dim" if "head_dim" in fields else "hidden_size")
-    length = fields.integer("max_position_embeddings", family.sizes.positions)
-    rotary, rotary_size, limit = read_rotary(fields, family.rotary, head_size, length)
-    layers = fields.integer("num_hidden_layers", family.sizes.layers, maximum=_MOST_LAYERS)
+    rotary, rotary_size, limit = read_rotary(fields, family.rotary, head_size, fields.integer("max_position_embeddings"))
+    layers = fields.integer("num_hidden_layers", maximum=_MOST_LAYERS)
     activation = fields.raw(*family.activation)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise fields.refuse(family.activation[0])
     return Architecture(
         model_type=model_type,
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", family.sizes.intermediate),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
-        vocab_size=fields.integer("vocab_size", family.sizes.vocab),
-        max_position_embeddings=limit,
+        vocab_size=fields.integer("vocab_size"),
+        context_limit=limit,
+        rope_boundary=next((found.long_boundary for found in rotary.values()), None),
         dtype=_dtype(fields),
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        default_eos=_eos(fields, family.eos),
         layers=(LayerKind(None, ALL_LAYERS),) * layers,
         rotary=rotary,
         rotary_size=rotary_size,
         norm_eps=fields.positive(*family.eps),
         attention_scale=head_size**-0.5,
-        tied=fields.flag("tie_word_embeddings", family.tied),
-        default_eos=_eos(fields, family.eos),
         activation=_ACTIVATIONS[activation],
     )
 

@@ -25,6 +25,7 @@ from specgen.base.types import Context
 from specgen.engine.devices import pinned
 from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, ModelOutput
 from specgen.engine.inference_mode import inference
+from specgen.engine.model import Model
 from specgen.engine.native.attention import Sight
 from specgen.engine.native.cuda_graphs import Capture, CudaGraphs, Work
 from specgen.engine.native.inputs import KindInputs, PassInputs, ancestry
@@ -239,7 +240,7 @@ class StaticForward:
         return self._passes[key]
 
     def capture_passes(self, shortest: int, longest: int) -> None:
-        """Captures what is missing for runs; see `engine.model.Model`. The KV cache keeps what it holds."""
+        """Captures what is missing for runs; see `Captures.capture_passes`."""
         cache = self._cache
         if cache is None:
             return
@@ -320,7 +321,12 @@ class Captures:
         return StaticForward(forward, self)
 
     def capture_passes(self, shortest: int, longest: int) -> None:
-        """Captures what is missing for runs; see `engine.model.Model`."""
+        """Captures the passes that runs may need, so that no capture falls into the time of a run.
+
+        Those are runs whose prompts have at least `shortest` tokens, and at most `longest` together with their output. Only for
+        forward functions that have run a pass before, and for ways to choose tokens that were used. What KV caches hold stays
+        valid.
+        """
         for forward in list(self.forwards):
             forward.capture_passes(shortest, longest)
 
@@ -344,3 +350,8 @@ def use_cuda_graphs(model: NativeModel) -> None:
     """Makes a model on a CUDA device run its short passes as CUDA graphs, in all forward functions that are made from now on."""
     stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
     model.captures = Captures(WIDTHS, partial(CudaGraphs, model.device, stream))
+
+
+def captures_of(model: Model) -> Captures | None:
+    """Returns what captures a model's passes; None for a model whose passes are not captured."""
+    return model.captures if isinstance(model, NativeModel) else None  # type: ignore[no-any-return]

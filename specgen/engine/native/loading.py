@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
-from math import prod
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ def load_native(
     is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files, count = open_model(folder, name, architecture, device)
+        files = open_model(folder, name, architecture, device)
         devices = layer_devices or [device] * len(architecture.layers)
         factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
         gain = norm_gain(architecture, dtype, *factories)
@@ -60,15 +59,14 @@ def load_native(
             norm_gain=gain,
             min_rows=max(factory.min_rows for factory in factories.values()),
             exact=exact,
-            num_parameters=count,
             product_choices=[choice for factory in factories.values() for choice in factory.choices],
             layer_devices=layer_devices,
         )
 
 
-def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, int]:
-    """Returns a model's weight files, and how many numbers they hold. Raises SpecgenError unless they have the tensors that the
-    config describes, and no others that may matter."""
+def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> WeightFiles:
+    """Returns a model's weight files. Raises SpecgenError unless they have the tensors that the config describes, and no others
+    that may matter."""
     files = model_files(folder, name, device)
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     for index in range(len(architecture.layers)):
@@ -77,7 +75,7 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     files.check(expected)
     files.check_no_others(expected, len(architecture.layers))
-    return files, sum(map(prod, expected.values()))
+    return files
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:

@@ -13,8 +13,7 @@ from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_shape import ModelShape
-from specgen.engine.native.architecture import Architecture, of_architecture
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function
@@ -46,8 +45,6 @@ class NativeModel:
     head, whose device is the model's: all outputs are there.
     """
 
-    backend = "native"
-
     def __init__(
         self,
         architecture: Architecture,
@@ -58,16 +55,15 @@ class NativeModel:
         norm_gain: float = 1.0,
         min_rows: int = 1,
         exact: bool = False,
-        num_parameters: int = 0,
         product_choices: Sequence[ProductChoice] = (),
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.architecture, self.parts, self.layers = architecture, parts, layers
-        self.shape: ModelShape = of_architecture(architecture)
+        self.shape = architecture
         self.dtype, self.device = dtype, parts.norm.device
         self.num_embeddings = parts.embedding.shape[0]
         self.vocab_size = parts.head.out_features
-        self.num_parameters, self.norm_gain = num_parameters, norm_gain
+        self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.product_choices, self.exact = product_choices, exact
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
@@ -83,34 +79,21 @@ class NativeModel:
         options = {"first_layer": layers.start, "sequences": sequences}
         return KVBuffer(devices, made.num_kv_heads, made.head_size, self.dtype, reader=self.device, **options)
 
-    def forward(self) -> ForwardFunction:
-        return self.layers_forward([LayerPart(index) for index in range(len(self.layers))])
+    def batch_cache(self, sequences: int) -> KVBuffer:
+        return self.new_cache(sequences=sequences)
 
-    def layers_forward(
-        self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
+    def forward(
+        self,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs some layers, or parts of them; see `engine.model.Model`."""
-        chosen = [self.layers[part.layer] for part in layers]
-        skips = any(not (part.attention and part.mlp) for part in layers)
-        return self.wrapped(NativeForward(self, chosen, self.parts if with_head else None, inputs, layers if skips else None))
-
-    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
-        """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
-        return self.wrapped(NativeForward(self, self.layers, self.parts, None, taps=taps))
-
-    def wrapped(self, forward: NativeForward) -> ForwardFunction:
-        """Returns the function itself, or one that runs short passes as static ones; see `graphs`."""
+        """Returns a function that runs layers, or a static one for short passes (see `graphs`); see `engine.model.Model`."""
+        forward = NativeForward(self, layers, inputs, taps, with_head=with_head)
         function: ForwardFunction = forward if self.captures is None else self.captures.wrapped(forward)
         return function
-
-    def capture_passes(self, shortest: int, longest: int) -> None:
-        if self.captures is not None:
-            self.captures.capture_passes(shortest, longest)
-
-    @property
-    def capture_seconds(self) -> float:
-        """The time that captures have taken; see `engine.model.Model`."""
-        return 0.0 if self.captures is None else self.captures.seconds
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`, a copy."""
@@ -151,41 +134,28 @@ class NativeModel:
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
         inputs = self.inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
-        return self.norm_and_head(self._run(self.embed(ids), inputs), self.parts).logits
+        return self.norm_and_head(NativeForward(self).run_layers(self.embed(ids), inputs)[0], self.parts).logits
 
-    def _run(self, hidden: torch.Tensor, inputs: PassInputs, layers: int | None = None) -> torch.Tensor:
-        """Returns the hidden states [rows, width] after the first `layers` layers (None: all), for those that enter."""
-        for layer in self.layers[:layers]:
-            hidden = layer(hidden, inputs)
-        return move(hidden, self.device)
-
-    def batch_cache(self, sequences: int) -> KVBuffer:
-        return self.new_cache(sequences=sequences)
-
-    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
-        sequences, tokens = batch.ids.shape
-        hidden = self._run(self._embedded(batch.ids), self.inputs.batched(batch))
-        if logits_to_keep is not None and logits_to_keep < tokens:
-            hidden = hidden.view(sequences, tokens, -1)[:, -logits_to_keep:].flatten(0, 1)
-        return self.norm_and_head(hidden, self.parts).logits.view(sequences, -1, self.vocab_size)
-
-    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
+    def batch(
+        self,
+        batch: BatchPass,
+        layers: int | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+        logits_to_keep: int | None = None,
+    ) -> ModelOutput:
         """Runs the first layers on several sequences; see `engine.model.Model`."""
-        shape = batch.ids.shape
-        hidden = self._run(self._embedded(batch.ids), self.inputs.batched(batch), layers)
+        parts = None if layers is None else [LayerPart(index) for index in range(layers)]
+        hidden, shape = self._embedded(batch.ids), batch.ids.shape
+        hidden, features = NativeForward(self, parts, taps=taps).run_layers(hidden, self.inputs.batched(batch))
+        hidden, features = hidden.view(*shape, -1), None if features is None else features.view(*shape, -1)
         if not with_head:
-            hidden = hidden.view(*shape, -1)
-            return ModelOutput(hidden, hidden)
-        output = self.norm_and_head(hidden, self.parts)
-        assert output.hidden_states is not None
-        return ModelOutput(output.logits.view(*shape, -1), output.hidden_states.view(*shape, -1))
-
-    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
-        forward = NativeForward(self, self.layers, self.parts, None, taps=taps)
-        _, features = forward.run_layers(self._embedded(batch.ids), self.inputs.batched(batch))
-        assert features is not None
-        return features.view(*batch.ids.shape, -1)
+            return ModelOutput(hidden, hidden, features=features)
+        kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
+        logits, states, *_ = self.norm_and_head(kept.flatten(0, 1), self.parts)
+        assert states is not None
+        return ModelOutput(logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features)
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
         """Returns copies of the last layers' weights; see `engine.model.Model`."""
@@ -206,24 +176,23 @@ class NativeModel:
 
 
 class NativeForward:
-    """Runs `layers` on forward passes of a `ModelRunner`. `parts` has the norm and head after them; None: neither.
+    """Runs layers on forward passes of a `ModelRunner`. The arguments are those of `engine.model.Model.forward`.
 
-    `inputs` returns the hidden states that enter the first layer; None takes the token embeddings. `parts_run` says for each
-    layer whether its attention and its MLP are run; None: all are. `taps` name the hidden states that the output's `features` are
-    made of, see `engine.model.Model.feature_forward`.
+    `parts` has the norm and head after the layers; None: neither.
     """
 
     def __init__(
         self,
         model: NativeModel,
-        layers: Sequence[NativeLayer],
-        parts: NativeParts | None,
-        inputs: HiddenSource | None,
-        parts_run: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
         taps: Sequence[int] = (),
+        *,
+        with_head: bool = True,
     ) -> None:
-        self.model, self.parts, self.inputs, self.taps = model, parts, inputs, tuple(taps)
-        self._layers, self._parts_run = layers, parts_run
+        self.model, self.parts, self.inputs, self.taps = model, model.parts if with_head else None, inputs, tuple(taps)
+        parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
+        self._layers = [(model.layers[part.layer], part) for part in parts]
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model, count = self.model, forward_pass.last - forward_pass.first
@@ -256,20 +225,16 @@ class NativeForward:
 
         Without gradients, `hidden` [rows, width] is changed.
         """
-        model = self.model
-        if self._parts_run is not None:
-            for layer, part in zip(self._layers, self._parts_run, strict=True):
-                hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
-            return move(hidden, model.device), None
-        found: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            if index in self.taps:
-                found[index] = hidden.clone()  # the layers change the stream in place
-            hidden = layer(hidden, inputs)
+        model, found = self.model, dict[int, torch.Tensor]()
+        for layer, part in self._layers:
+            if part.layer in self.taps:
+                found[part.layer] = hidden.clone()  # the layers change the stream in place
+            hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
         hidden = move(hidden, model.device)
         if not self.taps:
             return hidden, None
-        found[len(self._layers)] = model.norm(hidden) * model.parts.norm
+        if model.shape.num_layers in self.taps:
+            found[model.shape.num_layers] = model.norm(hidden) * model.parts.norm
         return hidden, torch.cat([move(found[index], model.device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ of a frequency is a visible angle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ import torch
 from specgen.engine.devices import release, upload
 from specgen.engine.native.architecture import Fields, Rotary, UnsupportedConfig
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ALL_LAYERS = "all"  # the key in `Architecture.rotary` of models that rotate all their layers alike
 FULL, SLIDING = "full_attention", "sliding_attention"  # the keys of models that do not
 _ORIGINAL = "original_max_position_embeddings"
@@ -43,16 +42,8 @@ class RotaryDefaults:
     aliases: Mapping[str, str] | None = None
 
 
-class RotaryReading(NamedTuple):
-    """The sets of frequencies by key, how many numbers of each head are rotated, and the longest context in tokens."""
-
-    rotary: dict[str, Rotary]
-    size: int
-    limit: int
-
-
 class _Set(NamedTuple):
-    """What one set of frequencies is computed from. `length` is `max_position_embeddings`."""
+    """What one set of frequencies for `size` rotated numbers per head is computed from. `length` is `max_position_embeddings`."""
 
     section: Fields
     theta: float
@@ -60,47 +51,48 @@ class _Set(NamedTuple):
     original: int
     length: int
 
+    def denominators(self, growth: float = 1.0) -> torch.Tensor:
+        """Returns (theta * growth)^(2i / size) for i = 0 to size / 2 - 1, [size / 2] float32."""
+        powers = torch.arange(0, self.size, 2, dtype=torch.int64).float() / self.size
+        return (self.theta if growth == 1.0 else self.theta * growth) ** powers
 
-def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> RotaryReading:
+
+def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
     """Reads a config's rotary settings. `length` is its `max_position_embeddings`.
 
-    Raises UnsupportedConfig for types that are not known, for keys that are not known and for impossible values.
+    Returns the sets of frequencies by key, how many numbers of each head are rotated, and the longest context in tokens. Raises
+    UnsupportedConfig for types that are not known, for keys that are not known and for impossible values.
     """
-    if defaults.local_theta is not None:
-        return _per_layer(fields, defaults, head_size, length)
-    section, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
-    section = section or parameters or Fields({}, "rope_parameters.")
-    theta = section.positive("rope_theta", fields.positive("rope_theta", defaults.theta))
-    size = _rotated(fields, section, defaults, head_size)
-    original = fields.integer(_ORIGINAL, defaults.original or section.integer(_ORIGINAL, length))
-    kind, rotary = _rotary(_Set(section, theta, size, original, length), defaults)
-    # Dynamic RoPE changes the frequencies with every token beyond this length; cached keys would keep the old ones.
-    return RotaryReading({ALL_LAYERS: rotary}, size, original if kind == "dynamic" else length)
+    rotary, size, limit = {}, head_size, length
+    for key, section, theta in _sections(fields, defaults):
+        size = _rotated(fields, section, defaults, head_size)
+        original = fields.integer(_ORIGINAL, defaults.original or section.integer(_ORIGINAL, length))
+        settings = _Set(section, section.positive("rope_theta", theta), size, original, length)
+        kind, rotary[key] = _rotary(settings, defaults.aliases)
+        # Dynamic RoPE changes the frequencies with every token beyond this length; cached keys would keep the old ones.
+        limit = min(limit, original) if kind == "dynamic" else limit
+    return rotary, size, limit
 
 
-def _per_layer(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> RotaryReading:
-    """Reads the settings of layers with and without a sliding window. Older files scale only the layers without."""
-    scaling, nested = fields.section("rope_scaling"), fields.section("rope_parameters")
-    if scaling is not None and (nested is not None or "rope_type" not in scaling):
+def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Fields, float]]:
+    """Returns the key, the settings and the default theta of each set of frequencies.
+
+    Older files of families that rotate layers with a sliding window differently scale only the layers without.
+    """
+    scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
+    theta = fields.positive("rope_theta", defaults.theta)
+    if defaults.local_theta is None:
+        return [(ALL_LAYERS, scaling or parameters or Fields({}, "rope_parameters."), theta)]
+    if scaling is not None and (parameters is not None or "rope_type" not in scaling):
         raise fields.refuse("rope_scaling")
-    nested = nested or Fields({})
-    thetas = {
-        FULL: fields.positive("rope_theta", defaults.theta),
-        SLIDING: fields.positive("rope_local_base_freq", defaults.local_theta),
-    }
-    sections = {key: nested.section(key) or Fields({}, f"rope_parameters.{key}.") for key in (FULL, SLIDING)}
+    nested = parameters or Fields({})
+    full, sliding = (nested.section(key) or Fields({}, f"rope_parameters.{key}.") for key in (FULL, SLIDING))
     nested.refuse_unknown()
-    sections[FULL] = scaling or sections[FULL]
-    rotary, limit = {}, length
-    for key, section in sections.items():
+    full = scaling or full
+    for section in (full, sliding):
         if "truncate" in section:  # transformers looks for it in another place
             raise section.refuse("truncate")
-        size = _rotated(fields, section, defaults, head_size)
-        original = section.integer(_ORIGINAL, length)
-        theta = section.positive("rope_theta", thetas[key])
-        kind, rotary[key] = _rotary(_Set(section, theta, size, original, length), defaults)
-        limit = min(limit, original) if kind == "dynamic" else limit
-    return RotaryReading(rotary, size, limit)
+    return [(FULL, full, theta), (SLIDING, sliding, fields.positive("rope_local_base_freq", defaults.local_theta))]
 
 
 def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_size: int) -> int:
@@ -114,18 +106,18 @@ def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_siz
     return size
 
 
-def _rotary(settings: _Set, defaults: RotaryDefaults) -> tuple[str, Rotary]:
+def _rotary(settings: _Set, aliases: Mapping[str, str] | None) -> tuple[str, Rotary]:
     """Returns the type of the frequencies and the frequencies."""
     section = settings.section
     section.ignore(*_KEYS)
     section.refuse_unknown()
     kind = section.raw("rope_type", section.raw("type", "default"))
-    if defaults.aliases is not None:
-        kind = defaults.aliases.get(kind, "") if isinstance(kind, str) else kind
+    if aliases is not None:
+        kind = aliases.get(kind, "") if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in _TYPES:
         raise section.refuse("rope_type" if "rope_type" in section else "type")
     try:
-        rotary = _frequencies(kind, settings)
+        rotary = _TYPES[kind](settings)
     except ArithmeticError as error:
         raise section.refuse("rope_type") from error
     if not all(map(math.isfinite, (rotary.factor, *rotary.inverse_frequencies, *(rotary.long_inverse_frequencies or ())))):
@@ -133,59 +125,32 @@ def _rotary(settings: _Set, defaults: RotaryDefaults) -> tuple[str, Rotary]:
     return kind, rotary
 
 
-def _frequencies(kind: str, settings: _Set) -> Rotary:
-    """Reads the settings of type `kind` and computes its frequencies. Raises ArithmeticError for some impossible values."""
-    section, theta, size, original, length = settings
-    if kind == "linear":
-        return _linear(theta, size, section.positive("factor"))
-    if kind == "dynamic":
-        return _dynamic(theta, size, section.positive("factor"), length)
-    if kind == "llama3":
-        low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
-        return _llama3(theta, size, section.positive("factor"), low, high, original)
-    if kind == "yarn":
-        factor = section.optional_positive("factor") or length / original
-        both = section.raw("mscale") and section.raw("mscale_all_dim")
-        mscales = (section.positive("mscale"), section.positive("mscale_all_dim")) if both else None
-        betas = section.optional_positive("beta_fast") or 32, section.optional_positive("beta_slow") or 1
-        attention_factor, truncate = section.optional_positive("attention_factor"), section.flag("truncate", True)
-        return _yarn(theta, size, factor, original, attention_factor, mscales, betas, truncate)
-    if kind == "longrope":
-        factor = section.optional_positive("factor") or length / original
-        short, long = (section.numbers(name, size // 2) for name in ("short_factor", "long_factor"))
-        return _longrope(theta, size, factor, original, short, long, section.optional_positive("attention_factor"))
-    return _default(theta, size)
+def _default(settings: _Set) -> Rotary:
+    """The frequencies of RoFormer (arXiv:2104.09864)."""
+    return Rotary(_tuple(1.0 / settings.denominators()))
 
 
-def _denominators(theta: float, size: int) -> torch.Tensor:
-    """Returns theta^(2i / size) for i = 0 to size / 2 - 1, [size / 2] float32."""
-    return theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
-
-
-def _default(theta: float, size: int) -> Rotary:
-    """The frequencies of RoFormer (arXiv:2104.09864) for `size` rotated numbers per head."""
-    return Rotary(_tuple(1.0 / _denominators(theta, size)))
-
-
-def _linear(theta: float, size: int, factor: float) -> Rotary:
+def _linear(settings: _Set) -> Rotary:
     """Position interpolation (arXiv:2306.15595): all frequencies divided by `factor`."""
-    return Rotary(_tuple((1.0 / _denominators(theta, size)) / factor))
+    return Rotary(_tuple((1.0 / settings.denominators()) / settings.section.positive("factor")))
 
 
-def _dynamic(theta: float, size: int, factor: float, length: int) -> Rotary:
+def _dynamic(settings: _Set) -> Rotary:
     """Dynamic NTK scaling in runs of at most `length` tokens, the length from which on theta grows.
 
     Until then the frequencies are those of `default`, but for the rounding of theta.
     """
+    factor, length, size = settings.section.positive("factor"), settings.length, settings.size
     growth: float = ((factor * length / length) - (factor - 1)) ** (size / (size - 2))
-    return Rotary(_tuple(1.0 / _denominators(theta * growth, size)))
+    return Rotary(_tuple(1.0 / settings.denominators(growth)))
 
 
-def _llama3(theta: float, size: int, factor: float, low: float, high: float, original: int) -> Rotary:
+def _llama3(settings: _Set) -> Rotary:
     """The frequencies of Llama 3.1: wavelengths above original / `low` tokens are stretched by `factor`, those below
     original / `high` stay as they are, and those between are blended. `original` is the context length in pre-training.
     """
-    frequencies = 1.0 / _denominators(theta, size)
+    low, high, factor = (settings.section.positive(name) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    frequencies, original = 1.0 / settings.denominators(), settings.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
     share = (original / wavelengths - low) / (high - low)
@@ -194,22 +159,15 @@ def _llama3(theta: float, size: int, factor: float, low: float, high: float, ori
     return Rotary(_tuple(torch.where(between, blended, stretched)))
 
 
-def _yarn(
-    theta: float,
-    size: int,
-    factor: float,
-    original: int,
-    attention_factor: float | None = None,
-    mscales: tuple[float, float] | None = None,
-    betas: tuple[float, float] = (32, 1),
-    truncate: bool = True,
-) -> Rotary:
+def _yarn(settings: _Set) -> Rotary:
     """YaRN (arXiv:2309.00071): high frequencies stay as they are, low ones are divided by `factor`, with a ramp between.
 
-    The ramp goes from the frequency with `betas[0]` rotations in `original` tokens to the one with `betas[1]`; `truncate` rounds
-    these bounds outward. cos and sin are multiplied by `attention_factor`. If it is None, the factor follows from `mscales`
-    (`mscale` and `mscale_all_dim` in config.json); if these are None too, it is 0.1 ln(factor) + 1.
+    The ramp goes from the frequency with `beta_fast` rotations in `original` tokens to the one with `beta_slow`; `truncate`
+    rounds these bounds outward. cos and sin are multiplied by `attention_factor`. If it is null, the factor follows from `mscale`
+    and `mscale_all_dim`; if one of these is null too, it is 0.1 ln(factor) + 1.
     """
+    section, theta, size, original, length = settings
+    factor = section.optional(section.positive, "factor") or length / original
 
     def bound(rotations: float) -> float:
         return (size * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
@@ -217,39 +175,46 @@ def _yarn(
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    first, last = bound(betas[0]), bound(betas[1])
-    if truncate:
+    first, last = (
+        bound(section.optional(section.positive, name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
+    if section.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     if first == last:
         last += 0.001
-    denominators = _denominators(theta, size)
+    denominators = settings.denominators()
     kept = 1 - torch.clamp((torch.arange(size // 2, dtype=torch.float32) - first) / (last - first), 0, 1)
     frequencies = 1.0 / (factor * denominators) * (1 - kept) + 1.0 / denominators * kept
-    if attention_factor is None:
-        attention_factor = scale(1) if mscales is None else scale(mscales[0]) / scale(mscales[1])
-    return Rotary(_tuple(frequencies), attention_factor)
+    attention_factor = section.optional(section.positive, "attention_factor")
+    if attention_factor is None and section.raw("mscale") and section.raw("mscale_all_dim"):
+        attention_factor = scale(section.positive("mscale")) / scale(section.positive("mscale_all_dim"))
+    return Rotary(_tuple(frequencies), scale(1) if attention_factor is None else attention_factor)
 
 
-def _longrope(
-    theta: float,
-    size: int,
-    factor: float,
-    original: int,
-    short: Sequence[float],
-    long: Sequence[float],
-    attention_factor: float | None = None,
-) -> Rotary:
-    """LongRoPE (arXiv:2402.13753): each frequency is divided by its number in `short`, or in `long` if a run is longer than
-    `original` tokens. cos and sin are multiplied by `attention_factor`, by default sqrt(1 + ln(factor) / ln(original)).
+def _longrope(settings: _Set) -> Rotary:
+    """LongRoPE (arXiv:2402.13753): each frequency is divided by its number in `short_factor`, or in `long_factor` if a run is
+    longer than `original` tokens. cos and sin are multiplied by `attention_factor`, by default
+    sqrt(1 + ln(factor) / ln(original)).
     """
-    denominators = _denominators(theta, size)
-    frequencies, long_frequencies = (
-        1.0 / (torch.tensor(divisors, dtype=torch.float32) * denominators) for divisors in (short, long)
-    )
+    section, _, size, original, length = settings
+    factor = section.optional(section.positive, "factor") or length / original
+    divisors = (section.numbers(name, size // 2) for name in ("short_factor", "long_factor"))
+    short, long = (_tuple(1.0 / (torch.tensor(each, dtype=torch.float32) * settings.denominators())) for each in divisors)
+    attention_factor = section.optional(section.positive, "attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return Rotary(_tuple(frequencies), attention_factor, _tuple(long_frequencies), original)
+    return Rotary(short, attention_factor, long, original)
+
+
+_TYPES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
 def _tuple(frequencies: torch.Tensor) -> tuple[float, ...]:

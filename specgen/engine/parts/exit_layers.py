@@ -1,11 +1,15 @@
-"""An exit layer of EESD (section 3.1), made of native layers: it drafts from the hidden states between a target's layers.
+"""Early exit (EESD, section 3.1): one model drafts for itself, with its first N layers and a trained exit layer.
 
-The target may be run by either backend.
+The exit is made of native layers; the target may be run by either backend. Target and draft are two model runners on the same
+model. Both start from the hidden states after layer N, which a third one computes once per token and keeps. So verifying a draft
+runs only the layers after the first N.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,15 +17,19 @@ from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.batch_pass import BatchPass
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, ModelOutput
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, Take, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
+from specgen.engine.parts.acceptance import ExitAcceptancePredictor, Predictor
+from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
@@ -52,10 +60,11 @@ def default_exit_depth(layers: int) -> int:
 
 def known_architecture(model: Model, feature: str) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
-    try:
-        return model.architecture
-    except UnsupportedConfig as error:
-        raise SpecgenError(f"{feature} needs a target of a family that specgen knows, but {error}", "Take -m svip") from error
+    if not isinstance(model.shape, Architecture):
+        raise SpecgenError(
+            f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
+        )
+    return model.shape
 
 
 class ExitLayers:
@@ -137,3 +146,33 @@ def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLa
         raise ValueError(f"the exit layer has other tensors than it has to have: {', '.join(wrong)}")
     with torch.no_grad():
         return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=has_head)
+
+
+@dataclass(frozen=True)
+class ExitWeights:
+    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
+
+    kind: ClassVar[Literal["exit"]] = "exit"
+    layers: ExitLayers
+    after: int
+    predictor: Predictor | None = None
+
+
+def make_runners(
+    weights: ExitWeights, model: Model, _: ModelRunner | None, penalties: Callable[[], PenaltyProcessor | None]
+) -> PartRunners:
+    """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
+
+    `penalties` makes the processor for each of the two. Raises SpecgenError for a model whose layers cannot be run one by one,
+    and for a depth that leaves no layers before or after the exit.
+    """
+    model.check_layers("early exit")
+    check_exit_depth(model.shape.num_layers, weights.after)
+    earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
+    run = model.forward([LayerPart(index) for index in earlier], with_head=False)
+    first = FeatureRunner(model, run, model.new_cache(earlier))
+    verify = model.forward([LayerPart(index) for index in later], first.features_of)
+    target = ModelRunner(model, penalties(), verify, model.new_cache(later))
+    draft = ModelRunner(model, penalties(), weights.layers.forward(first.features_of), weights.layers.new_cache())
+    predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
+    return PartRunners(target, draft, first, predictor)

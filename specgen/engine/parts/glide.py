@@ -23,6 +23,7 @@ from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.exit_layers import known_architecture
@@ -78,7 +79,7 @@ class GlideForward:
         def take(name: str) -> torch.Tensor:
             return tensors[name].to(device)
 
-        gain, is_native = norm_gain(architecture, dtype, device), model.backend == "native"
+        gain, is_native = norm_gain(architecture, dtype, device), isinstance(model, NativeModel)
         self._layers = GlideLayers(
             architecture, self._target_architecture, take, dtype, factory, device, native_keys=is_native, norm_gain=gain
         )

@@ -13,6 +13,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import MedusaWeights
@@ -134,8 +135,8 @@ def make_runners(
     Raises SpecgenError if such a model's layers cannot be run one by one.
     """
     heads = MedusaHeads(weights, model)
-    if model.backend == "transformers":
+    if not isinstance(model, NativeModel):
         model.check_layers("medusa")
         layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
-        target = ModelRunner(model, penalties(), model.layers_forward(layers))
+        target = ModelRunner(model, penalties(), model.forward(layers))
     return PartRunners(target, MedusaRunner(heads, target, penalties(), weights.rank_accuracies))

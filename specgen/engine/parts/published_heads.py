@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from specgen.engine.fingerprint import weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD
@@ -26,7 +25,6 @@ from specgen.engine.parts.head_config import (
     MEDUSA_FILE,
     OTHER_HEAD,
     HeadFields,
-    check_off,
     check_vocabulary,
     compare_table,
     decoder_layers,
@@ -37,7 +35,7 @@ from specgen.engine.parts.head_config import (
     take_exactly,
 )
 from specgen.engine.parts.weights import EagleWeights, GlideWeights, HeadKind, HeadWeights, MedusaWeights
-from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles
+from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, weights_fingerprint
 
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
 _FEATURE_NORM, _FIRST_NORM = "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"
@@ -51,14 +49,6 @@ _RENAMED = (  # names in files, and those here: EAGLE-1's authors', with all lay
     (r"(\d{1,3})\.\d{1,3}\.weight", r"lm_heads.\1.weight"),
 )
 _BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
-_VARIANTS = {  # by tensors that only they have
-    "fc_norm.": "an EAGLE-3.1 head",
-    "input_norm.": "an EAGLE-3 head with a norm before its fc",
-    "embedding_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "pre_lm_head_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "hidden_states_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "mask_hidden": "a head for parallel drafting",
-}
 
 
 def _own_name(name: str) -> str:
@@ -83,12 +73,9 @@ class PublishedHead:
 
     def _kind(self) -> HeadKind:
         files, names = self.files, set(self.files.names)
-        parts = {part for name in names for part in name.split(".")}
-        if parts & {"eh_proj", "enorm", "hnorm"}:
-            raise files.refuse("it is an MTP layer (multi-token prediction), which specgen cannot run", _KINDS_HINT)
         if any(map(_BLOCK.fullmatch, names)):
             return "medusa"
-        if "cross_attn" in parts:
+        if any(".cross_attn." in name for name in names):
             return "glide"
         is_model = _FIRST_NORM in names and not names & {"fc.weight", _FEATURE_NORM}
         if is_model:
@@ -119,9 +106,6 @@ class PublishedHead:
 
     def _read_eagle(self, config: dict[str, Any], feature_layers: Sequence[int]) -> EagleWeights:
         files, target = self.files, self._target
-        for prefix, variant in _VARIANTS.items():
-            if any(name.startswith(prefix) for name in files.names):
-                raise files.refuse(f"it is {variant}, which specgen cannot run", OTHER_HEAD)
         outer, fields = _eagle_fields(files, config)
         (width, fused), hidden = matrix_shape(files, "fc.weight"), target.model.shape.hidden_size
         inputs = matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1]
@@ -130,12 +114,10 @@ class PublishedHead:
             raise refuse_target(files, "fc.weight", "a hidden size of", width, target, hidden)
         if is_third and fused != 3 * hidden:
             raise refuse_target(files, "fc.weight", "three features of", fused // 3, target, hidden)
-        check_off(files, outer, *(("norm_before_fc", "fc_norm") if is_third else ("layernorms",)))
         check_vocabulary(files, [EMBEDDING, "t2d" if is_third else HEAD], target, fields.vocab_size)
         layers, architecture, shapes = decoder_layers(files, fields, target, width)
         shapes["fc.weight"] = width, (3 if is_third else 2) * (hidden if is_third else width)
-        if _has_fusion_bias(files, outer, is_third):
-            shapes["fc.bias"] = (width,)
+        shapes |= {"fc.bias": (width,)} if "fc.bias" in files else {}
         if EMBEDDING in files or width != hidden:
             shapes[EMBEDDING] = (target.model.num_embeddings if is_third else files.shape(EMBEDDING)[0]), width
         if not is_third:
@@ -203,12 +185,6 @@ def _sglang(files: WeightFiles, outer: HeadFields) -> dict[str, Any]:
     return {} if ids is None else {FEATURES: [each + (ids[0] == 1) for each in ids]}
 
 
-def _has_fusion_bias(files: WeightFiles, outer: HeadFields, is_third: bool) -> bool:
-    """Whether `fc` has a bias: as config.json says by the name that its layout has for it, or as the file has it."""
-    stated = next((flag for flag in (outer.eagle_fc_bias, outer.fusion_bias, outer.bias) if flag is not None), None)
-    return "fc.bias" in files if stated is None or is_third else stated
-
-
 def _feature_layers(files: WeightFiles, outer: HeadFields, target: LoadedModel) -> tuple[int, ...]:
     """Returns the layers whose inputs are the features of EAGLE-3."""
     count, ids = target.model.shape.num_layers, outer.eagle_aux_hidden_state_layer_ids
@@ -237,19 +213,11 @@ def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], rows: int,
 
 
 def _read_glide(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> GlideWeights:
-    if fields.use_remap or any("remap_" in name for name in files.names):
-        raise files.refuse("it maps the target's keys and values (use_remap), which specgen cannot run", OTHER_HEAD)
     shape, query = target.model.shape, "layers.0.cross_attn.q_proj.weight"
     rows, width = matrix_shape(files, query)
     crossed = shape.num_heads * shape.head_size
-    for name, what, found, expected in (
-        ("config.json", "a hidden size of", fields.large_hidden_size, shape.hidden_size),
-        ("config.json", "this number of heads:", fields.large_num_attention_heads, shape.num_heads),
-        ("config.json", "heads of a size of", fields.large_head_dim, shape.head_size),
-        (query, "attention of a width of", rows, crossed),
-    ):
-        if found is not None and found != expected:
-            raise refuse_target(files, name, what, found, target, expected)
+    if rows != crossed:
+        raise refuse_target(files, query, "attention of a width of", rows, target, crossed)
     check_vocabulary(files, [EMBEDDING, HEAD], target, fields.vocab_size)
     config, architecture, shapes = decoder_layers(files, fields, target, width)
     count = len(architecture.layers)

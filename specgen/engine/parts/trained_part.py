@@ -24,14 +24,13 @@ from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
 from specgen.base.schema import read
-from specgen.engine.fingerprint import file_fingerprint, weights_fingerprint
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.exit_layers import check_exit_depth, check_exit_layers, read_exit
+from specgen.engine.parts.exit_layers import ExitWeights, check_exit_depth, check_exit_layers, read_exit
 from specgen.engine.parts.head_config import MEDUSA_FILE
 from specgen.engine.parts.published_heads import PublishedHead, published
-from specgen.engine.parts.weights import EagleWeights, ExitWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
-from specgen.engine.weights import SINGLE_FILE, WeightFiles, shown
+from specgen.engine.parts.weights import EagleWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
+from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
 _COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
@@ -66,23 +65,11 @@ class ExitDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetSizes:
-    """The sizes of the target that a head was trained for. `vocab_size` is its number of logits."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class HeadDescription:
     """The contents of `head.yaml`, which describes a head that specgen trained; see `ExitDescription`.
 
-    `sizes` are the target's. `weights` is a hash of the head's own weights, which `save_head` fills in. `feature_layers` of
+    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size`, its number of logits.
+    `weights` is a hash of the head's own weights, which `save_head` fills in. `feature_layers` of
     EAGLE-3 and `rank_accuracies` of Medusa are as in the head's weights.
     """
 
@@ -91,7 +78,7 @@ class HeadDescription:
     kind: HeadKind
     target: str
     fingerprint: str
-    sizes: TargetSizes
+    sizes: Mapping[str, int]
     weights: str = ""
     feature_layers: tuple[int, ...] = ()
     rank_accuracies: Sequence[Sequence[Annotated[float, Field(ge=0, le=1)]]] = ()
@@ -280,8 +267,8 @@ def describe_head(
     kind: HeadKind, target: LoadedModel, figures: Mapping[str, Any], made_with: Mapping[str, Any]
 ) -> HeadDescription:
     """Returns the description of a head that was trained for `target`."""
-    shape = target.model.shape
-    sizes = TargetSizes(shape.hidden_size, shape.num_layers, shape.num_heads, shape.head_size, target.model.vocab_size)
+    shape, names = target.model.shape, ("hidden_size", "num_layers", "num_heads", "head_size")
+    sizes = {name: getattr(shape, name) for name in names} | {"vocab_size": target.model.vocab_size}
     return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
 
 
@@ -299,7 +286,7 @@ def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) 
     All files are replaced together. Raises SpecgenError as `check_head_folder` does, and OSError.
     """
     check_head_folder(folder)
-    config, tensors, name = published(weights, description.target, asdict(description.sizes))
+    config, tensors, name = published(weights, description.target, description.sizes)
     if isinstance(weights, MedusaWeights):
         description = replace(description, rank_accuracies=[list(each) for each in weights.rank_accuracies])
     elif isinstance(weights, EagleWeights):

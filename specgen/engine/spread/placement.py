@@ -15,10 +15,9 @@ import torch
 from specgen.base.errors import RunError
 from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
-from specgen.engine.dtype_choice import DtypeChoice
+from specgen.engine.dtype_choice import DtypeChoice, weight_bytes
+from specgen.engine.model import ModelShape
 from specgen.engine.model_loading import PreparedModel, check_weight_files
-from specgen.engine.model_shape import ModelShape
-from specgen.engine.weight_sizes import weight_sizes
 
 PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 _OVERHEAD = 512 << 20  # bytes per GPU that its context, its libraries' workspaces and gaps between allocations take
@@ -65,11 +64,6 @@ class ModelMemory:
     def weights(self) -> int:
         """The bytes of all weights on a single device."""
         return self.weights_of(range(len(self.layers)))
-
-    @property
-    def total(self) -> int:
-        """The bytes that the model takes on a single device."""
-        return self.weights + self.cache * len(self.layers) + self.working
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +129,13 @@ def place(
     target = model_memory(models[0], rooms[0].device, choices[0], context)
     draft = 0
     if len(models) == 2 and draft_device is None:
-        draft = model_memory(models[1], rooms[0].device, choices[1], min(models[1].context_limit, context)).total
-    found = plan([room for room in rooms if room.device.type != "cpu"], target, context, draft)
-    if found is None and models[0].backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
+        of_draft = model_memory(models[1], rooms[0].device, choices[1], min(models[1].context_limit, context))
+        draft = of_draft.weights + of_draft.cache * len(of_draft.layers) + of_draft.working
+    found = plan(rooms, target, context, draft)
+    uses_cpu = found is None or any(stage.layers and stage.device.type == "cpu" for stage in found.stages)
+    if uses_cpu and models[0].backend == "transformers":  # accelerate computes the CPU's layers on the first GPU
         target = replace(target, cache=0, working=target.working + target.cache * len(target.layers) + max(target.layers))
-    found = plan(rooms, target, context, draft) if found is None else found
+        found = plan(rooms, target, context, draft)
     if found is None:
         raise _does_not_fit(models[0].name, rooms, target, context, draft)
     return found
@@ -153,27 +149,21 @@ def plan(rooms: Sequence[Room], model: ModelMemory, context: int, draft: int = 0
     """
     fitting = [room for room in rooms if draft + room.overhead <= room.free and room.device.type != "cpu"]
     host = (fitting or rooms)[-1] if draft else None
-    stages, first = [], 0
+    stages, first, count = [], 0, len(model.layers)
     for room in rooms:
         own, reserved = draft if room is host else 0, model.working + room.overhead
-        last = _filled(room.free - reserved - own, model, first)
-        layers = range(first, last)
-        if layers:
-            used = model.weights_of(layers), len(layers) * model.cache, reserved, own
-            stages.append(Stage(room.device, layers, room.free, *used))
-        elif own and own <= room.free:
-            stages.append(Stage(room.device, layers, room.free, draft_bytes=own))
-        first = last
-    is_complete = first == len(model.layers) and sum(stage.draft_bytes for stage in stages) == draft
+        stage = Stage(room.device, range(first, first), room.free, draft_bytes=own)
+        for last in range(first + 1, count + 1):  # the last layer only goes with the head
+            layers = range(first, last)
+            more = Stage(room.device, layers, room.free, model.weights_of(layers), len(layers) * model.cache, reserved, own)
+            if more.left < 0:
+                break
+            stage = more
+        if (stage.layers or own) and stage.left >= 0:
+            stages.append(stage)
+        first = stage.layers.stop
+    is_complete = first == count and sum(stage.draft_bytes for stage in stages) == draft
     return Placement(tuple(stages), host and host.device, context) if is_complete else None
-
-
-def _filled(capacity: int, model: ModelMemory, first: int) -> int:
-    """Returns the end of the layers from `first` on that fit into so many bytes. The last layer only goes with the head."""
-    last = first
-    while last < len(model.layers) and model.weights_of(range(first, last + 1)) + (last + 1 - first) * model.cache <= capacity:
-        last += 1
-    return last
 
 
 def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int) -> ModelMemory:
@@ -185,7 +175,7 @@ def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeCh
     check_weight_files(prepared.folder, prepared.name)
     shape, size = prepared.shape, weights.dtype.itemsize
     layers, embedding, others, has_head = [0] * shape.num_layers, 0, 0, False
-    for name, taken in weight_sizes(prepared, device, weights)[1].items():
+    for name, taken in weight_bytes(prepared, device, weights).items():
         found = _LAYER.search(name)
         if found is not None:
             if int(found[1]) < shape.num_layers:  # others predict further tokens, and are not loaded

@@ -231,23 +231,23 @@ class DistributedModel(NativeModel):
         self.local: ShardedModel = group.objects[self._key]
         norm, sizes = self.local.parts.norm, (architecture.vocab_size, architecture.hidden_size)
         parts = NativeParts(norm[None], norm, _AnnouncedHead(group, self._key, sizes))
-        options = {name: getattr(self.local, name) for name in ("norm_gain", "min_rows", "exact", "num_parameters")}
+        options = {name: getattr(self.local, name) for name in ("norm_gain", "min_rows", "exact")}
         super().__init__(architecture, (), parts, dtype, product_choices=self.local.product_choices, **options)
         self.num_embeddings = self.local.num_embeddings
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> Any:
         return DistributedCache(self._group, self._key, range(self.shape.num_layers) if layers is None else layers)
 
-    def forward(self) -> ForwardFunction:
-        return self.layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
-
-    def layers_forward(
-        self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
+    def forward(
+        self,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
     ) -> ForwardFunction:
-        return _DistributedForward(self._group, self._key, inputs, list(layers), inputs is not None, with_head, None)
-
-    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
-        return _DistributedForward(self._group, self._key, None, [], False, True, list(taps))
+        parts = None if layers is None else list(layers)
+        return _DistributedForward(self._group, self._key, inputs, parts, inputs is not None, with_head, list(taps))
 
     def embeddings(self, ids: Tensor) -> Tensor:
         found: Tensor = self._group.call(self._key, "embeddings", ids)

@@ -211,15 +211,15 @@ class ShardedModel(NativeModel):
 class ShardedForward:
     """One rank's part of a forward function. `layers`, `with_head` and `taps` are as for `engine.model.Model`.
 
-    `taps` None: there are no features. `reads_hidden`: hidden states enter the first layer, not embeddings.
+    `reads_hidden`: hidden states enter the first layer, not embeddings.
     """
 
     def __init__(
-        self, model: ShardedModel, layers: Sequence[LayerPart], reads_hidden: bool, with_head: bool, taps: Sequence[int] | None
+        self, model: ShardedModel, layers: Sequence[LayerPart] | None, reads_hidden: bool, with_head: bool, taps: Sequence[int]
     ) -> None:
         self._hidden: Any = None
         source = (lambda _: self._hidden) if reads_hidden else None
-        self._forward = model.layers_forward(layers, source, with_head=with_head) if taps is None else model.feature_forward(taps)
+        self._forward = model.forward(layers, source, taps=taps, with_head=with_head)
 
     def run(
         self, cache: KVBuffer, sizes: tuple[int, int], forward_pass: ForwardPass, logits_to_keep: int, hidden: Tensor | None
@@ -245,7 +245,7 @@ def load_shard(
     """
     shard = Shard.of(architecture, ranks.rank, ranks.size, name)
     with torch.no_grad():
-        files, count = open_model(folder, name, architecture, device)
+        files = open_model(folder, name, architecture, device)
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, ranks)
         files.close()
@@ -258,7 +258,7 @@ def load_shard(
             if not files.are_copied:
                 return_free_memory()
     options = {"norm_gain": gain, "min_rows": factory.min_rows, "exact": exact}
-    return ShardedModel(shard, ranks, layers, parts, num_parameters=count, product_choices=factory.choices, **options)
+    return ShardedModel(shard, ranks, layers, parts, product_choices=factory.choices, **options)
 
 
 def _tables(

@@ -31,68 +31,53 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
         Returns views of all keys and of all values up to the end of the written ones.
         """
-        self.keys = _write(self.keys, key_states, self._cache)
-        self.values = _write(self.values, value_states, self._cache)
+        start, end = self._cache.length, self._cache.length + key_states.shape[-2]
+        if self.keys is None or end > self.keys.shape[-2]:
+            self.keys, self.values = (self._larger(*pair, end) for pair in ((self.keys, key_states), (self.values, value_states)))
+        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
         self.is_initialized = True
-        end = self._cache.length + key_states.shape[-2]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def gather(self, source: torch.Tensor, start: int) -> None:
-        """Moves the entries at the indices `source` [n] to the indices `start`, `start + 1`, ..."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                source = move(source, buffer.device)  # of one layer: others may be on other devices
-                buffer[..., start : start + source.shape[0], :] = buffer.index_select(-2, source)
+    def _larger(self, old: torch.Tensor | None, states: torch.Tensor, needed: int) -> torch.Tensor:
+        """Returns a buffer for `states` with room for `needed` and `capacity` tokens, and twice the old one's; it holds the old
+        one's valid entries."""
+        capacity = max(needed, self._cache.capacity, 0 if old is None else 2 * old.shape[-2])  # doubled: few copies as it grows
+        buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
+        if old is not None:
+            buffer[:, :, : self._cache.length] = old[:, :, : self._cache.length]
+            release(old)
+        return buffer
 
     def get_seq_length(self) -> int:
         return self._cache.length
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """The KV cache of all layers, with one entry per token. Each layer's first `length` entries are valid.
+    """The KV cache of all layers, with one entry per token. Implements `forward_pass.Cache`.
 
-    A newly allocated buffer has room for at least `capacity` tokens. `length` is set before each forward pass, and no layer
-    changes it. So an interrupted forward pass has written only entries after the first `length`, which are never read before they
-    are written again.
+    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
+    after the first `length`, which are never read before they are written again.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.length, self._device = 0, device
-        self.capacity = 64
+        self.length, self.capacity, self._device = 0, 64, device
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
-        entries, device = self.layers[layer], self._device
-        keys, values = (move(part[:, :, :count].flatten(0, 1), device) for part in (entries.keys, entries.values))
+        entries = self.layers[layer]
+        keys, values = (move(part[:, :, :count].flatten(0, 1), self._device) for part in (entries.keys, entries.values))
         return keys, values
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
-        device = next((layer.keys.device for layer in self.layers if layer.keys is not None), None)
-        source = upload(torch.tensor(indices), device or torch.device("cpu"))
-        for layer in self.layers:
-            layer.gather(source, start)
+        source = torch.tensor(indices)
+        for buffer in self._buffers():
+            moved = buffer.index_select(-2, upload(source, buffer.device))
+            buffer[:, :, start : start + len(indices)] = moved
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`."""
         for layer in self.layers:
             index = torch.tensor(kept, device=layer.keys.device)
             layer.keys, layer.values = layer.keys[index], layer.values[index]
 
-
-def _write(buffer: torch.Tensor | None, states: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Writes `states` [..., n, size] into `buffer` [..., capacity, size] at the index `cache.length`, and returns the buffer.
-
-    If `buffer` is None or too small, a larger one is allocated, filled and returned.
-    """
-    start, end = cache.length, cache.length + states.shape[-2]
-    if buffer is None or end > buffer.shape[-2]:
-        old = buffer
-        capacity = max(end, cache.capacity, 0 if old is None else 2 * old.shape[-2])  # doubled: few copies as it grows
-        buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
-        if old is not None:
-            buffer[..., :start, :] = old[..., :start, :]
-            release(old)
-    buffer[..., start:end, :] = states
-    return buffer
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partialmethod
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -13,25 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_accelerate_available
 
-from specgen.base.errors import RunError, SpecgenError
+from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.quiet import quiet_transformers, reading
-from specgen.engine.transformers.transformers_model import TransformersModel
+from specgen.engine.transformers.transformers_model import TransformersModel, model_without_weights
 from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
-_AGAIN = "Download or save it again"
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
 
 
 class Checkpoint(NamedTuple):
-    """A model to load: `name` is what messages call it, `config` transformers' own, None if it is not known.
+    """A model to load: `name` is what messages call it, `config` transformers' own.
 
     `quantisation` has the settings with which its weights are quantised, None if they are not.
     """
@@ -39,8 +34,8 @@ class Checkpoint(NamedTuple):
     folder: Path
     name: str
     trust_remote_code: bool
-    config: Any = None
-    quantisation: Mapping[str, Any] | None = None
+    config: Any
+    quantisation: Mapping[str, Any] | None
 
     def dequantises_on(self, device: torch.device) -> bool:
         """Whether quantised weights become ordinary numbers when they are loaded on a device; see `check_quantisation`."""
@@ -68,7 +63,7 @@ def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: 
     Returns whether it will dequantise them. Raises SpecgenError with its reason if it cannot.
     """
     try:
-        with _quiet_quantisers():
+        with quiet_transformers():
             from transformers.quantizers.auto import AutoHfQuantizer
 
             quantiser = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
@@ -90,7 +85,7 @@ def load_transformers_model(
     `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or
     missing weights, or without a package that several devices need, and RunError if memory is short.
     """
-    with _quiet_quantisers():  # some decompress weights at their first pass
+    with quiet_transformers():  # some decompress weights at their first pass
         module = load_module(checkpoint, dtype, device, layer_devices)
         if getattr(type(module), "_is_stateful", False):
             raise _recurrent(checkpoint.name, module.config.model_type)
@@ -114,24 +109,18 @@ def load_module(
         structure = model_without_weights(checkpoint.config, trust)
         options["device_map"] = module_devices(structure, name, layer_devices)
     with reading("weights", name):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
-                **options,
-            )
-            if options.get("device_map") is None:  # some quantised models cannot be moved, not even to where they are
-                model = model.to(device)
-            model = (model.to(dtype) if dequantises else model).eval()  # transformers gives them the dtype of their scales
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            where = ", ".join(map(str, dict.fromkeys(layer_devices or [device])))
-            raise RunError(
-                f"{name} does not fit into the memory of {where}", "Try --dtype bfloat16 or a smaller model"
-            ) from error
+        model, report = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
+            **options,
+        )
+        if options.get("device_map") is None:  # some quantised models cannot be moved, not even to where they are
+            model = model.to(device)
+        model = (model.to(dtype) if dequantises else model).eval()  # transformers gives them the dtype of their scales
     _check_report(report, model.config.get_text_config(), name)
     return model
 
@@ -180,18 +169,6 @@ def _check_rollback(model: TransformersModel, checkpoint: Checkpoint, device: to
         )
 
 
-def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
-    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
-
-    `config` is transformers' config. Returns None if building the model fails.
-    """
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # noqa: BLE001  loading the model reports the error
-        return None
-
-
 def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]) -> dict[str, torch.device]:
     """Returns accelerate's device map of a model without weights: the devices of its modules by their names.
 
@@ -209,37 +186,13 @@ def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]
     if layers is None:
         raise SpecgenError(f"the layers of {name} cannot be told from its other modules", "Take --device cuda or cpu")
     tied = bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
-    found: dict[str, torch.device] = {}
-    head, seen = module.get_output_embeddings(), False
-    for path, part in _parts(module, layers):
+    head = module.get_output_embeddings()
+    found = {f"{layers}.{index}": device for index, device in enumerate(layer_devices)}
+    are_before = True
+    for path, part in named:
         if path == layers:
-            found |= {f"{path}.{index}": device for index, device in enumerate(layer_devices)}
-            seen = True
-        else:
-            is_late = seen and any(True for _ in part.parameters()) and not (tied and part is head)
-            found[path] = layer_devices[-1 if is_late else 0]
+            are_before = False
+        elif not path.startswith(f"{layers}.") and not any(part.children()):
+            has_weights = any(True for _ in part.parameters())
+            found[path] = layer_devices[0 if are_before or not has_weights or (tied and part is head) else -1]
     return found
-
-
-def _parts(module: nn.Module, layers: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names of the modules beside the list `layers` and around it, and of the list itself, in their order."""
-    for name, part in module.named_children():
-        path = f"{prefix}{name}"
-        if layers.startswith(f"{path}."):
-            yield from _parts(part, layers, f"{path}.")
-        else:
-            yield path, part
-
-
-@contextmanager
-def _quiet_quantisers() -> Iterator[None]:
-    """Switches off warnings, log messages and progress bars of transformers and of the quantisers' packages."""
-    disabled, bars = logging.root.manager.disable, tqdm.__init__
-    logging.disable(logging.WARNING)
-    tqdm.__init__ = partialmethod(bars, disable=True)
-    try:
-        with quiet_transformers():
-            yield
-    finally:
-        logging.disable(disabled)
-        tqdm.__init__ = bars

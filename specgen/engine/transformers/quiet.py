@@ -7,50 +7,45 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from textwrap import shorten
 
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers.utils import logging as transformers_logging
 
-from specgen.base.errors import SpecgenError
+from specgen.base.errors import SpecgenError, is_out_of_memory
 
 # transformers imports what it finds of these packages; some warn when they are imported, some at every forward pass
-for _package in (
-    "auto_round",
-    "bitsandbytes",
-    "compressed_tensors",
-    "gptqmodel",
-    "hqq",
-    "optimum",
-    "torchao",
-    "torch.utils._pytree",
-):
+_TALKATIVE = "auto_round", "bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao", "torch.utils._pytree"
+for _package in _TALKATIVE:
     logging.getLogger(_package).setLevel(logging.ERROR)
 _PYTHON_NAMES = re.compile(r"\b[A-Z]\w*Error: |<class '(?P<type>[\w.]+)'>")  # in texts of errors
+_KNOWN = {  # parts of transformers' messages: what to say after the model's name, and the hint
+    "trust_remote_code": ("contains Python code", "If you trust its authors with your machine, add --trust-remote-code"),
+    "Unrecognized configuration class": ("is no causal language model", "Take a decoder-only language model"),
+    "does not recognize this architecture": (
+        "has a model_type that transformers does not know",
+        "Install a newer transformers",
+    ),
+}
 
 
 @contextmanager
 def reading(part: str, name: str) -> Iterator[None]:
-    """Turns any exception that transformers raises in the `with` block into a SpecgenError with a message of one line.
+    """Turns exceptions that transformers raises in the `with` block into a SpecgenError with a message of one line.
 
-    `part` says what of the model is read there, for the message.
+    But for those of memory that is short. `part` says what of the model is read there, for the message.
     """
     try:
         with quiet_transformers():
             yield
-    except SpecgenError:
-        raise
     except Exception as error:
+        if isinstance(error, SpecgenError) or is_out_of_memory(error):
+            raise
         text = " ".join(str(error).split())
-        if "trust_remote_code" in text:
-            raise SpecgenError(
-                f"{name} contains Python code", "If you trust its authors with your machine, add --trust-remote-code"
-            ) from error
-        if "Unrecognized configuration class" in text:
-            raise SpecgenError(f"{name} is no causal language model", "Take a decoder-only language model") from error
-        if "does not recognize this architecture" in text:
-            raise SpecgenError(
-                f"{name} has a model_type that transformers does not know", "Install a newer transformers"
-            ) from error
+        for known, (problem, hint) in _KNOWN.items():
+            if known in text:
+                raise SpecgenError(f"{name} {problem}", hint) from error
         if isinstance(error, KeyError):  # its text is the key alone
             text = f"{text} is unknown"
         plain = _PYTHON_NAMES.sub(lambda found: found["type"] or "", text)
@@ -61,15 +56,17 @@ def reading(part: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switches off transformers' warnings and progress bars, and all of Python's warnings, in the `with` block."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    """Switches off warnings, log messages and progress bars in the `with` block, those of quantisers' packages too."""
+    disabled, bars = logging.root.manager.disable, tqdm.__init__
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    logging.disable(logging.ERROR)
     transformers_logging.disable_progress_bar()
+    tqdm.__init__ = partialmethod(bars, disable=True)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
+        logging.disable(disabled)
+        tqdm.__init__ = bars
+        if has_bars:
             transformers_logging.enable_progress_bar()

@@ -1,34 +1,36 @@
-"""A model that transformers runs, with the same interface as the native decoder's models."""
+"""Models that transformers' own code runs: whole passes, and passes over some of the decoder layers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
 from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput, positions
+from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_shape import of_transformers
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.model import ModelShape, of_transformers
+from specgen.engine.native.architecture import UnsupportedConfig
+from specgen.engine.native.attention import Sight, sight_of_chain
 from specgen.engine.native.families import read_architecture
-from specgen.engine.transformers.attention_masks import AttentionMasks, LayerMasks, Mask
-from specgen.engine.transformers.decoder_layers import (
-    DecoderLayers,
-    check_llama_structure,
-    decoder_of,
-    layer_types,
-)
+from specgen.engine.native.inputs import ancestry, sight_of_tree
+from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.kv_cache import KVCache
-from specgen.engine.transformers.structure import count_parameters, dequantised_layer, dequantised_linear, is_quantised
+from specgen.engine.transformers.quiet import quiet_transformers
+
+Mask = torch.Tensor | dict[str, torch.Tensor] | None
+_ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
 
 
 class TransformersModel:
@@ -38,124 +40,194 @@ class TransformersModel:
     to which the outputs are moved.
     """
 
-    backend = "transformers"
     exact = False
-    capture_seconds = 0.0
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.shape = of_transformers(module.config)
+        self.shape = _shape(module.config)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self.num_embeddings: int = module.get_input_embeddings().weight.shape[0]
         head = module.get_output_embeddings()
         rows = getattr(head, "out_features", None) or (head or module.get_input_embeddings()).weight.shape[0]
         self.vocab_size: int = rows  # a packed weight has another shape
-        self.inputs = _InputMaker(module)
-
-    @property
-    def num_parameters(self) -> int:
-        counted = count_parameters(self.module.config, False) if is_quantised(self.module) else None
-        return counted or sum(weight.numel() for weight in self.module.parameters())
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether the modules are on several devices."""
-        return getattr(self.module, "hf_device_map", None) is not None and len(set(self.module.hf_device_map.values())) > 1
-
-    @property
-    def architecture(self) -> Architecture:
-        """What config.json describes; see `engine.model.Model`."""
-        config = json.loads(self.module.config.get_text_config().to_json_string(use_diff=False))
-        return read_architecture({**config, "quantization_config": None})
-
-    def capture_passes(self, shortest: int, longest: int) -> None:
-        """Does nothing: no passes are captured."""
+        self._masks = AttentionMasks(module)
+        accepted = inspect.signature(module.forward).parameters
+        self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
         return KVCache(self.shape.num_layers, self.device)
 
-    def forward(self) -> ForwardFunction:
-        return _FullModelForward(self.module, self.inputs)
+    def batch_cache(self, sequences: int) -> KVCache:
+        """Returns an empty KV cache; its first pass decides for how many sequences."""
+        return self.new_cache()
+
+    def forward(
+        self,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+    ) -> ForwardFunction:
+        """Returns a function that runs the model by its own `forward`, or layer by layer; see `engine.model.Model`."""
+        if layers is not None:
+            return self._layers_forward(layers, inputs, with_head=with_head)
+        if taps:
+            self.check_layers("a head on hidden states")
+        return self._whole_forward(taps)
+
+    # whole passes, by the model's own `forward`
+
+    def _whole_forward(self, taps: Sequence[int]) -> ForwardFunction:
+        def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            ids, sight = torch.tensor([forward_pass.ids], device=self.device), self._sight(forward_pass)
+            mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
+            output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
+            logits = output.logits[0, -logits_to_keep:]
+            if not taps:
+                return ModelOutput(logits)
+            kept = move(output.hidden_states[-1], self.device)[0, -logits_to_keep:]
+            return ModelOutput(logits, kept, features=self._features(output, taps)[0])
+
+        return run
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Any, keep: int = 0, *, with_states: bool = False
+    ) -> Any:
+        """Returns transformers' output of a pass over token ids [batch, n], with hidden states if `with_states`.
+
+        `keep` is the number of tokens, the last ones, whose logits are wanted; 0: all. Some models compute them all nevertheless.
+        """
+        given = {"position_ids": positions, "logits_to_keep": keep}
+        options = {name: given[name] for name in self._options} | ({"output_hidden_states": True} if with_states else {})
+        return self.module(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None, **options)
+
+    def _features(self, output: Any, taps: Sequence[int]) -> torch.Tensor:
+        return torch.cat([move(output.hidden_states[tap], self.device) for tap in taps], dim=-1)
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        output = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         return logits
 
-    def check_layers(self, feature: str) -> None:
-        check_llama_structure(self.module, feature)
+    def batch(
+        self,
+        batch: BatchPass,
+        layers: int | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+        logits_to_keep: int | None = None,
+    ) -> ModelOutput:
+        """Runs several sequences through all layers that the model has kept; see `engine.model.Model`."""
+        mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
+        with_states, keep = bool(taps) or layers is not None, logits_to_keep or 0
+        output = self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
+        features = self._features(output, taps) if taps else None
+        hidden = None if layers is None else move(output.hidden_states[layers], self.device)
+        return ModelOutput(output.logits[:, -keep:], hidden, features=features)
 
-    def layers_forward(
+    # some of the layers
+
+    def check_layers(self, feature: str) -> None:
+        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits; `feature` needs that.
+
+        Modules of the right names may still be used differently than in Llama, so the logits of four tokens are compared.
+        """
+        why = f"its decoder has no {missing}" if (missing := missing_part(self.module)) else self._layers_error()
+        if why:
+            raise SpecgenError(
+                f"{feature} needs a model built as Llama is, and {self.module.config.model_type} is not: {why}",
+                "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or a draft model: -m svip",
+            )
+
+    @inference
+    def _layers_error(self) -> str | None:
+        ids = [token % self.num_embeddings for token in (5, 9, 7, 3)]
+        layers = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
+        tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
+        error = logits_error(lambda: layers(tokens, len(ids)).logits, lambda: self.reference_logits(ids))
+        return error and f"its layers, run one by one, {error}"
+
+    def _layers_forward(
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
     ) -> ForwardFunction:
-        return _LayersForward(self, self._decoder_layers(layers, with_head=with_head), inputs)
+        """Returns a function that runs some layers, or parts of them, one by one."""
+        decoder = decoder_of(self.module)
+        types = getattr(self.module.config.get_text_config(), "layer_types", None) or [None] * self.shape.num_layers
+        parts = [(_part(decoder.layers[part.layer], part), types[part.layer]) for part in layers]
 
-    def feature_forward(self, taps: Sequence[int]) -> ForwardFunction:
-        """Returns a function that also returns hidden states between the layers; see `engine.model.Model`."""
-        self.check_layers("a head on hidden states")
-        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
-        return _LayersForward(self, layers, None, taps)
+        def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            if inputs is None:
+                hidden = self.embeddings(torch.tensor([forward_pass.ids], device=self.device))
+            else:
+                hidden = inputs(forward_pass)[None]
+            sight, cache = self._sight(forward_pass), forward_pass.cache
+            masks = self._masks.of_pass(forward_pass, sight, self.dtype)
+            rotary = decoder.rotary_emb(hidden, sight.positions[None])
+            for layer, kind in parts:
+                mask = masks[str(kind)] if isinstance(masks, dict) else masks
+                hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=True)
+            if not with_head:
+                hidden = move(hidden[0], self.device)
+                return ModelOutput(hidden, hidden)
+            hidden = decoder.norm(hidden[0, -logits_to_keep:])
+            return ModelOutput(self.head_logits(hidden), move(hidden, self.device))
+
+        return run
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
-        embeddings: torch.Tensor = decoder_of(self.module).embed_tokens(ids)
+        embeddings: torch.Tensor = self.module.get_input_embeddings()(ids)
         return embeddings
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits; see `engine.model.Model`."""
-        return move(self._decoder_layers([], with_head=True).head_logits(hidden), self.device)
+        """Returns the LM head's logits, with the cap that Gemma 2 has; see `engine.model.Model`."""
+        logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
+        cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def batch_cache(self, sequences: int) -> KVCache:
-        """Returns an empty KV cache; its first pass decides for how many sequences."""
-        return KVCache(self.shape.num_layers, self.device)
+    def _sight(self, forward_pass: ForwardPass) -> Sight:
+        """Returns what the tokens of a pass see, and their positions."""
+        if not forward_pass.is_chain:
+            return sight_of_tree(*ancestry(forward_pass), self.device)
+        first, last = forward_pass.first, forward_pass.last
+        return sight_of_chain(first, last - first, 0, last, self.device)
 
-    def batch_logits(self, batch: BatchPass, logits_to_keep: int | None = None) -> torch.Tensor:
-        """Runs the model's own `forward` on several sequences; see `engine.model.Model`."""
-        options = {"position_ids": batch.positions, "logits_to_keep": logits_to_keep or 0}
-        output = self.module(
-            input_ids=batch.ids,
-            attention_mask=self.inputs.batch_masks(batch),
-            past_key_values=batch.cache,
-            use_cache=batch.cache is not None,
-            **{name: options[name] for name in _accepted_options(self.module)},
-        )
-        logits: torch.Tensor = output.logits
-        return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
-
-    def batch_layers(self, batch: BatchPass, layers: int, *, with_head: bool = False) -> ModelOutput:
-        """Runs the first layers on several sequences; see `engine.model.Model`."""
-        decoder = decoder_of(self.module)
-        hidden = decoder.embed_tokens(batch.ids)
-        parts = self._decoder_layers([LayerPart(index) for index in range(layers)], with_head=with_head)
-        logits, states = parts(hidden, *self.inputs.batched(batch, hidden), batch.cache)
-        return ModelOutput(move(logits, self.device), move(states, self.device))
-
-    def batch_features(self, batch: BatchPass, taps: Sequence[int]) -> torch.Tensor:
-        """Returns hidden states between the layers for several sequences; see `engine.model.Model`."""
-        decoder = decoder_of(self.module)
-        hidden = decoder.embed_tokens(batch.ids)
-        rotary, masks = self.inputs.batched(batch, hidden)
-        layers = self._decoder_layers([LayerPart(index) for index in range(self.shape.num_layers)], with_head=True)
-        inputs: list[torch.Tensor] = []
-        inputs.append(layers.norm(layers.run_layers(hidden, rotary, masks, batch.cache, inputs)))
-        return torch.cat([move(inputs[tap], self.device) for tap in taps], dim=-1)
+    # weights
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the last layers' weights; see `engine.model.Model`."""
-        if self.is_placed:
+        """Returns copies of the last layers' weights; see `engine.model.Model`. Raises SpecgenError as it does."""
+        if len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1:
             raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
         decoder, head = decoder_of(self.module), self.module.lm_head
-        start = len(decoder.layers) - count
-        layers = list(decoder.layers[start:])
-        if is_quantised(self.module):
-            config, head = self.module.config.get_text_config(), dequantised_linear(head, self.dtype)
-            layers = [dequantised_layer(layer, index, config, self.dtype) for index, layer in enumerate(layers, start)]
+        layers = list(decoder.layers[len(decoder.layers) - count :])
         named = [*((f"layers.{index}", layer) for index, layer in enumerate(layers)), ("norm", decoder.norm), ("head", head)]
-        stored = {f"{part}.{name}": weight for part, module in named for name, weight in module.state_dict().items()}
+        stored = {f"{part}.{name}": weight for part, module in named for name, weight in self._weights_of(module)}
         return {name: weight.detach().to(self.device, torch.float32, copy=True) for name, weight in stored.items()}
+
+    @torch.no_grad()
+    def _weights_of(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights of a module by name, as ordinary numbers also where those of its linear modules are quantised.
+
+        Quantised ones are computed by running the linear modules on an identity matrix, so this works for each format.
+        """
+        if not _is_quantised(self.module):
+            yield from module.named_parameters()
+            return
+        for name, part in module.named_modules():
+            prefix = f"{name}." if name else ""
+            if not hasattr(part, "in_features"):
+                yield from ((prefix + key, weight) for key, weight in part.named_parameters(recurse=False))
+                continue
+            device = next(iter((*part.parameters(), *part.buffers()))).device
+            identity = torch.eye(part.in_features, device=device, dtype=self.dtype)
+            bias = part(torch.zeros_like(identity[:1]))
+            yield f"{prefix}weight", torch.cat([part(rows) - bias for rows in torch.split(identity, _ROWS)]).T
+            if getattr(part, "bias", None) is not None:
+                yield f"{prefix}bias", bias[0]
 
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of weights; see `engine.model.Model`."""
@@ -168,127 +240,99 @@ class TransformersModel:
         decoder.layers = decoder.layers[:kept_layers]
         decoder.norm, self.module.lm_head = nn.Identity(), nn.Identity()
 
-    def _decoder_layers(self, layers: Sequence[LayerPart], *, with_head: bool) -> DecoderLayers:
-        decoder, types = decoder_of(self.module), layer_types(self.module)
-        parts = [_part(decoder.layers[part.layer], part) for part in layers]
-        norm, head = (decoder.norm, self.module.lm_head) if with_head else (nn.Identity(), nn.Identity())
-        config = self.module.config.get_text_config() if with_head else None
-        return DecoderLayers(parts, [types[part.layer] for part in layers], norm, head, config)
 
+class AttentionMasks:
+    """Makes the attention masks of one model, in the form that the model's `forward` takes.
 
-class _InputMaker:
-    """Makes positions and attention masks of forward passes."""
-
-    def __init__(self, module: Any) -> None:
-        self._dtype: torch.dtype = module.dtype
-        self._masks, self._rotary = AttentionMasks(module), getattr(decoder_of(module), "rotary_emb", None)
-        self._positions = torch.arange(64, device=module.device)
-
-    def __call__(self, forward_pass: ForwardPass) -> tuple[torch.Tensor, Mask]:
-        """Returns the positions [n] of the pass's tokens and their attention mask."""
-        context, draft, first, last = forward_pass[:4]
-        if last > self._positions.shape[0]:
-            self._positions = torch.arange(max(last, 2 * self._positions.shape[0]), device=self._positions.device)
-        of_keys, tree = self._positions[:last], None
-        if not forward_pass.is_chain:
-            tree = len(context), draft.parents
-            new = torch.tensor(positions(forward_pass._replace(first=len(context))), device=of_keys.device)
-            of_keys = torch.cat((of_keys[: len(context)], new))
-        mask = self._masks(first, of_keys, tree, self._dtype)
-        if mask is None and tree is not None:
-            raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
-        return of_keys[first:], mask
-
-    def batched(self, batch: BatchPass, hidden: torch.Tensor) -> tuple[Any, LayerMasks]:
-        """Returns the rotary embeddings (cos, sin) and the mask of a pass over several sequences with Llama's structure."""
-        assert self._rotary is not None
-        return self._rotary(hidden, batch.positions), self.batch_masks(batch)
-
-    def batch_masks(self, batch: BatchPass) -> LayerMasks:
-        return self._masks.batched(batch, self._dtype)
-
-    def ids(self, forward_pass: ForwardPass) -> torch.Tensor:
-        """Returns the ids [1, n] of the tokens to run."""
-        return torch.tensor([forward_pass.ids], device=self._positions.device)
-
-
-class _FullModelForward:
-    """Runs a forward pass through the whole model, by the model's own `forward`."""
-
-    def __init__(self, module: Any, inputs: _InputMaker) -> None:
-        self._options = _accepted_options(module)
-        self._module, self._inputs = module, inputs
-
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        at, mask = self._inputs(forward_pass)
-        options = {"position_ids": at[None], "logits_to_keep": logits_to_keep}
-        output = self._module(
-            input_ids=self._inputs.ids(forward_pass),
-            attention_mask=mask,
-            past_key_values=forward_pass.cache,
-            use_cache=True,
-            **{name: options[name] for name in self._options},
-        )
-        return ModelOutput(output.logits[0][-logits_to_keep:])
-
-
-def _accepted_options(module: Any) -> list[str]:
-    """Returns which of the options that not all models have the model's `forward` takes."""
-    accepted = inspect.signature(module.forward).parameters
-    return [name for name in ("position_ids", "logits_to_keep") if name in accepted]
-
-
-class _LayersForward:
-    """Runs only `layers` of a model. `inputs` returns the hidden states [n, width] that enter them; None: the embeddings.
-
-    `taps` name the hidden states that the output's `features` are made of, see `engine.model.Model.feature_forward`.
+    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window)
+    take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run trees.
+    Masks are additive: transformers' eager attention adds any mask to the scores, so that boolean ones would be silently wrong.
     """
 
-    def __init__(
-        self, model: TransformersModel, layers: DecoderLayers, inputs: HiddenSource | None, taps: Sequence[int] = ()
-    ) -> None:
-        self._taps, self._device = taps, model.device
-        decoder = decoder_of(model.module)
-        self._make_inputs, self._layers, self._rotary = model.inputs, layers, decoder.rotary_emb
-        self._hidden = inputs or (lambda forward_pass: decoder.embed_tokens(model.inputs.ids(forward_pass))[0])
+    def __init__(self, module: Any) -> None:
+        config = module.config.get_text_config()
+        self._has_alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(module) else set()
+        self._windows = {name: window if name == "sliding_attention" else None for name in types}
+        self._window = window
 
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        hidden_states = self._hidden(forward_pass)[None]
-        at, mask = self._make_inputs(forward_pass)
-        rotary = self._rotary(hidden_states, at[None])
-        if not self._taps:
-            logits, hidden_states = self._layers(hidden_states, rotary, mask, forward_pass.cache, logits_to_keep=logits_to_keep)
-            return ModelOutput(move(logits[0], self._device), move(hidden_states[0], self._device))
-        found: list[torch.Tensor] = []
-        found.append(self._layers.norm(self._layers.run_layers(hidden_states, rotary, mask, forward_pass.cache, found)))
-        kept = move(found[-1][0, -logits_to_keep:], self._device)
-        features = torch.cat([move(found[tap][0], self._device) for tap in self._taps], dim=-1)
-        return ModelOutput(move(self._layers.head_logits(kept), self._device), kept, features=features)
+    def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
+        """Returns the mask of a pass, whose tokens see what `sight` says. Raises SpecgenError for a tree with ALiBi."""
+        if not self._has_alibi:
+            return self(sight, dtype)
+        if not forward_pass.is_chain:
+            raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
+        return None
 
-
-class _NoAttention(nn.Module):
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(hidden_states), None
+    def __call__(self, sight: Sight, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Returns the mask [1 or batch, 1, n, keys] of the tokens of one sequence or of several; see the class."""
+        made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
+        masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
+        return {name: masks[each] for name, each in self._windows.items()} or masks[self._window]
 
 
-class _NoMLP(nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
+def _takes_mapping(model: Any) -> bool:
+    """Whether the model takes a dictionary with one mask per attention type. Found in its source code: no attribute says so."""
+    module = sys.modules[type(model).__module__]
+    try:
+        return "causal_mask_mapping" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
+
+
+def _shape(config: Any) -> ModelShape:
+    """Returns the sizes of a model from its transformers config; an `Architecture` if the native decoder knows the family."""
+    fields = json.loads(config.get_text_config().to_json_string(use_diff=False))
+    try:
+        return read_architecture({**fields, "quantization_config": None})
+    except UnsupportedConfig:
+        return of_transformers(config)
+
+
+def decoder_of(module: Any) -> Any:
+    """Returns the decoder inside a causal language model (`module.model` for Llama).
+
+    Its attribute name is `base_model_prefix`; None if the model has no such attribute.
+    """
+    return getattr(module, module.base_model_prefix, None)
+
+
+def missing_part(module: Any) -> str | None:
+    """Returns the name of a module that `LlamaForCausalLM` has and this model lacks; None if it has all that are needed."""
+    decoder = decoder_of(module)
+    missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
+    return next(iter(missing), None if hasattr(module, "lm_head") else "lm_head")
+
+
+def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
+    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
+
+    `config` is transformers' config. Returns None if building the model fails.
+    """
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # noqa: BLE001  loading the model reports the error
+        return None
+
+
+def _is_quantised(module: Any) -> bool:
+    """Whether the model's weights are quantised; they are not if they were dequantised when they were loaded."""
+    return bool(getattr(module, "is_quantized", False))
 
 
 def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
-    """Returns `layer` without its attention or without its MLP; shares all weights with `layer`.
-
-    The part left out is replaced by a module that returns zeros, which add nothing to the residual stream.
-    """
+    """Returns `layer` without its attention or without its MLP, which is replaced by zeros; shares all weights with `layer`."""
     if part.attention and part.mlp:
         return layer
     if hasattr(layer, "_hf_hook"):  # a copy of a layer would still call the original
         raise SpecgenError("transformers skips no parts of layers on several devices", "Skip whole layers, or take --device cuda")
-    reduced = copy.copy(layer)
-    reduced._modules = dict(layer._modules)
-    name, empty = ("mlp", _NoMLP()) if part.attention else ("self_attn", _NoAttention())
-    if name not in reduced._modules:
+    reduced, name = copy.copy(layer), "mlp" if part.attention else "self_attn"
+    if name not in layer._modules:
         raise SpecgenError(f"the target's layers have no {name} to skip", "Skip whole layers, or take another method")
-    reduced._modules[name] = empty
+    reduced._modules = {key: module for key, module in layer._modules.items() if key != name}
+    setattr(
+        reduced, name, torch.zeros_like if name == "mlp" else lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    )
     return reduced
