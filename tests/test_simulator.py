@@ -20,7 +20,7 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.logits_ops import warp
 from specgen.methods.acceptance_calibration import AcceptanceCalibration
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune import simulator as module
 from specgen.tune.outcome import Deadline
@@ -108,7 +108,7 @@ def simulator(
     return Simulator(pair, references, sampling, by_kind, probe=made)
 
 
-def same(found: Summary, run: Summary) -> bool:
+def same(found: Figures, run: Figures) -> bool:
     """The same rounds, drafts, accepted tokens and output."""
     figures = [(one.rounds, one.drafted, one.accepted, one.drafts, one.token_ids) for one in (found, run)]
     return figures[0] == figures[1]

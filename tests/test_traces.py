@@ -20,7 +20,7 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
 from specgen.pair import records as writing
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces import acceptance, reader
 from specgen.traces.acceptance import DraftedToken, bounds_of
 from specgen.traces.reader import TracedRun, read_trace
@@ -53,7 +53,7 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
             decoding = demo_pair.run(request)
             start = writing.start_line(demo_pair, request, decoding) | {"prompt_index": 4, "category": "code", "repeat": repeat}
             rounds = list(decoding.rounds())
-            figures = Summary(method, rounds).as_dict("text", "length")
+            figures = Figures(method, rounds).as_dict("text", "length")
             lines = (writing.round_line(round_, demo_pair.tokenizer.text_of) for round_ in rounds)
             for line in (start, *lines, writing.summary_line(figures)):
                 file.write(line)
@@ -378,7 +378,7 @@ def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify"
 
 
 def runs_of(*outputs: Sequence[Round]) -> Any:
-    summary = Summary("pearl", [round_ for rounds in outputs for round_ in rounds])
+    summary = Figures("pearl", [round_ for rounds in outputs for round_ in rounds])
     return accepted_runs(summary, [length for rounds in outputs for length in complete_runs(rounds)])
 
 

@@ -24,7 +24,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods import METHODS, resolve
 from specgen.methods.length_sweep import LengthSweep
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune import tuner
@@ -248,9 +248,9 @@ class GivenRuns:
     def __init__(self, figures: dict[float, tuple[float, float | None]]) -> None:
         self._figures = figures
 
-    def run(self, name: str, given: dict[str, float], _: object) -> Summary:
+    def run(self, name: str, given: dict[str, float], _: object) -> Figures:
         seconds, perplexity = self._figures[given["tau"]]
-        summary = Summary(name)
+        summary = Figures(name)
         summary.token_ids, summary.phase_seconds["verify"] = [1] * 10, seconds
         summary.log_likelihood = None if perplexity is None else -10 * math.log(perplexity)
         return summary

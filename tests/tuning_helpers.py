@@ -14,7 +14,7 @@ from specgen.compare.prompts import Prompt
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods.learned_drafting import Learned
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome
 from specgen.tune.simulator import run_seed
@@ -26,9 +26,9 @@ PairOf = Callable[[str, str], Pair]
 TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
 
 
-def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Summary:
+def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Figures:
     """Real runs on all prompts, each with the seed of the simulated run on it."""
-    summary = Summary(name)
+    summary = Figures(name)
     for number, prompt in enumerate(PROMPTS):
         for round_ in pair.rounds(prompt, name, replace(sampling, seed=run_seed(number, sampling.seed or 0)), **given):
             summary.add(round_)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
 _SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
@@ -67,13 +67,13 @@ class TracedRun:
         """Why the run ended. None if it was cut off."""
         return None if self.summary is None else self.summary["finish_reason"]
 
-    def fold(self) -> Summary:
+    def fold(self) -> Figures:
         """Returns the run's figures, computed from its rounds, so that they also exist for a run that was cut off."""
-        figures = Summary(self.method)
+        figures = Figures(self.method)
         self.add_to(figures)
         return figures
 
-    def add_to(self, figures: Summary) -> None:
+    def add_to(self, figures: Figures) -> None:
         """Adds the run's rounds, or if another program decoded it, which writes no rounds, what its summary line says."""
         for traced in self.rounds:
             figures.add(traced.round)

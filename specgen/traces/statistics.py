@@ -14,7 +14,7 @@ from statistics import StatisticsError, correlation, fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from specgen.base.types import Round, TokenStatus
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces.acceptance import (
     ENTROPY_EDGES,
     AcceptanceBin,
@@ -95,7 +95,7 @@ class AcceptedRuns:
     The theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
     deviation of the runs' lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
 
-    `Summary.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
+    `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
     """
 
     complete: int
@@ -108,7 +108,7 @@ class AcceptedRuns:
     unfinished: int
 
 
-def accepted_runs(summary: Summary, lengths: Sequence[int]) -> AcceptedRuns | None:
+def accepted_runs(summary: Figures, lengths: Sequence[int]) -> AcceptedRuns | None:
     """Returns the statistics of the complete runs with these lengths; None if nothing was rejected.
 
     `summary` counts the accepted tokens and the rejections of the same outputs, unfinished runs included.
@@ -126,7 +126,7 @@ class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
     def __init__(self, method: str) -> None:
-        self.summary = Summary(method)
+        self.summary = Figures(method)
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens

@@ -39,7 +39,7 @@ from specgen.methods import runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.length_sweep import RepeatDrafter
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN, Deadline
@@ -364,7 +364,7 @@ class Simulator:
         self._models: dict[tuple[str, int], _Models] = {}
 
     @inference
-    def run(self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None) -> Summary:
+    def run(self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None) -> Figures:
         """Simulates the method `name` with the settings `given`, and returns one summary of all runs, with expected seconds.
 
         Runs on the prompts with these `numbers`, None for all. For a lossy method the summary has the perplexity of the output
@@ -372,7 +372,7 @@ class Simulator:
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
-        costs, summary, learned = self._costs_of(method, settings), Summary(name), None
+        costs, summary, learned = self._costs_of(method, settings), Figures(name), None
         if settings.policy == Adaptive.name:
             prior = DraftingCosts.of_rounds(costs, _length(self.references[0]))
             learned = Learned.prior(prior, self._sampling.temperature, has_model=method.runs_model)
@@ -389,7 +389,7 @@ class Simulator:
 
     def plain_perplexity(self, numbers: Sequence[int]) -> float:
         """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
-        summary = Summary(PLAIN)
+        summary = Figures(PLAIN)
         for reference in (self.references[number] for number in numbers):
             summary.token_ids += reference.token_ids
             summary.add_log_likelihood(self.pair.log_likelihood(reference.prompt_ids, reference.token_ids))

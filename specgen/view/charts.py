@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.view.theme import table, wrapped
 
 LEAD = 10  # cells for a label in a terminal
@@ -110,6 +110,6 @@ def ticks(high: float, most: int, form: str = "{:g}", *, whole: bool = False) ->
     return [(step * index, form.format(step * index)) for index in range(int(high / step + 1e-9) + 1)]
 
 
-def time_shares(summary: Summary) -> list[tuple[str, str, float]]:
+def time_shares(summary: Figures) -> list[tuple[str, str, float]]:
     """Returns where the time went: the key of each phase that took any, its name, and its share of the whole time."""
     return [(phase, name, share) for phase, name in _PHASES.items() if (share := summary.share_of_time(phase))]

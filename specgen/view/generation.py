@@ -19,7 +19,7 @@ from rich.text import Text
 
 from specgen.base.text import inline, streamed
 from specgen.base.types import Round, TokenStatus
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.view.theme import ThemedConsole, counted, one_line_text, wrapped
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
@@ -269,7 +269,7 @@ class RoundsView:
 _SHORTER = ("a pass", "shares", "shares", "runs", "ties", "tokens", "name", "a pass", "accepted", "energy", "perplexity", "speed")
 
 
-def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
+def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
     """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, parts of it are shortened or left out, but never `notes` or `tuned`. `tuned` has, in

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specgen.compare.columns import COLUMNS as COMPARED
 from specgen.compare.columns import Column
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics
 from specgen.view.charts import Chart, time_shares
@@ -164,7 +164,7 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
         yield from [*chart.lines(width), Text()]
 
 
-def main_figures(summary: Summary) -> list[tuple[str, str]]:
+def main_figures(summary: Figures) -> list[tuple[str, str]]:
     """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%", "accepted")."""
     figures = [(f"{summary.new_tokens:,}", "token" if summary.new_tokens == 1 else "tokens")]
     if summary.tokens_per_second:

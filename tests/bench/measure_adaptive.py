@@ -31,7 +31,7 @@ from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
@@ -52,7 +52,7 @@ class Costs:
     draft: float
     verify: float
 
-    def speedup(self, summary: Summary, runs: int) -> float:
+    def speedup(self, summary: Figures, runs: int) -> float:
         """Returns tokens per unit of cost. The pass over the prompt, one in each of `runs` runs, is not counted."""
         passes = summary.rounds - runs
         return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
@@ -148,7 +148,7 @@ class Measurement:
             references.append(record_reference(pair, ids, sampling))
         return Simulator(pair, references, self._samplings[0], {})
 
-    def _simulate(self, simulator: Simulator, given: Given, costs: Costs) -> Summary:
+    def _simulate(self, simulator: Simulator, given: Given, costs: Costs) -> Figures:
         method = methods.find(self._method)
         simulator.costs = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
         return simulator.run(method.name, given)
@@ -156,7 +156,7 @@ class Measurement:
     def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
         """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
         for name, given in compared.items():
-            summary = Summary(name)
+            summary = Figures(name)
             with self._open() as pair:  # a new one, so that nothing was learned yet
                 for number, sampling in enumerate(self._samplings):
                     text = self._prompts[number % len(self._prompts)].text
