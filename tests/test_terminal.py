@@ -49,7 +49,6 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "no colours asked": (120, {}, [*usual, "--no-color"]),
         "rounds": (100, {}, [*usual, "--rounds"]),
         "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
-        "40": (40, {}, usual),
         "hostile": (100, {}, random),
         "hostile rounds": (100, {}, [*random, "--rounds"]),
         "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
@@ -136,3 +135,6 @@ def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error:"]}
     assert styles(screens["error without colours"]) == {"1": ["error:"]}
+    lead, hint = plain(screens["error without a prompt"]).splitlines()
+    assert lead == "error: there is no prompt"
+    assert hint.strip().startswith("Give one: specgen generate ")
