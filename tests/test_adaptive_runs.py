@@ -21,7 +21,7 @@ from specgen.methods.acceptance_calibration import AcceptanceCalibration, featur
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.pearl_schedule import Parallel
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import runners
 from specgen.tune.recorded_drafts import Recorder, record_reference
 from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
@@ -117,7 +117,7 @@ def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
     declined = [round_ for round_ in rounds if (round_.draft.stop_reason or "").startswith("no draft: ")]
     assert len(declined) > 3
     assert all(len(round_.token_ids) == 1 and round_.verdict.source is None for round_ in declined)
-    summary, drafted = Summary(name, rounds), [len(round_.draft.tokens) for round_ in rounds if round_.draft.tokens]
+    summary, drafted = Figures(name, rounds), [len(round_.draft.tokens) for round_ in rounds if round_.draft.tokens]
     assert summary.mean_draft_length == (sum(drafted) / len(drafted) if drafted else None)
 
 

@@ -169,7 +169,7 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
         (("--ignore-eos",), ("--ignore-eos False",)),
         (("--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
         (("--trace", str(other)), ("--resume appends to its own file",)),
-        *((("--resume", str(path)), (f"{path}, the run on line 1: {name}", "--trace")) for name, path in wrong.items()),
+        *((("--resume", str(path)), (f"{path}, ", name, "--trace")) for name, path in wrong.items()),
     ):
         given = (*options, "-n", "12", "--resume", str(trace), *arguments)
         code, out, err = compare(*given)

@@ -13,7 +13,7 @@ from specgen.compare.results import MethodResult, method_results, ranked
 from specgen.compare.verdict import Difference
 from specgen.view import theme
 from specgen.view.comparison import page, picture, speed_table
-from specgen.view.html import compare_page
+from specgen.view.pages import comparison_page
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     assert [line.split()[0] for line in lines[4:10]] == order
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
     assert broken.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
-    headline = next(compare_page.page(report_of(results), [], "", "")).partition("<h1>")[2]
+    headline = next(comparison_page(report_of(results), [], "", "")).partition("<h1>")[2]
     assert headline.startswith("svip does not give the target&#39;s own output</h1>")
 
 
@@ -120,7 +120,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_fetches_nothing_and_text_in_it_is_text() -> None:
-    html = "".join(compare_page.page(comparison(), [("Machine", "a <fast> one\x1b")], "specgen 1", "specgen compare"))
+    html = "".join(comparison_page(comparison(), [("Machine", "a <fast> one\x1b")], "specgen 1", "specgen compare"))
     found = Page(html)
     assert not found.open
     assert "script" not in found.tags

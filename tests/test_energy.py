@@ -15,8 +15,8 @@ import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
 
-from specgen.base import energy
-from specgen.base.energy import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
+from specgen.base import measuring as energy
+from specgen.base.measuring import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine

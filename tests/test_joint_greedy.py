@@ -14,7 +14,7 @@ from specgen.base.errors import RunError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import joint_search
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 
 PairOf = Callable[..., Pair]
@@ -140,7 +140,7 @@ def test_prefixes_below_the_best_block_are_not_extended() -> None:
 def test_passes_are_those_of_the_target() -> None:
     runner = Counted(TableRunner(1, scale=0.3))
     rounds = decoded(runner, 10, k=4)
-    summary = Summary("joint", rounds)
+    summary = Figures("joint", rounds)
     assert summary.target_passes == sum(round_.target_passes for round_ in rounds) == runner.passes > summary.rounds == 3
     assert summary.block_efficiency == 10 / runner.passes < 1
     assert summary.accepted == summary.new_tokens == 10

@@ -16,7 +16,7 @@ from training_helpers import trained
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.engine.model_runner import ModelRunner
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair, Result
 
 PROMPT = [1, 5, 6, 7]
@@ -80,11 +80,11 @@ def test_penalties_do_not_change_perplexity(tmp_path: Path) -> None:
 
 
 def test_perplexity_of_no_tokens_or_beyond_floats_is_none() -> None:
-    summary = Summary("mtad")
+    summary = Figures("mtad")
     summary.add_log_likelihood(0.0)
     assert summary.perplexity is None, "no tokens"
     for nats, perplexity in ((-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None)):
-        summary = Summary("mtad")
+        summary = Figures("mtad")
         summary.token_ids = [1, 2]
         assert summary.perplexity is None, "not measured"
         summary.add_log_likelihood(nats)
@@ -93,7 +93,7 @@ def test_perplexity_of_no_tokens_or_beyond_floats_is_none() -> None:
 
 
 def test_runs_are_weighted_by_their_tokens() -> None:
-    summary = Summary("ar")
+    summary = Figures("ar")
     summary.token_ids = [1] * 10
     for tokens, perplexity in ((8, 2.0), (2, 4.0)):
         summary.add_log_likelihood(-tokens * math.log(perplexity))

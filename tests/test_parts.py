@@ -261,7 +261,7 @@ def test_the_part_trained_here_is_found_without_being_named(
         return None if part is None else part.path
 
     def kept(name: str, fingerprint: str = own) -> Path:
-        return paths.exit_folder(name, fingerprint) if kind == "exit" else paths.head_folder(kind, name, fingerprint)
+        return paths.part_folder(kind, name, fingerprint)
 
     keep(kept("another/name", "0" * 16))
     assert found() is None

@@ -21,7 +21,7 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune import simulated_runs as module
@@ -97,7 +97,7 @@ def simulated(pair: Pair, sampling: SamplingParams, plain: RoundCosts = COSTS, t
     return SimulatedRuns(pair, references, sampling, plain, probe=lambda pair, name, *_, **__: Probe(names, name))
 
 
-def same(found: Summary, run: Summary) -> bool:
+def same(found: Figures, run: Figures) -> bool:
     """The same rounds, drafts, accepted tokens and output."""
     figures = [(one.rounds, one.drafted, one.accepted, one.drafts, one.token_ids) for one in (found, run)]
     return figures[0] == figures[1]
@@ -208,9 +208,9 @@ class GivenRuns:
     def __init__(self, figures: dict[float, tuple[float, float | None]]) -> None:
         self._figures = figures
 
-    def run(self, name: str, given: dict[str, float]) -> Summary:
+    def run(self, name: str, given: dict[str, float]) -> Figures:
         seconds, perplexity = self._figures[given["tau"]]
-        summary = Summary(name)
+        summary = Figures(name)
         summary.token_ids, summary.phase_seconds["verify"] = [1] * 10, seconds
         summary.log_likelihood = None if perplexity is None else -10 * math.log(perplexity)
         return summary

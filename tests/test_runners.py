@@ -7,7 +7,6 @@ definition of a head, in the tests of each kind.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -90,7 +89,7 @@ def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **c
     """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
     made = random_model(family, **changes)
     made.exact = is_exact
-    made.captures = Captures(new_capture=partial(RecordedGraphs, counts=Counter()) if is_captured else lambda: None)
+    made.captures = Captures(new_capture=RecordedGraphs if is_captured else lambda: None)
     return single(ModelRunner(made))
 
 

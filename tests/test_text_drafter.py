@@ -74,7 +74,7 @@ class Oracle(Script):
     def __init__(self, tokenizer: Tokenizer, text: str, errs: int = 10_000) -> None:
         super().__init__([], max(tokenizer.vocabulary().values()) + 1)
         self._tokenizer, self._text, self._errs = tokenizer, text, errs
-        self._all = [*tokenizer.opening, *tokenizer.encode_plain(text)]
+        self._all = [*tokenizer.opening, *tokenizer.encode(text, special=False)]
 
     def next_token(self, ids: Sequence[int]) -> int:
         tokenizer = self._tokenizer
@@ -82,12 +82,14 @@ class Oracle(Script):
         said = "".join(pieces)
         part = next((number for number, piece in enumerate(reversed(pieces)) if piece), 0)  # tokens of a character
         if len(said) % self._errs == self._errs - 1:
-            return tokenizer.encode_plain("a")[-1]
+            return tokenizer.encode("a", special=False)[-1]
         if not self._text.startswith(said):  # its tokens do not keep all spaces
-            known = [*self._all, *tokenizer.encode_plain("a")] if list(ids) == self._all[: len(ids)] else []
-            return [*known, *tokenizer.encode_plain("a")][len(ids) if known else 0]
-        rest = tokenizer.encode_after(said[-20:], self._text[len(said) :]) or tokenizer.encode_plain(self._text[len(said) :])
-        return [*rest, *tokenizer.encode_plain("a")[-1:] * 9][part]
+            known = [*self._all, *tokenizer.encode("a", special=False)] if list(ids) == self._all[: len(ids)] else []
+            return [*known, *tokenizer.encode("a", special=False)][len(ids) if known else 0]
+        rest = tokenizer.encode_after(said[-20:], self._text[len(said) :]) or tokenizer.encode(
+            self._text[len(said) :], special=False
+        )
+        return [*rest, *tokenizer.encode("a", special=False)[-1:] * 9][part]
 
 
 def run_of(
@@ -140,7 +142,7 @@ def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, dra
     ids = list[int]()
     for word in TEXT.split(" "):
         spaced = " " * bool(ids) + word
-        ids += ours.encode_plain(spaced) if rng.random() < 0.8 else [of_byte[bytes([byte])] for byte in spaced.encode()]
+        ids += ours.encode(spaced, special=False) if rng.random() < 0.8 else [of_byte[bytes([byte])] for byte in spaced.encode()]
     rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT, errs=19)).rounds())
     assert ids_of(rounds) == ids[6:]
     assert accepted(rounds) >= least
@@ -203,9 +205,9 @@ def test_special_tokens_become_the_drafts(tokenizer_of: TokenizerOf) -> None:
     ours, theirs = tokenizer_of("with bos"), tokenizer_of("first")
     bos, eos, user = (ours.vocabulary()[name] for name in ("<s>", "</s>", "<|user|>"))
     texts = RetokenizedContext(ours, theirs)
-    texts.follow(Context([bos, *ours.encode_plain("The dog"), eos, bos, user, *ours.encode_plain(" is")]))
+    texts.follow(Context([bos, *ours.encode("The dog", special=False), eos, bos, user, *ours.encode(" is", special=False)]))
     found = [*texts.context.ids, *texts.tail]
-    first = [*theirs.opening, *theirs.encode_plain("The dog"), theirs.eos_id]
+    first = [*theirs.opening, *theirs.encode("The dog", special=False), theirs.eos_id]
     assert theirs.opening == [1]
     assert found[: len(first)] == first
     assert theirs.text_of(found[len(first) :]) == "<|user|> is"
@@ -326,11 +328,11 @@ def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_
     """Its tokenizer may have more tokens than it has embeddings, and the last words may need one."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
-    narrow.num_embeddings = max([*theirs.opening, *theirs.encode_plain("T")]) + 1
+    narrow.num_embeddings = max([*theirs.opening, *theirs.encode("T", special=False)]) + 1
     drafter = TextDrafter(Setup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
     context = Context(ours.encode("T"))
     assert drafter.propose(context, Fixed(4), 4).tokens
-    context.extend(ours.encode_plain("he quick dog"))
+    context.extend(ours.encode("he quick dog", special=False))
     assert not drafter.propose(context, Fixed(4), 4).tokens
 
 
@@ -338,5 +340,5 @@ def test_a_context_without_text_gets_no_draft(tokenizer_of: TokenizerOf) -> None
     """The target has begun a character, and the draft's tokenizer puts no token before a text."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("byte-level")
     drafter = TextDrafter(Setup(Oracle(theirs, TEXT), tokenizers=(ours, theirs)))  # type: ignore[arg-type]
-    context = Context(ours.encode_plain("\N{SNOWMAN}")[:1])
+    context = Context(ours.encode("\N{SNOWMAN}", special=False)[:1])
     assert not drafter.propose(context, Fixed(4), 4).tokens

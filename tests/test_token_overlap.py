@@ -50,8 +50,17 @@ def test_kappa_against_a_count_by_hand(pieces: TokenizerOf) -> None:
     """`the cat sat` ten times: the target's tokens are `the`, ` c`, `a`, `t`, ` `, `s`, `a`, `t` (after the first: ` the`)."""
     target, draft = pieces("th", "the", " c"), pieces("th", "the", "sa", "sat", "at")
     text = "the cat sat"
-    assert [target.text_of([token]) for token in target.encode_plain(text)] == ["the", " c", "a", "t", " ", "s", "a", "t"]
-    assert [draft.text_of([token]) for token in draft.encode_plain(text)] == ["the", " ", "c", "at", " ", "sat"]
+    assert [target.text_of([token]) for token in target.encode(text, special=False)] == [
+        "the",
+        " c",
+        "a",
+        "t",
+        " ",
+        "s",
+        "a",
+        "t",
+    ]
+    assert [draft.text_of([token]) for token in draft.encode(text, special=False)] == ["the", " ", "c", "at", " ", "sat"]
     found = token_overlap(target, draft, [text] * 4)
     assert (found.covered, found.tokens, found.is_output) == (4 * 2, 4 * 8, False), "`the` and the second space"
     assert found.kappa == 0.25

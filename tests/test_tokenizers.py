@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids, text
         bare = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.encode_plain(text) == bare, text
+        assert ours.encode(text, special=False) == bare, text
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
     return ours
@@ -115,13 +117,6 @@ def test_the_map_of_special_tokens_counts_without_a_list_of_added_tokens(tmp_pat
         assert_same(folder)
 
 
-def test_the_class_of_config_json_counts_if_the_tokenizer_declares_none(tmp_path: Path) -> None:
-    folder = write(tmp_path, metaspace("prepend"), {}, {"model_type": "llama", "tokenizer_class": "LlamaTokenizerFast"})
-    assert assert_same(folder).encode("<s> x") != load(write(tmp_path, metaspace("prepend"), {}, {"model_type": "llama"})).encode(
-        "<s> x"
-    )
-
-
 def test_the_table_of_classes_is_that_of_transformers() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
@@ -175,14 +170,10 @@ def test_other_files_are_left_to_transformers(tmp_path: Path) -> None:
     ("file", "content"),
     [
         ("tokenizer.json", "{"),
-        ("tokenizer.json", "[]"),
         ("tokenizer_config.json", "{"),
-        ("tokenizer_config.json", "[1]"),
         ("tokenizer_config.json", '{"eos_token": {"content": "</s>"}}'),
-        ("tokenizer_config.json", '{"extra_special_tokens": 3}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
         ("tokenizer_config.json", '{"split_special_tokens": "yes"}'),
-        ("special_tokens_map.json", "{"),
     ],
 )
 def test_damaged_files_raise_the_error_of_transformers(tmp_path: Path, file: str, content: str) -> None:
@@ -198,17 +189,6 @@ def test_damaged_files_raise_the_error_of_transformers(tmp_path: Path, file: str
         model_loading.prepare(source, announce=lambda _: None)
 
 
-def test_one_definition_is_read_once_and_needs_no_comparison(tmp_path: Path) -> None:
-    one, other, third = (
-        load(write(tmp_path / str(number), byte_level(), {"chat_template": str(number), "eos_token": eos}, LLAMA))
-        for number, eos in enumerate(["</s>", "</s>", "<s>"])
-    )
-    assert one.pipeline is other.pipeline
-    assert one.digest == other.digest != third.digest
-    assert one.chat("x", None) == one.encode_plain("0")
-    assert other.chat("x", None) == one.encode_plain("1")
-
-
 def test_the_demo_tokenizer_needs_no_transformers() -> None:
     program = """
 import json, sys
@@ -221,7 +201,7 @@ heavy = {"transformers", "torch", "numpy", "huggingface_hub", "jinja2"} & sys.mo
 chat = tokenizer.chat("Hi", None)
 print(json.dumps([ids, chat, sorted(heavy), sorted({"transformers", "torch", "numpy"} & sys.modules.keys())]))
 """
-    folder = demo.folder("target")
+    folder = Path(demo.folder("target"))
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
     ids, chat, before, after = json.loads(done.stdout)
     reference = AutoTokenizer.from_pretrained(folder)
@@ -229,12 +209,7 @@ print(json.dumps([ids, chat, sorted(heavy), sorted({"transformers", "torch", "nu
     assert ids == reference("def f(x):")["input_ids"]
     assert chat == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert (before, after) == ([], [])
-
-
-def test_the_demo_pair_shares_one_tokenizer() -> None:
-    target, draft = (load(Path(demo.folder(role))) for role in ("target", "draft"))
-    assert target.digest == draft.digest
-    assert target.fallback is None
+    assert load(folder).digest == load(Path(demo.folder("draft"))).digest, "one definition, read once"
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_a_wrong_input() -> None:
@@ -248,3 +223,113 @@ def test_a_tokenizer_that_fails_on_a_text_is_a_wrong_input() -> None:
     tokenizer = Tokenizer(encode, lambda ids, skip: ".", dict)
     with pytest.raises(SpecgenError, match="the tokenizer cannot encode this text: Unk token `<unk>` not found"):
         tokenizer.encode("abc")
+
+
+# ------------------------------------------------------------------ chat templates
+
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "namespace": "{%- set ns = namespace(seen=false, n=0) -%}{% for m in messages[::-1] %}{% set ns.n = loop.index0 %}"
+    "{% if m.role == 'user' and not ns.seen %}{% set ns.seen = true %}{{ loop.index }}{% endif %}{% endfor %}{{ ns.n }}",
+    "date": "{{ bos_token }}{{ strftime_now('%Y') }}{% if tools is none and documents is none %}-{% endif %}{{ eos_token }}",
+    "alternation": "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[INST] {{ m.content }} [/INST]{% endfor %}",
+    "no system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x",
+    "macro": "{% macro one(m, mark='#') %}{{ mark }} {{ m.role | upper }}: {{ m.content }}{% endmacro %}"
+    "{% for m in messages %}{{ one(m) }}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
+    "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }} "
+    "{% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
+    "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
+    "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}",
+    "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
+    "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
+    "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
+    "syntax": "{% for m in messages %}{{ m.content }}",
+    "unknown filter": "{{ messages | nothing }}",
+    "division": "{{ 1 / 0 }}",
+    "underscore attribute": "{{ messages.__class__.__mro__ }}",
+    "underscore method": "{{ ''.__class__.mro()[1].__subclasses__() }}",
+    "self": "{% set ns = namespace(self=1, x=2) %}{{ ns.self + ns.x }}{{ namespace({'a': 3}).a }}",
+    "mutation": "{{ messages.append(1) }}",
+    "format": "{{ '{0.__class__}'.format(messages) }}",
+    "globals": "{{ raise_exception.__globals__ }}{{ strftime_now.__globals__ }}{{ cycler.__init__.__globals__ }}",
+    "import": "{% import 'os' as os %}{{ os }}",
+    "range": "{{ range(99999999) | list }}",
+}
+CHATS: list[tuple[str, str | None, list[tuple[str, str]]]] = [
+    ("Hello, quick fox?", None, []),
+    ("  é 日本 <|user|> {{ x }} \n", "You are <b>brief</b>.", []),
+    ("third", "", [("one", "first answer"), ("two", "second </s> answer")]),
+    ("", None, [("q", "")]),
+]
+
+
+def outcome(call: Callable[[], list[int]]) -> tuple[list[int] | None, str | None]:
+    """The ids, or the error's class and text."""
+    try:
+        return call(), None
+    except Exception as raised:  # noqa: BLE001  templates raise anything
+        error = raised.__cause__ if isinstance(raised, SpecgenError) else raised
+        return None, f"{type(error)} {error}"
+
+
+def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None, "image_token": "<image>"}
+    folder = write(tmp_path, byte_level(with_template=True), {**settings, "chat_template": "x"}, {"model_type": "qwen3"})
+    reference, refused = AutoTokenizer.from_pretrained(folder), set()
+    for name, template in TEMPLATES.items():
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        tokenizer = load(folder)
+        for prompt, system, before in CHATS:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            for question, answer in before:
+                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages.append({"role": "user", "content": prompt})
+            expected = outcome(
+                partial(
+                    reference.apply_chat_template, messages, None, None, template, add_generation_prompt=True, return_dict=False
+                )
+            )
+            assert outcome(partial(tokenizer.chat, prompt, system, before)) == expected, (name, prompt)
+            refused |= {name} if expected[1] else set()
+    assert refused >= {"alternation", "no system", "syntax", "mutation", "import", "range"}
+    assert len(TEMPLATES.keys() - refused) >= 12
+
+
+@pytest.mark.parametrize(
+    ("configured", "file", "others"),
+    [
+        (None, None, {}),
+        ("config {{ messages[0].content }}", None, {}),
+        ("config", "file {{ messages[0].content }}\r\n{{ bos_token }}{{ pad_token is defined }}", {}),
+        ([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
+        ([{"name": "other", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
+        ({"rag": "B", "default": "A"}, None, {}),
+        ("config", None, {"other": "A", "tool_use": "B"}),
+        ("config", "file", {"tool_use": "B"}),
+    ],
+)
+def test_sources_of_chat_templates(tmp_path: Path, configured: Any, file: str | None, others: dict[str, str]) -> None:
+    folder = write(tmp_path, byte_level(), {"bos_token": "<s>", "chat_template": configured}, LLAMA)
+    if file is not None:
+        (folder / "chat_template.jinja").write_text(file, encoding="utf-8", newline="")
+    for name, template in others.items():
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template, encoding="utf-8")
+    reference, tokenizer = AutoTokenizer.from_pretrained(folder), load(folder)
+    if not reference.chat_template:
+        with pytest.raises(SpecgenError, match="no chat template"):
+            tokenizer.chat("Hi", None)
+        return
+    try:
+        text = reference.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    except ValueError:
+        with pytest.raises(SpecgenError, match="none is called default: other, tool_use"):
+            tokenizer.chat("Hi", None)
+    else:
+        assert tokenizer.chat("Hi", None) == reference(text, add_special_tokens=False)["input_ids"]

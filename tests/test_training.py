@@ -21,7 +21,7 @@ from training_helpers import TINY, Recorder, corpus_of, invoke, objective, opene
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import kept_exit, kept_head
+from specgen.base.files import kept_part
 from specgen.base.types import Context
 from specgen.engine.parts.exit_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
@@ -535,13 +535,13 @@ def test_the_command_trains_where_it_is_found(
     assert "Training: 100%, step 3" in result.stderr
     assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
     if kind == "eesd":
-        assert kept_exit(str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
+        assert kept_part("exit", str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
         assert line["predictor"] is True
     elif kind == "sd":
         assert Path(line["draft"]).name == "distilled"
         assert line["figures"].keys() >= {"agreement_before", "agreement", "loss", "minutes", "tokens"}
     else:
-        assert kept_head(kind, str(folder), fingerprint) == Path(line["head"])
+        assert kept_part(kind, str(folder), fingerprint) == Path(line["head"])
         assert line["kind"] == kind
     draft = str(line["draft"]) if kind == "sd" else None
     with specgen.load(str(folder), draft, device="cpu", dtype="float32") as pair:

@@ -74,19 +74,6 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
     assert said.endswith(": taken" if chosen else ": not taken")
 
 
-def test_a_rounded_draft_that_fails_is_left_out(both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, rounded = both
-
-    def fails(*_: object) -> None:
-        raise specgen.SpecgenError("no room for it", "")
-
-    measure = tuner.measure_pair
-    monkeypatch.setattr(tuner, "measure_pair", lambda pair, *given: fails() if pair is rounded else measure(pair, *given))
-    found = tuner.tune(stored, TuningRequest(TEXTS, GREEDY, Deadline.after(0, count().__next__), ["sd"]), Mock(), rounded)
-    assert found.draft_dtype is None
-    assert found.left_out["int8 draft"] == "no room for it"
-
-
 def test_small_drafts_and_dtypes_of_the_users_choice_are_not_tried(
     pair: tuple[str, ...], both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +118,3 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     assert result.exit_code == 0, result.stderr
     assert "tuned: sd:k=3; int8 draft" in result.stderr
     assert "int8)" in (tmp_path / "page.html").read_text()
-
-
-def test_a_stale_profile_changes_no_draft(pair: tuple[str, ...], folder: Path) -> None:
-    path = folder / profiles.FILE
-    path.write_text(path.read_text().replace("node: ", "node: other"))
-    said = generated(pair, "--profile", str(folder))
-    assert "the machine's node was other" in said
-    assert "int8 draft" not in said

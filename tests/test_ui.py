@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from traces import WORDS
 
-from specgen.base.energy import Energy
+from specgen.base.measuring import Energy
 from specgen.base.text import inline, json_line, one_line, streamed
 from specgen.base.types import Draft, Mode, Round, Verdict
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
@@ -171,9 +171,9 @@ def test_pearls_rounds_name_their_mode_and_fit(width: int) -> None:
 # ------------------------------------------------------------------ footers
 
 
-def a_summary(mode: Any = "sequential") -> Summary:
+def a_summary(mode: Any = "sequential") -> Figures:
     """51 tokens, 43 of 53 accepted, in 9 passes; with one rejection."""
-    summary = Summary("svip")
+    summary = Figures("svip")
     seconds = {"prefill": 0.0, "draft": 0.3, "verify": 0.53, "sample": 0.03, "other": 0.02}
     summary.add(replace(a_round(0, [1] * 53, 43, 1, "correction", seconds=seconds), mode=mode))
     for index in range(1, 8):
@@ -216,7 +216,7 @@ def test_footers_show_what_a_run_has() -> None:
     summary.add_energy(Energy("unavailable", reason="no counter"))
     assert summary.joules_per_token is None
     assert "J/token" not in footer(summary, [], 120).plain
-    plain = Summary("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
+    plain = Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
     assert footer(plain, [], 100).plain == "ar  1 token  2.0 tokens/s"
 
 

@@ -52,7 +52,7 @@ def test_the_wheel_has_the_package_and_the_prompts_and_nothing_else(installed: P
     assert found.pop("examples.yaml") == (ROOT / "examples.yaml").read_bytes()
     assert found == files(ROOT / "specgen")
     parts = ("demo/target/model.safetensors", "demo/draft/model.safetensors", "demo/exit/exit.safetensors")
-    assert {*parts, "view/html/templates/trace_page.html.j2"} <= set(found)
+    assert {*parts, "view/templates/trace_page.html.j2"} <= set(found)
     about = {folder.name: folder for folder in installed.iterdir()}
     assert set(about) == {"specgen", "specgen-0.1.0.dist-info"}
     entry_points = (about["specgen-0.1.0.dist-info"] / "entry_points.txt").read_text().split()

@@ -14,7 +14,7 @@ from specgen.compare.prompts import Prompt
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods.learned_drafting import Learned
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome
 from specgen.tune.simulation import run_seed
@@ -28,9 +28,9 @@ TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc
 
 def really(
     pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY, repeat: int | None = None
-) -> Summary:
+) -> Figures:
     """Real runs on all prompts. With `repeat`, each has the seed of the simulated run on the same prompt."""
-    summary = Summary(name)
+    summary = Figures(name)
     for number, prompt in enumerate(PROMPTS):
         params = sampling if repeat is None else replace(sampling, seed=run_seed(number, repeat))
         for round_ in pair.rounds(prompt, name, params, **given):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from specgen.base.prefill_progress import prefill_reports
+from specgen.base.measuring import prefill_reports
 from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
 

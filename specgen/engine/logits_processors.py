@@ -30,8 +30,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (None,),
 }
 
-_BLOCK = 2**18  # numbers that the repetition penalty computes at a time on a CPU: larger temporary tensors leave its cache
-
 # Continuations of token sequences: prefix length -> prefix -> the next tokens with their biases.
 _Continuations = dict[int, dict[tuple[int, ...], list[tuple[int, float]]]]
 
@@ -63,7 +61,7 @@ class PenaltyProcessor:
 
     def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
         self._config, self._width, self._device = config, width, device
-        self._eos = sorted(eos_ids)
+        self._eos, self._penalty = sorted(eos_ids), config.repetition_penalty or 1.0
         biases = dict(config.sequence_bias or ())
         single_ends = {(end,) for end in eos_ids}  # an output can always end
         forbidden = dict.fromkeys((word for word in config.bad_words_ids or () if word not in single_ends), -torch.inf)
@@ -73,24 +71,26 @@ class PenaltyProcessor:
                     f"the generation config's {field} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
                     f"Correct {field} in generation_config.json",
                 )
-        self._bias = self._vector(0.0)
+        self._bias = torch.zeros(width, device=device)
         for sequence, bias in biases.items():
             if len(sequence) == 1:
                 self._bias[sequence[0]] = bias
         self._longer_biases, self._longer_forbidden = _continuations(biases), _continuations(forbidden)
         self._ngram = config.no_repeat_ngram_size or 0
         self._reach = max((0, self._ngram - 1, *self._longer_biases, *self._longer_forbidden))  # tokens before a row that matter
-        self._forbidden = [word[0] for word in forbidden if len(word) == 1] + list(config.suppress_tokens or ())
-        if len({token for token in self._forbidden if token < width}) == width:
+        self._always = {word[0] for word in forbidden if len(word) == 1} | {*(config.suppress_tokens or ())}
+        places = [token for token in self._always if token < width]
+        if len(places) == width:
             raise SpecgenError("the generation config forbids all tokens", "Correct suppress_tokens in generation_config.json")
-        self._factors, self._banned = self._vector(1.0), self._vector(False)
+        self._forbidden = torch.zeros(width, dtype=torch.bool, device=device).index_fill_(0, self._indices(places), True)
+        self._factors = torch.ones(width, device=device)
         self._ngrams: dict[tuple[int, ...], set[int]] = {}  # the context's: all but the last token -> last tokens
         self._context: Context | None = None
-        self._known = 0  # the context's tokens that are in `_factors`, `_banned` and `_ngrams`
+        self._known = 0  # the context's tokens that are in `_factors` and `_ngrams`
 
     def forbids_all(self, tokens: Iterable[int]) -> bool:
         """Whether none of these tokens can ever follow."""
-        return set(self._forbidden).issuperset(tokens)
+        return self._always.issuperset(tokens)
 
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
@@ -108,45 +108,33 @@ class PenaltyProcessor:
         tail = context.ids[max(0, len(context) - self._reach) :]
         if self._config.sequence_bias:
             logits = logits + self._biases(paths, tail)
-        repeats = self._config.repetition_penalty not in (None, 1.0)
-        drafted = self._places((row, token) for row, path in enumerate(paths) for token in path) if repeats else []
+        if self._penalty != 1:
+            logits = self._repetition(logits, paths)
+        if self._always:
+            logits = logits.masked_fill(self._forbidden, -torch.inf)
         banned = self._places((row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path, tail))
-        places = self._indices([*drafted, *banned]) if drafted or banned else None  # one copy to the device
-        if repeats:
-            logits = self._repetition(logits, None if places is None else places[: len(drafted)])
-        if self._forbidden or self._ngram == 1:
-            logits = logits.masked_fill(self._banned, -torch.inf)
-        if places is not None and banned:
-            logits = logits.reshape(-1).index_fill(0, places[len(drafted) :], -torch.inf).view(-1, self._width)
+        if banned:
+            logits = logits.reshape(-1).index_fill(0, self._indices(banned), -torch.inf).view(-1, self._width)
         return logits
 
     def _follow(self, context: Context) -> None:
         """Updates the kept state with the context's new tokens; rebuilds it for another or a shorter context."""
-        ids = context.ids
+        ids, size = context.ids, self._ngram
         if context is not self._context or len(ids) < self._known:
             self._context, self._known = None, 0  # an interrupted call begins anew next time
             self._ngrams.clear()
             self._factors.fill_(1.0)
-            self._banned.fill_(False)
-            self._fill(self._banned, self._forbidden, True)
             self._context = context
         new = ids[self._known :]
-        if not new:
-            return
-        size = self._ngram
-        if self._config.repetition_penalty is not None:
-            self._fill(self._factors, new, self._config.repetition_penalty)
-        if size == 1:
-            self._fill(self._banned, new, True)
-        elif size:
+        if new and self._penalty != 1:
+            self._factors.index_fill_(0, self._indices(self._places((0, token) for token in new)), self._penalty)
+        if size:
             for end in range(max(self._known + 1, size), len(ids) + 1):
                 self._ngrams.setdefault(tuple(ids[end - size : end - 1]), set()).add(ids[end - 1])
         self._known = len(ids)
 
     def _biases(self, paths: list[list[int]], tail: list[int]) -> torch.Tensor:
         """Returns the sequence biases [rows, width] or, if they are the same for all rows, [width]."""
-        if not self._longer_biases:
-            return self._bias
         found = [(row, *entry) for row, path in enumerate(paths) for entry in _matches(self._longer_biases, tail + path)]
         if not found:
             return self._bias
@@ -154,15 +142,17 @@ class PenaltyProcessor:
         places = self._indices(self._places((row, token) for row, token, _ in found))
         return self._bias.repeat(len(paths)).index_add_(0, places, values).view(-1, self._width)
 
-    def _repetition(self, logits: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
-        """Returns the logits with the repetition penalty; `drafted` are the indices of drafted tokens, as from `_places`."""
-        penalty = self._config.repetition_penalty
-        assert penalty is not None
-        penalised = _repetition_penalty(logits, penalty, self._factors)
-        if drafted is not None and drafted.shape[0]:
-            before = logits.reshape(-1).index_select(0, drafted)
-            penalised.view(-1).index_copy_(0, drafted, _repetition_penalty(before, penalty, penalty))
-        return penalised
+    def _repetition(self, logits: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
+        """Returns `logits` times the penalty where they are negative and divided by it elsewhere, at the tokens before each row.
+
+        Of product and quotient that is the lower for a penalty above 1, otherwise the higher, which is cheaper than comparing
+        with 0.
+        """
+        factors = self._factors
+        if drafted := self._places((row, token) for row, path in enumerate(paths) for token in path):
+            factors = factors.repeat(len(paths)).index_fill_(0, self._indices(drafted), self._penalty).view(-1, self._width)
+        choose = torch.minimum if self._penalty > 1 else torch.maximum
+        return choose(logits * factors, logits / factors)
 
     def _row_bans(self, context: Context, path: list[int], tail: list[int]) -> list[int]:
         """Returns the tokens that may not follow the context and the drafted tokens `path`, besides those in `_banned`."""
@@ -172,11 +162,10 @@ class PenaltyProcessor:
             banned += self._eos
         if new_tokens == 0:
             banned += config.begin_suppress_tokens or ()
-        if self._reach or self._ngram:
-            recent = tail + path
-            banned += (token for token, _ in _matches(self._longer_forbidden, recent))
-            if self._ngram:
-                banned += self._ngram_bans(recent)
+        recent = tail + path
+        banned += (token for token, _ in _matches(self._longer_forbidden, recent))
+        if self._ngram:
+            banned += self._ngram_bans(recent)
         return banned
 
     def _ngram_bans(self, recent: list[int]) -> Iterable[int]:
@@ -196,32 +185,7 @@ class PenaltyProcessor:
         return [row * self._width + token for row, token in entries if token < self._width]
 
     def _indices(self, places: list[int]) -> torch.Tensor:
-        return upload(torch.tensor(places), self._device)
-
-    def _vector(self, value: float | bool) -> torch.Tensor:
-        return torch.full((self._width,), value, device=self._device)
-
-    def _fill(self, vector: torch.Tensor, tokens: Sequence[int], value: float | bool) -> None:
-        if len(tokens) == 1 and tokens[0] < self._width:  # plain decoding's case: 3 us faster than an index tensor
-            vector[tokens[0]] = value
-        elif places := self._places((0, token) for token in tokens):
-            vector.index_fill_(0, self._indices(places), value)
-
-
-def _repetition_penalty(logits: torch.Tensor, penalty: float, factors: torch.Tensor | float) -> torch.Tensor:
-    """Returns `logits` times `factors` where they are negative and divided by them elsewhere. Each factor is 1 or `penalty`.
-
-    Of product and quotient that is the lower for a penalty above 1, otherwise the higher, which is cheaper than comparing with 0.
-    """
-    choose = torch.minimum if penalty > 1 else torch.maximum
-    width = logits.shape[-1]
-    if logits.numel() <= max(width, _BLOCK) or logits.device.type != "cpu":
-        return choose(logits * factors, logits / factors)
-    penalised = torch.empty_like(logits)
-    rows = max(1, _BLOCK // width)
-    for block, out in zip(torch.split(logits, rows), torch.split(penalised, rows), strict=True):
-        choose(block * factors, block / factors, out=out)
-    return penalised
+        return upload(torch.tensor(places, dtype=torch.int64), self._device)
 
 
 def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:

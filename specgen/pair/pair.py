@@ -33,7 +33,7 @@ from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.measurements import Key, Measurements
 from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
@@ -100,7 +100,7 @@ class Pair:
         self.prepare(request)
         run = self.run(request)
         rounds = list(run.rounds())
-        summary = Summary(request.method.name, rounds)
+        summary = Figures(request.method.name, rounds)
         if perplexity or not request.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
         text = request.text(self.tokenizer, summary.token_ids)

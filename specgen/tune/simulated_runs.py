@@ -24,7 +24,7 @@ from specgen.methods import is_random, runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.length_sweep import RepeatDrafter
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN
@@ -194,7 +194,7 @@ class SimulatedRuns:
         self._components: dict[tuple[str, int], tuple[Setup, float]] = {}
 
     @inference
-    def run(self, name: str, given: Mapping[str, Any]) -> Summary:
+    def run(self, name: str, given: Mapping[str, Any]) -> Figures:
         """Simulates the method `name` with the settings `given` on each prompt, and returns one summary of all runs.
 
         A length policy that draws random numbers is run `RANDOM_RUNS` times, with other numbers each time. For a lossy method
@@ -204,7 +204,7 @@ class SimulatedRuns:
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self._pair.parts.has_predictor())
         costs = self._costs_of(method, settings)
-        summary, learned = Summary(name), self._prior(costs) if settings.policy == Adaptive.name else None
+        summary, learned = Figures(name), self._prior(costs) if settings.policy == Adaptive.name else None
         for repeat in range(RANDOM_RUNS if is_random(settings) else 1):
             for number, reference in enumerate(self._references):
                 ids: list[int] = []
@@ -218,7 +218,7 @@ class SimulatedRuns:
     @property
     def plain_perplexity(self) -> float:
         """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
-        summary = Summary(PLAIN)
+        summary = Figures(PLAIN)
         for reference in self._references:
             summary.token_ids += reference.token_ids
             summary.add_log_likelihood(self._pair.log_likelihood(reference.prompt_ids, reference.token_ids))

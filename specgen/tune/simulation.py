@@ -28,7 +28,7 @@ from specgen.methods.adaptive import Adaptive, AdaptiveInputs, HybridDrafter
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.lookup import PromptLookupDrafter
 from specgen.methods.pearl_schedule import Parallel
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.request import typical_length
 
 if TYPE_CHECKING:
@@ -225,14 +225,14 @@ class PairMeasurements:
 
 
 @inference
-def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Summary:
+def simulate(measurements: PairMeasurements, name: str, given: Mapping[str, object]) -> Figures:
     """Simulates the method `name` with the settings `given` on all prompts, and returns one summary with expected seconds.
 
     A length policy that draws random numbers is run `RANDOM_RUNS` times on each prompt, with other numbers each time.
     """
     method = methods.find(name)
     settings = methods.resolve(method, given, has_predictor=measurements.has_predictor)
-    summary = Summary(name)
+    summary = Figures(name)
     if settings.policy == Adaptive.name:
         measurements.learned.pop(method.drafts, None)
     for repeat in range(RANDOM_RUNS if is_random(settings) else 1):

@@ -31,7 +31,7 @@ from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair, runners
 from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
 from specgen.tune.simulation import PairMeasurements, simulate
@@ -52,7 +52,7 @@ class Costs:
     draft: float
     verify: float
 
-    def speedup(self, summary: Summary, runs: int) -> float:
+    def speedup(self, summary: Figures, runs: int) -> float:
         """Returns tokens per unit of cost. The pass over the prompt, one in each of `runs` runs, is not counted."""
         passes = summary.rounds - runs
         return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
@@ -149,7 +149,7 @@ class Measurement:
 
     def _simulate(
         self, references: Sequence[ReferenceOutput], drafts: Sequence[RecordedDrafts], given: Given, costs: Costs
-    ) -> Summary:
+    ) -> Figures:
         method = methods.find(self._method)
         tables = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
         return simulate(PairMeasurements(references, {method.drafter.name: drafts}, tables), method.name, given)
@@ -157,7 +157,7 @@ class Measurement:
     def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
         """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
         for name, given in compared.items():
-            summary = Summary(name)
+            summary = Figures(name)
             with self._open() as pair:  # a new one, so that nothing was learned yet
                 for number, sampling in enumerate(self._samplings):
                     text = self._prompts[number % len(self._prompts)].text

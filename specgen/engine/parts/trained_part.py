@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
+from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_part, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.acceptance import Predictor
@@ -206,10 +206,7 @@ def find_part(kind: Kind, target: LoadedModel, *, is_bundled: bool) -> TrainedPa
     target comes with specgen (`is_bundled`), it is the one that comes with it. Raises SpecgenError as `open_part` does.
     """
     fingerprint = weights_fingerprint(target.folder)
-    if kind == "exit":
-        found, bundled = kept_exit(target.name, fingerprint), demo.exit_folder()
-    else:
-        found, bundled = kept_head(kind, target.name, fingerprint), demo.head_folder(kind)
+    found, bundled = kept_part(kind, target.name, fingerprint), demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
     found = bundled if found is None and is_bundled and bundled.is_dir() else found
     return None if found is None else open_part(found, target, is_exit=kind == "exit")
 

@@ -6,17 +6,16 @@ The environment is the one that transformers gives to templates (version 5.23, `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
@@ -24,13 +23,8 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens:
 
     `special_tokens` are the template's variables for them, such as bos_token. Raises any exception, as the template does.
     """
-    return _compiled(template).render(
-        messages=[dict(message) for message in messages],
-        tools=None,
-        documents=None,
-        add_generation_prompt=True,
-        **special_tokens,
-    )
+    given = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+    return _compiled(template).render(**given, add_generation_prompt=True, **special_tokens)
 
 
 @lru_cache(maxsize=8)
@@ -42,8 +36,6 @@ def _compiled(template: str) -> Template:
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),
-        "dict": _Dict(),
-        "namespace": _Namespace,
     }
     return environment.from_string(template)
 
@@ -63,38 +55,7 @@ class _Generation(Extension):
         return content
 
 
-class _Dict:
-    """`dict` for templates: makes dictionaries, without the attributes of Python's class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
-class _Namespace(Namespace):
-    """`namespace` for templates, which refuses names that start with an underscore: they lead to Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may pass a value called self
-        self, *others = args
-        Namespace.__init__(self)
-        for name, value in dict(*others, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace of a chat template has no names that start with an underscore: {name!r}")
-        Namespace.__setitem__(self, name, value)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Converts to JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

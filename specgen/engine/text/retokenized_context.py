@@ -116,7 +116,9 @@ class RetokenizedContext:
     def _encoded(self, text: str) -> list[int]:
         """Returns the draft's tokens of `text`, which follows the text with fixed tokens."""
         following = self._draft.encode_after(self._before, text) if self._is_begun and text else []
-        return following or self._draft.encode_plain(text)  # a tokenizer that changes text, or the beginning of the context
+        return following or self._draft.encode(
+            text, special=False
+        )  # a tokenizer that changes text, or the beginning of the context
 
 
 def _spaces_at_end(text: str) -> str:

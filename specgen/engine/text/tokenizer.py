@@ -48,12 +48,16 @@ class Tokenizer:
         self._anchor = self.encode_with("a", False)[-1:]
         self._anchor_text = self.decode(self._anchor, False)
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the text's token ids, with the special tokens that the tokenizer adds (such as a beginning-of-text token).
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the text's token ids, and if `special` the special tokens around them (such as a beginning-of-text token).
 
         Raises SpecgenError if the tokenizer's files do not fit together, so that it cannot encode this text.
         """
-        return self._encode(text, add_special_tokens=True)
+        try:
+            return self.encode_with(text, special)
+        except Exception as error:  # the tokenizers library raises plain Exception
+            why = shorten(str(error), 160, placeholder=" …")
+            raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
 
     def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Returns the token ids of a conversation in the model's chat template, up to where the model's next answer starts.
@@ -76,22 +80,18 @@ class Tokenizer:
             text = render(_default(self.template), messages, self.template_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+        return self.encode(text, special=False)
 
     @cached_property
     def opening(self) -> list[int]:
         """The special tokens that `encode` puts in front of a text, such as a beginning-of-text token."""
-        ids, plain = self.encode("a"), self._encode("a", add_special_tokens=False)
+        ids, plain = self.encode("a"), self.encode("a", special=False)
         return ids[: next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)]
 
     def is_special(self, token: int) -> bool:
         """Whether the token is a special one, which has a name and no text."""
         ids = [*self._anchor, token]
         return self.decode(ids, True) != self.decode(ids, False)
-
-    def encode_plain(self, text: str) -> list[int]:
-        """Returns the text's token ids without special tokens in front and after it."""
-        return self._encode(text, add_special_tokens=False)
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Returns the token ids of `text` where it continues `before`: without special tokens, and without a space in front.
@@ -100,23 +100,16 @@ class Tokenizer:
         after other text. Empty if these tokens do not give the text back, because the tokenizer changes it (lower case, spaces).
         """
         for anchor in (before, *ANCHORS):
-            alone = self.encode_plain(anchor) if anchor else []
+            alone = self.encode(anchor, special=False) if anchor else []
             if not alone:
                 continue
-            ids, shown = self.encode_plain(anchor + text), self.decode(alone, False)
+            ids, shown = self.encode(anchor + text, special=False), self.decode(alone, False)
             if self.decode(ids, False) != shown + text:
                 continue
             for start in (len(alone), len(alone) - 1, len(alone) + 1):
                 if self.decode(ids[:start], False) == shown:
                     return ids[start:]
         return []
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            return self.encode_with(text, add_special_tokens)
-        except Exception as error:  # the tokenizers library raises plain Exception
-            why = shorten(str(error), 160, placeholder=" …")
-            raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of some tokens for display, with leading spaces and the names of special tokens.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,42 +28,23 @@ CLASS_OF_MODEL_TYPE: dict[str, str | None] = {
 }
 """The tokenizer class that transformers has registered for a model type; None: no class of its own."""
 _WRONG_ON_THE_HUB = {"phi3", "qwen2"}  # types whose files often declare a wrong class, so that the type's own class counts
-_MODELS_AS_FILE = (  # models whose declared class transformers ignores because of their name
-    "deepseek-ai/deepseek-r1-distill-llama-*",
-    "deepseek-ai/deepseek-coder-*",
-    "allenai/dolma2-tokenizer",
-)
 _QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPACE_MARK = "\u2581"  # how SentencePiece writes a space in tokens
 
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-_FLAGS = frozenset(  # fields that hold true, false or null
+_FLAGS = "add_bos_token", "add_eos_token"  # fields whose names end as those of special tokens do
+_FIELDS = frozenset(  # those that are read, and those without an effect
     {
-        *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "is_local", "legacy"),
-        *("local_files_only", "split_special_tokens", "trim_offsets", "use_default_system_prompt", "use_fast"),
-    }
-)
-_FIELDS_WITHOUT_EFFECT = frozenset(
-    {
+        *("added_tokens_decoder", "additional_special_tokens", "chat_template", "extra_special_tokens", "model_max_length"),
+        *("max_len", "model_specific_special_tokens", "padding_side", "truncation_side", "auto_map", "add_prefix_space"),
+        *("clean_up_tokenization_spaces", "is_local", "legacy", "local_files_only", "split_special_tokens", "trim_offsets"),
+        *("use_default_system_prompt", "use_fast"),
         *("backend", "do_lower_case", "errors", "from_slow", "max_length", "model_input_names", "name_or_path"),
         *("pad_to_multiple_of", "pad_token_type_id", "processor_class", "response_schema", "response_template"),
         *("return_token_type_ids", "sp_model_kwargs", "spaces_between_special_tokens", "special_tokens_map_file", "stride"),
         *("strip_accents", "tokenize_chinese_chars", "tokenizer_file", "tokenizer_class", "transformers_version"),
         *("truncation_strategy", "vocab_file", "vocab_size", "grounded_generation_template", "tool_use_template"),
-    }
-)
-_FIELDS_READ = frozenset(
-    {
-        *("added_tokens_decoder", "additional_special_tokens", "chat_template", "extra_special_tokens", "model_max_length"),
-        *("max_len", "model_specific_special_tokens", "padding_side", "truncation_side"),
-    }
-)
-
-_TEMPLATE_ARGUMENTS = frozenset(  # a named special token must not replace one of these
-    {
-        *("messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("return_assistant_tokens_mask", "continue_final_message", "compiled_template"),
     }
 )
 
@@ -99,7 +79,7 @@ def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:
     settings = _json_object(folder / "tokenizer_config.json")
     _check_fields(settings)
     data = file.read_bytes()
-    name = _class_name(folder, config, settings, is_byte_level=b'"ByteLevel"' in data)
+    name = _class_name(config, settings, is_byte_level=b'"ByteLevel"' in data)
     template = _chat_template(folder, settings.pop("chat_template", None))
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
@@ -124,19 +104,9 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _check_fields(settings: Mapping[str, Any]) -> None:
-    """Raises NotNativeError for fields of tokenizer_config.json whose effect is not known, and for values of a wrong type."""
+    """Raises NotNativeError for fields of tokenizer_config.json whose effect is not known, and for flags that are none."""
     for key, value in settings.items():
-        if key.endswith("_token") and key not in _FLAGS:
-            is_known = value is None or isinstance(value, str | dict)
-        elif key in _FLAGS:
-            is_known = value is None or isinstance(value, bool)
-        elif key in ("padding_side", "truncation_side"):
-            is_known = value in ("left", "right")
-        elif key in ("model_max_length", "max_len"):
-            is_known = value is None or isinstance(value, int | float)
-        else:
-            is_known = key in _FIELDS_READ or key in _FIELDS_WITHOUT_EFFECT or key == "auto_map"
-        if not is_known:
+        if not (key in _FIELDS or key.endswith("_token")) or (isinstance(value, str) and key == "split_special_tokens"):
             raise NotNativeError(f"tokenizer_config.json has an unusual field: {key}")
 
 
@@ -193,7 +163,7 @@ def _build(name: str, data: bytes, settings: dict[str, Any]) -> tuple[Pipeline, 
         texts = dict.fromkeys(map(str, (*named.values(), *extra)))
         pipeline.add_tokens([AddedToken(text, special=True) for text in texts])
     special_tokens = {key: str(token) for key, token in named.items()}
-    if "" in special_tokens.values() or special_tokens.keys() & _TEMPLATE_ARGUMENTS:
+    if "" in special_tokens.values() or not all(name.endswith("_token") for name in special_tokens):
         raise NotNativeError("it has unusual special tokens")
     return pipeline, special_tokens
 
@@ -256,7 +226,7 @@ def _add_tokens(pipeline: Pipeline, added: Sequence[AddedToken], named: Mapping[
     pipeline.add_tokens(tokens)
 
 
-def _class_name(folder: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], is_byte_level: bool) -> str:
+def _class_name(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], is_byte_level: bool) -> str:
     """Returns the name of the class that AutoTokenizer would build: `AS_FILE` or a key of `CLASSES`.
 
     `is_byte_level`: tokenizer.json names the part ByteLevel. Raises NotNativeError where the class is another or uncertain.
@@ -266,9 +236,6 @@ def _class_name(folder: Path, config: Mapping[str, Any], tokenizer_config: Mappi
         raise NotNativeError("the model has code of its own")
     if not isinstance(model_type, str) or model_type not in CLASS_OF_MODEL_TYPE or "model_name" in config:
         raise NotNativeError(f"the tokenizer class of model type {model_type} is not known")
-    for name in (str(folder), str(config.get("_name_or_path"))):
-        if any(fnmatch(name.lower(), pattern) for pattern in _MODELS_AS_FILE):
-            raise NotNativeError("transformers treats models of this name in a special way")
     own = CLASS_OF_MODEL_TYPE[model_type]
     declared = tokenizer_config.get("tokenizer_class", config.get("tokenizer_class"))
     if declared is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,15 +39,13 @@ class TranslatedRunner:
         self.own, self._translation, self._penalties = runner, translation, penalties
         singles = enumerate(translation.target_to_draft)
         self._single = {id_: other for id_, other in singles if 0 <= other < runner.num_embeddings}
-        self._widening = Widening(translation, runner.vocab_size, runner.device)
+        self._make_columns(translation, runner.vocab_size)
         self._contexts: WeakKeyDictionary[Context, tuple[Context, int]] = WeakKeyDictionary()  # the draft's, of how many tokens
-        self._last_prompt: tuple[list[int], list[int]] = [], []  # the last prompt, and its translation
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
         self.own.clear_cache()
         self._contexts.clear()
-        self._last_prompt = [], []
 
     def reserve(self, capacity: int) -> None:
         """Makes the KV cache's next buffers large enough for `capacity` tokens."""
@@ -72,7 +71,7 @@ class TranslatedRunner:
             output = self._spelled_logits(own, draft, parents, start)
         else:
             output = self.own.logits(own, tokens, parents, start=start)
-        wide = self._widening(output.logits)
+        wide = self._widened(output.logits)
         logits, unpenalised = wide[:, : self.vocab_size], None
         if self._penalties is not None:
             unpenalised, ids = logits, list(draft)
@@ -97,13 +96,9 @@ class TranslatedRunner:
 
     def _prompt(self, context: Context) -> list[int]:
         """Returns the draft's ids of the context's prompt: at least one, as a model can run no empty context."""
-        ids = context.ids[: context.prompt_length]
-        if self._last_prompt[0] != ids:
-            self._last_prompt = ids, self._embedded(self._translation.prompt(ids))
         special = self._translation.draft.special
-        return (
-            self._last_prompt[1] or [*self._embedded(special[role] for role in ("bos", "eos", "unk") if role in special), 0][:1]
-        )
+        ids = self._embedded(self._translation.prompt(context.ids[: context.prompt_length]))
+        return ids or [*self._embedded(special[role] for role in ("bos", "eos", "unk") if role in special), 0][:1]
 
     def _spelling(self, token: int) -> list[int]:
         return self._embedded(self._translation.spelling(token))
@@ -115,71 +110,56 @@ class TranslatedRunner:
     def _spelled_logits(self, own: Context, draft: Sequence[int], parents: Sequence[int] | None, start: int) -> ModelOutput:
         """Returns the draft model's output for drafted tokens of which it lacks some, which become several nodes each."""
         parents = chain_parents(len(draft)) if parents is None else parents
+        spelled = [self._spelling(token) for token in draft]
+        if len(own) + _deepest(spelled, parents) > self.context_limit:  # only the last of each: there is room for these
+            spelled = [each[-1:] or own.ids[-1:] for each in spelled]
         nodes: list[int] = []
         node_parents: list[int] = []
-        levels: list[int] = []
-        ends: list[int] = []  # the last node of each drafted token; its parent's if it has none
-        for token, parent in zip(draft, parents, strict=True):
-            end = ends[parent] if parent >= 0 else -1
-            for id_ in self._spelling(token):
+        ends = [-1]  # the last node of the context, and of each drafted token; its parent's if it has none
+        for ids, parent in zip(spelled, parents, strict=True):
+            end = ends[parent + 1]
+            for id_ in ids:
                 nodes.append(id_)
                 node_parents.append(end)
-                levels.append(1 if end < 0 else levels[end] + 1)
                 end = len(nodes) - 1
             ends.append(end)
-        if len(own) + max(levels, default=0) > self.context_limit:  # one node for each token, its last: there is room for these
-            spelled = [self._spelling(token) for token in draft]
-            nodes, node_parents, ends = (
-                [each[-1] if each else own.ids[-1] for each in spelled],
-                list(parents),
-                list(range(len(draft))),
-            )
-        wanted = [end + 1 for end in [-1, *ends][start:]]
+        wanted = [end + 1 for end in ends[start:]]
         first = min(wanted)
         output = self.own.logits(own, nodes, node_parents, start=first)
         rows = upload(torch.tensor([row - first for row in wanted]), self.device)
         hidden = output.hidden_states
         return ModelOutput(output.logits[rows], None if hidden is None else hidden[rows])
 
+    def _make_columns(self, translation: Translation, count: int) -> None:
+        """Finds which of the draft's `count` logits are moved to which columns.
 
-class Widening:
-    """Moves logits of the draft's vocabulary to columns of the target's, followed by columns for the draft's other tokens.
-
-    `width` is the number of the target's columns.
-    """
-
-    def __init__(self, translation: Translation, columns: int, device: torch.device) -> None:
-        width = translation.width
-        first = [-1] * width  # the draft token of each target token
-        others: list[int] = []  # the draft's other tokens, in the order of their columns
-        again: list[list[tuple[int, int]]] = []  # columns of target tokens, with those of a second, third, ... draft token
-        counts: dict[int, int] = {}
-        for id_ in range(columns):
+        The target's tokens come first, then the draft's other ones.
+        """
+        found: dict[int, list[int]] = {}  # the draft's tokens of each target token; those of -1 are other ones
+        for id_ in range(count):
             target = translation.draft_to_target[id_] if id_ < len(translation.draft_to_target) else -1
-            if 0 <= target < width:
-                number = counts[target] = counts.get(target, -1) + 1
-                if not number:
-                    first[target] = id_
-                    continue
-                if number > len(again):
-                    again.append([])
-                again[number - 1].append((target, width + len(others)))
-            others.append(id_)
-        self.width = width
-        missing = [target for target, id_ in enumerate(first) if id_ < 0]
-        self._origins = torch.tensor([*(max(id_, 0) for id_ in first), *others], device=device)
-        self._missing = torch.tensor(missing, device=device) if missing else None
-        self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in again]
+            found.setdefault(target if target < translation.width else -1, []).append(id_)
+        others, targets, device = found.pop(-1, []), range(translation.width), self.device
+        self._origins = torch.tensor([*(found.get(target, [0])[0] for target in targets), *others], device=device)
+        self._missing = torch.tensor([target for target in targets if target not in found], dtype=torch.int64, device=device)
+        several = ([(target, ids[number]) for target, ids in found.items() if len(ids) > number] for number in range(1, count))
+        self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in takewhile(bool, several)]
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens].
 
-        If several draft tokens are one token of the target, its column has their sum (of probabilities), and they have none.
+        If several draft tokens are one token of the target, its column has their sum (of probabilities).
         """
-        wide = logits.index_select(1, self._origins)
-        if self._missing is not None:
-            wide.index_fill_(1, self._missing, -torch.inf)
+        wide = logits.index_select(1, self._origins).index_fill_(1, self._missing, -torch.inf)
         for kept, added in self._again:
-            total = torch.logaddexp(wide.index_select(1, kept), wide.index_select(1, added))
-            wide.index_copy_(1, kept, total).index_fill_(1, added, -torch.inf)
+            total = torch.logaddexp(wide.index_select(1, kept), logits.index_select(1, added))
+            wide.index_copy_(1, kept, total)
         return wide
+
+
+def _deepest(spelled: Sequence[Sequence[int]], parents: Sequence[int]) -> int:
+    """Returns the number of nodes on the longest path of a tree whose tokens become several nodes each."""
+    lengths = [0]
+    for ids, parent in zip(spelled, parents, strict=True):
+        lengths.append(lengths[parent + 1] + len(ids))
+    return max(lengths)

@@ -254,7 +254,7 @@ def token_overlap(
     ours, theirs = token_bytes(target), token_bytes(draft)
     said = [ids for ids in outputs if ids]
     covered = tokens = 0
-    for ids in said or map(target.encode_plain, texts):
+    for ids in said or (target.encode(text, special=False) for text in texts):
         of_text = covered_tokens(ours, theirs, ids)
         covered, tokens = covered + of_text[0], tokens + of_text[1]
     pieces = [piece for piece in ours.pieces if piece is not None]
