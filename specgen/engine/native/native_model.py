@@ -60,8 +60,6 @@ class NativeModel:
         self.architecture, self.parts, self.layers = architecture, parts, layers
         self.shape = architecture
         self.dtype, self.device = dtype, parts.norm.device
-        self.num_embeddings = parts.embedding.shape[0]
-        self.vocab_size = parts.head.out_features
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.product_choices, self.exact = product_choices, exact

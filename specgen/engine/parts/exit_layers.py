@@ -136,7 +136,7 @@ def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLa
     only if the LM head is its own. Raises ValueError for missing and unknown tensors and wrong shapes."""
     architecture, has_head = known_architecture(model, "early exit"), EXIT_HEAD in tensors
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-    expected |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if has_head else {}
+    expected |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if has_head else {}
     for index in range(count):
         expected |= layer_shapes(architecture, index)
     if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:

@@ -233,7 +233,6 @@ class DistributedModel(NativeModel):
         parts = NativeParts(norm[None], norm, _AnnouncedHead(group, self._key, sizes))
         options = {name: getattr(self.local, name) for name in ("norm_gain", "min_rows", "exact")}
         super().__init__(architecture, (), parts, dtype, product_choices=self.local.product_choices, **options)
-        self.num_embeddings = self.local.num_embeddings
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> Any:
         return DistributedCache(self._group, self._key, range(self.shape.num_layers) if layers is None else layers)

@@ -186,7 +186,6 @@ class ShardedModel(NativeModel):
     def __init__(self, shard: Shard, ranks: Ranks, layers: Sequence[ShardedLayer], parts: NativeParts, **options: Any) -> None:
         super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
         self.shard, self._ranks = shard, ranks
-        self.num_embeddings = shard.architecture.vocab_size
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         return self.embeddings(upload(torch.tensor(ids), self.device))
