@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move, upload
-from specgen.engine.forward_pass import ForwardPass
+from specgen.engine.forward_pass import BatchPass, ForwardPass
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, Sight, has_causal_kernel, sight_of_chain
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries

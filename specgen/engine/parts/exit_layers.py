@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.batch_pass import BatchPass
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
