@@ -13,7 +13,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
@@ -106,13 +105,12 @@ class ExitLayers:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs, states = self._inputs(forward_pass), source(forward_pass)
             count = states.shape[0]
-            hidden = pad(states, (0, 0, 0, inputs.rows - count)) if inputs.rows > count else states.clone()
+            hidden = self._inputs.with_padding(states.clone(), inputs.rows)
             for layer in self._layers:
                 hidden = layer(hidden, inputs)
-            begin, rows = count - logits_to_keep, self._inputs.padded(logits_to_keep)
-            first = max(0, min(begin, inputs.rows - rows))
-            logits, normed = self.norm_and_head(hidden[first : first + rows])
-            kept = slice(begin - first, begin - first + logits_to_keep)
+            first = self._inputs.first_row(count - logits_to_keep, inputs.rows)
+            logits, normed = self.norm_and_head(hidden[first:])
+            kept = slice(count - logits_to_keep - first, count - first)
             return ModelOutput(logits[kept], normed[kept])
 
         return run
@@ -136,7 +134,7 @@ def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[
     """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
     architecture = known_architecture(model, "early exit")
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-    shapes |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if own_head else {}
+    shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
     for index in range(count):
         shapes |= layer_shapes(architecture, index)
     return shapes

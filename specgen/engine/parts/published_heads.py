@@ -118,7 +118,7 @@ class PublishedHead:
         shapes["fc.weight"] = width, (3 if is_third else 2) * (hidden if is_third else width)
         shapes |= {"fc.bias": (width,)} if "fc.bias" in files else {}
         if EMBEDDING in files or width != hidden:
-            shapes[EMBEDDING] = (target.model.num_embeddings if is_third else files.shape(EMBEDDING)[0]), width
+            shapes[EMBEDDING] = (target.model.shape.vocab_size if is_third else files.shape(EMBEDDING)[0]), width
         if not is_third:
             del shapes[_FIRST_NORM]
             shapes |= {HEAD: (files.shape(HEAD)[0], width)} if HEAD in files else {}
@@ -129,7 +129,7 @@ class PublishedHead:
             raise files.refuse("it is of a variant that specgen cannot run (norm_output in its config.json)", OTHER_HEAD)
         if len(architecture.layers) != 1:
             raise files.refuse(f"it has {len(architecture.layers)} decoder layers, and specgen runs EAGLE-3 heads with one")
-        rows, vocabulary = matrix_shape(files, HEAD)[0], target.model.vocab_size
+        rows, vocabulary = matrix_shape(files, HEAD)[0], target.model.shape.vocab_size
         for name in ("q", "k", "v"):
             attention = f"layers.0.self_attn.{name}_proj.weight"
             shapes[attention] = shapes[attention][0], 2 * width
@@ -203,11 +203,11 @@ def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], rows: int,
     if offsets is None:
         return None
     ids = offsets + torch.arange(rows)
-    if int(ids.min()) < 0 or int(ids.max()) >= target.model.vocab_size or not bool((ids.diff() > 0).all()):
+    if int(ids.min()) < 0 or int(ids.max()) >= target.model.shape.vocab_size or not bool((ids.diff() > 0).all()):
         raise files.refuse(f"{files.key('d2t')} does not map its ids to rising ids of {target.name}")
     if used is not None and not torch.equal(torch.isin(torch.arange(len(used)), ids), used != 0):
         raise files.refuse(f"{files.key('t2d')} and {files.key('d2t')} contradict each other")
-    return None if rows == target.model.vocab_size else ids.to(target.device)
+    return None if rows == target.model.shape.vocab_size else ids.to(target.device)
 
 
 def _read_glide(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> GlideWeights:
@@ -226,7 +226,7 @@ def _read_glide(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> 
         shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
         shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
     is_tied = bool(fields.tie_word_embeddings) and EMBEDDING in files
-    for name, rows in ((EMBEDDING, target.model.num_embeddings), (HEAD, target.model.vocab_size)):
+    for name, rows in ((EMBEDDING, target.model.shape.vocab_size), (HEAD, target.model.shape.vocab_size)):
         needs_own = width != shape.hidden_size and not (name == HEAD and is_tied)
         shapes |= {name: (rows, width)} if name in files or needs_own else {}
     tensors = take_exactly(files, shapes)
@@ -263,7 +263,7 @@ def _read_medusa(files: WeightFiles, fields: HeadFields, target: LoadedModel) ->
     order = tensors.get("token_map")
     if order is not None:
         ids = order.sort().values
-        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= target.model.vocab_size or not bool((ids.diff() > 0).all()):
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= target.model.shape.vocab_size or not bool((ids.diff() > 0).all()):
             raise files.refuse(f"{files.key('token_map')} does not hold different ids of tokens of {target.name}")
         if not lm_heads:
             raise files.refuse("it has a token_map, but no LM head of its own")

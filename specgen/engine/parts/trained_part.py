@@ -259,7 +259,7 @@ def describe_head(
 ) -> HeadDescription:
     """Returns the description of a head that was trained for `target`."""
     shape, names = target.model.shape, ("hidden_size", "num_layers", "num_heads", "head_size")
-    sizes = {name: getattr(shape, name) for name in names} | {"vocab_size": target.model.vocab_size}
+    sizes = {name: getattr(shape, name) for name in names} | {"vocab_size": target.model.shape.vocab_size}
     return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
 
 
