@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,12 +119,6 @@ def test_ctrl_c_ends_both_processes() -> None:
     assert (first + out).endswith(b"\n")
 
 
-def test_the_first_process_killed_leaves_none() -> None:
-    started, _ = running()
-    started[0].send_signal(signal.SIGKILL)
-    assert ended(started)[0] == -signal.SIGKILL
-
-
 def test_bad_input_is_one_line() -> None:
     started = commands("generate", "-t", "/nonexistent/model", "hello")
     code, out, err = ended(started)
@@ -166,19 +159,6 @@ def test_torchrun_runs_a_command_once() -> None:
     run = torchrun("generate", "-m", "nope", "hello")
     assert len(own_lines(run.communicate(timeout=60)[1])) == 1
     assert run.returncode == 1, "torchrun's own exit code"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_torchrun_leaves_no_process(number: signal.Signals) -> None:
-    run = torchrun(*LONG)
-    assert run.stdout is not None
-    run.stdout.read(1)
-    children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-    assert len(children) == 2
-    run.send_signal(number)
-    run.communicate(timeout=60)
-    assert wait_until(lambda: not any(map(is_running, children)))
 
 
 @pytest.mark.gpu
