@@ -21,7 +21,7 @@ from specgen.decoding.policy import Fixed, LengthPolicy
 from specgen.engine.forward_pass import ModelOutput
 from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
 from specgen.methods.svip import SVIP
-from specgen.tune.simulated_runs import MemoisedRunner
+from specgen.tune.simulator import MemoisedRunner
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -118,7 +118,7 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     assert proposed.stop_reason == "depth 3"
     assert MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(1), 9).levels == 1
     assert not MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 0).tokens
-    remembered: Any = MemoisedRunner(draft)
+    remembered: Any = MemoisedRunner(draft, {})
     assert (
         MedusaTreeDrafter(replace(setup, draft=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
         == proposed.tokens

@@ -24,7 +24,7 @@ from specgen.base import files as paths
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_specs
-from specgen.engine.batch_pass import text_pass
+from specgen.engine.forward_pass import text_pass
 from specgen.engine.parts.exit_layers import default_exit_depth, make_runners, read_exit
 from specgen.engine.parts.trained_part import (
     EXIT_DESCRIPTION,

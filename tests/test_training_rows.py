@@ -13,7 +13,7 @@ from runner_checks import LAYERED, quick
 from training_helpers import TEXTS, TINY, Recorder, corpus_of, objective, opened, packed, written
 
 from specgen.base.types import Context
-from specgen.engine.batch_pass import BatchPass
+from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts import eagle, glide, medusa

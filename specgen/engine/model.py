@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specgen.engine.batch_pass import BatchCache, BatchPass
-from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
@@ -137,7 +136,7 @@ class Model(Protocol):
         """
         ...
 
-    def batch_cache(self, sequences: int) -> BatchCache:
+    def batch_cache(self, sequences: int) -> Cache:
         """Returns an empty KV cache for so many sequences, for all layers."""
         ...
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.batch_pass import BatchPass
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner

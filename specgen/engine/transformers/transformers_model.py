@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
