@@ -148,28 +148,22 @@ def test_the_digest_of_an_exit_is_what_profiles_of_earlier_versions_hold() -> No
 DEMO_EXIT = "11b45d57d6be84e4"
 EXIT_MISTAKES = [
     ("after: 1", "after: 8", "after layer 8 of 8"),  # no layer would be left to verify with
-    ("layers: 1", "layers: 2", "does not fit its description"),
-    ("layers: 1", "layers: 3", "the exit has 3 layers"),
-    ("format: 1", "format: 7", "format: Input should be 1"),
-    ("own_head: true", "own_head: maybe", "own_head: Input should be a valid boolean"),
-    ("own_head: true", "own_head: false", "does not fit its description"),
-    ("predictor: false", "predictor: true", "does not fit its description"),
+    ("layers: 1", "layers: 2", "lacks 9 of its tensors"),
+    ("own_head: true", "own_head: false", r"does not have \(the first: exit.head.weight\)"),
+    ("predictor: false", "predictor: true", r"lacks 3 of its tensors \(the first: predictor.bias\)"),
     ("target: here", "target: here\nzebra: 1", "zebra: Unexpected keyword argument"),
     ("figures: {}", "figures: 3", "figures: Input should be an object"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for here \(0\), not for .*target\. Train one"),
-    ("target: here", "[" * 3000, "is not YAML"),
     ("target: here", "a: &a [*a]\ntarget: here", "aliases"),
 ]
 HEAD_MISTAKES = [
     ("format: 1", "format: 7", "format: Input should be 1"),
     ("kind: medusa", "kind: eagle", "it is of the kind medusa, and its head.yaml says eagle"),
-    ("kind: medusa", "kind: [", "is not YAML"),
     ("kind: medusa", "kind: hydra", "kind: Input should be 'medusa', 'eagle' or 'glide'"),
     ("target: ", "zebra: 1\ntarget: ", "zebra: Unexpected keyword argument"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for .*target \(0\), not for"),
     ("weights: ", "weights: '0'  # ", "do not belong together"),
     ("rank_accuracies: []", "rank_accuracies: [[1.5]]", "less than or equal to 1"),
-    ("rank_accuracies: []", "rank_accuracies: [[.nan]]", "rank_accuracies|NaN"),
     ("figures: {}", "figures: 3", "figures: Input should be"),
 ]
 

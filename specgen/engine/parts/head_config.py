@@ -136,7 +136,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
         tensors = "a tensor" if len(unknown) == 1 else f"{len(unknown):,} tensors"
-        problem = f"it has {tensors} that such a head does not have (the first: {files.key(unknown[0])})"
+        problem = f"it has {tensors} that such a part does not have (the first: {files.key(unknown[0])})"
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
