@@ -13,13 +13,13 @@ from scripted_models import TableRunner, scripted_run
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policy import DraftedToken
+from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
 from specgen.methods.drafting_guard import LONGEST_PAUSE
 from specgen.methods.learned_drafting import Learned
 from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
-from specgen.tune.simulation import SimulatedClock, SimulatedDrafter
+from specgen.tune.simulator import PricedDrafter, SimulatedClock
 
 PROMPT = [5, 9, 7, 3]
 COSTS: dict[str, object] = {"draft_cost": 0.1, "verify_cost": 0.02}
@@ -113,10 +113,11 @@ def test_bild_is_timed_with_drafts_of_all_lengths(near: Pair) -> None:
 
 def test_a_simulated_draft_model_that_never_drafts_runs_over_no_prompt() -> None:
     clock = SimulatedClock()
-    recorded: Any = SimpleNamespace(prefill_seconds=5.0, rollouts=[[]])
+    runner: Any = SimpleNamespace(calls=0)
     costs = RoundCosts(one_length(_0=0, _4=0.004), one_length(_1=0.01, _5=0.012))
-    policy: Any = SimpleNamespace(starts_draft=lambda **_: False, seconds=0.0, reason="no draft", signals=frozenset())
-    assert SimulatedDrafter(recorded, costs, clock).propose(Context(PROMPT), policy, 9).stop_reason == "no draft"
+    drafter: Any = SimpleNamespace(propose=lambda *_: Draft(stop_reason="no draft"))
+    made = PricedDrafter(drafter, runner, costs, clock, 5.0)
+    assert made.propose(Context(PROMPT), LengthPolicy(), 9).stop_reason == "no draft"
     assert sum(clock.seconds().values()) == 0
 
 

@@ -12,10 +12,12 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from tuning_helpers import GREEDY as GREEDY_SAMPLING
 from tuning_helpers import PROMPTS, PairOf
 
-from specgen.base.types import Round, SamplingParams, TokenStatus
+from specgen.base.types import Context, Round, SamplingParams, TokenStatus
 from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.logits_ops import greedy_statistics
 from specgen.methods import METHODS, available_policies
 from specgen.methods.acceptance_calibration import AcceptanceCalibration, features
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
@@ -23,8 +25,8 @@ from specgen.methods.learned_drafting import Learned
 from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Figures
 from specgen.pair.pair import runners
-from specgen.tune.recorded_drafts import Recorder, record_reference
-from specgen.tune.simulation import SimulatedClock, SimulatedParallelDrafter, SimulatedTarget, SimulatedVerifier, make_run
+from specgen.tune.round_timing import record_reference
+from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, ReferenceVerifier, SimulatedClock
 from specgen.workers.worker import DraftWorker
 
 TOKEN = Learned.prior(DraftingCosts.linear(0.0, 0.0), 0.0).token.prior
@@ -124,29 +126,34 @@ def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
 def test_simulated_pearl_judges_each_token_once(pair_of: PairOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own signals, though the policy has seen the tokens that are cut off where the target's pass ends."""
     pair = pair_of("llama", "near")
-    target, draft = runners(pair)
-    assert draft is not None
     reference = record_reference(pair, PROMPTS[0], GREEDY_SAMPLING)
-    recorded = Recorder(target, draft, GREEDY_SAMPLING).record(reference)
     flat = CostTable({10: Curve({0: 3.0, 8: 3.2})})  # passes that take as long as three drafted tokens
     costs = RoundCosts(CostTable({10: Curve({0: 0.0, 8: 8.0})}), flat)
     clock = SimulatedClock()
     linear = DraftingCosts.linear(0.0, 1e-4)
     policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(linear, Learned.prior(linear, 0.0), in_parallel=True))
-    simulated = SimulatedTarget(costs, clock, 0.0)
-    drafter = SimulatedParallelDrafter(recorded, costs, clock, policy, simulated)
+    simulated = PricedTarget(reference, costs, clock)
+    draft = runners(pair)[1]
+    assert draft is not None
+    setup = Setup(draft, GREEDY_SAMPLING, reference.eos_ids, draft.vocab_size)
+    drafter = PricedParallelDrafter(ModelDrafter(setup), policy, simulated, costs, clock)
     schedule = Parallel(drafter, Window(6, 6, lead=1, is_flexible=True))
+    made = pair.run(pair.request(PROMPTS[0], "ar", GREEDY_SAMPLING))
+    made = replace(made, target=simulated, policy=policy, verifier=ReferenceVerifier(), schedule=schedule, clock=clock)
     with noted_labels(monkeypatch) as learned:
-        rounds = list(make_run(reference, simulated, drafter, policy, SimulatedVerifier(reference), clock, schedule).rounds())
+        rounds = list(made.rounds())
     assert ids_of(rounds) == reference.token_ids
     assert any("pass ended" in (round_.draft.stop_reason or "") for round_ in rounds)
     wanted, generated = [], 0
     for round_ in rounds:
         accepted = len(round_.verdict.path)
         for position in range(accepted + (round_.verdict.source == "correction")):
-            known = recorded.rollouts[generated + position][0].signals
-            score = round(TOKEN.score(features(known["entropy"], known["top_prob"], known["prob"])), 9)
-            wanted.append((score, position < accepted))
+            context = Context(reference.prompt_ids)
+            context.extend(reference.token_ids[: generated + position])
+            logits = draft.logits(context).logits[0]
+            _, entropy, top = greedy_statistics(logits)
+            wanted.append((TOKEN.score(features(entropy, top, top)), position < accepted))
         generated += len(round_.token_ids)
-    assert learned == wanted
+    assert [kept for _, kept in learned] == [kept for _, kept in wanted]
+    assert [score for score, _ in learned] == pytest.approx([score for score, _ in wanted], abs=1e-3)
     assert len(wanted) > 10

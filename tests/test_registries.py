@@ -21,7 +21,7 @@ from specgen.cli.app import app
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.method import Method
-from specgen.tune import candidates
+from specgen.tune import outcome
 
 
 class Margin(LengthPolicy):
@@ -63,7 +63,7 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
     listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
     assert "margin" in listed
     monkeypatch.setitem(methods.METHODS, "margin", replace(sd, name="margin", policy="margin"))  # type: ignore[arg-type]
-    assert sorted(given["threshold"] for given in candidates.grid("margin")) == [0.1, 0.2]
+    assert sorted(given["threshold"] for given in outcome.grid("margin")) == [0.1, 0.2]
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])
@@ -94,7 +94,7 @@ def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyP
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, specgen.methods, specgen.tune.candidates; sys.exit('torch' in sys.modules)"
+    code = "import sys, specgen.methods, specgen.tune.outcome; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

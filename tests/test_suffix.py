@@ -21,7 +21,7 @@ from specgen.methods.length_sweep import RepeatDrafter
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
-from specgen.tune.candidates import SIMULATED, grid
+from specgen.tune.outcome import SIMPLE, grid
 
 PROMPT = [3, 5, 4, 9]
 BORDER = -1
@@ -206,7 +206,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
         parse_spec("suffix:history=true")
     assert parse_spec("suffix:history=false").name == "suffix"
-    assert "suffix" in SIMULATED
+    assert "suffix" in SIMPLE
     assert not any("history" in given for given in grid("suffix"))
     pair = near
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)
