@@ -175,6 +175,14 @@ class InputMaker:
         rows = max(count, self._min_rows)
         return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
 
+    def first_row(self, begin: int, rows: int) -> int:
+        """Returns the first of a pass's `rows` rows that the LM head has to run, to get the logits of those from `begin` on."""
+        return max(0, rows - self.padded(rows - begin))
+
+    def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """Returns hidden states [n, width] with zeros after them, [`rows`, width]; the same tensor if there is nothing to add."""
+        return hidden if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
+
     def batched(self, batch: BatchPass) -> PassInputs:
         """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""
         sequences, tokens = batch.ids.shape

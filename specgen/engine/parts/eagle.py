@@ -57,7 +57,7 @@ class EagleHead:
             )
             self._lm_head = factory(head_weight(take, gain).to(dtype)) if weights.version == 3 else None
             self._embedding = take(EMBEDDING) if EMBEDDING in tensors else None
-        self.num_embeddings = model.num_embeddings if self._embedding is None else self._embedding.shape[0]
+        self.num_embeddings = model.shape.vocab_size if self._embedding is None else self._embedding.shape[0]
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
         self._devices = [device] * len(architecture.layers)
         self._inputs = InputMaker(architecture, dtype, self._devices, min_rows=factory.min_rows)
@@ -90,7 +90,7 @@ class EagleHead:
         logits = self._lm_head(self._layers.normed(hidden))
         if self._vocabulary is None:
             return logits
-        wide = logits.new_full((logits.shape[0], self._model.vocab_size), -torch.inf)
+        wide = logits.new_full((logits.shape[0], self._model.shape.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._vocabulary, logits)
 
 
@@ -113,7 +113,7 @@ class EagleRunner(ModelRunner):
         self._cached = CachedPrefix(self.cache, head.rope_boundary)
         self._cached.gathers.append(self._rows.gather)
         self._head, self._target, self._token_penalties = head, target, penalties
-        self.num_embeddings = min(model.num_embeddings, head.num_embeddings)
+        self.num_embeddings = min(model.shape.vocab_size, head.num_embeddings)
         self._context: Context | None = None  # the last call's
         self._first: int | None = None  # its first token, None if it has no other
         self._pairs = Context(())  # the tokens of its pairs: all but the first

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
@@ -106,13 +105,12 @@ class ExitLayers:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs, states = self._inputs(forward_pass), source(forward_pass)
             count = states.shape[0]
-            hidden = pad(states, (0, 0, 0, inputs.rows - count)) if inputs.rows > count else states.clone()
+            hidden = self._inputs.with_padding(states.clone(), inputs.rows)
             for layer in self._layers:
                 hidden = layer(hidden, inputs)
-            begin, rows = count - logits_to_keep, self._inputs.padded(logits_to_keep)
-            first = max(0, min(begin, inputs.rows - rows))
-            logits, normed = self.norm_and_head(hidden[first : first + rows])
-            kept = slice(begin - first, begin - first + logits_to_keep)
+            first = self._inputs.first_row(count - logits_to_keep, inputs.rows)
+            logits, normed = self.norm_and_head(hidden[first:])
+            kept = slice(count - logits_to_keep - first, count - first)
             return ModelOutput(logits[kept], normed[kept])
 
         return run
@@ -132,19 +130,21 @@ class ExitLayers:
         return final_logits(self._architecture, self._head(states)), states
 
 
+def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
+    architecture = known_architecture(model, "early exit")
+    shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
+    shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
+    for index in range(count):
+        shapes |= layer_shapes(architecture, index)
+    return shapes
+
+
+@torch.no_grad()
 def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLayers:
     """Returns a trained exit layer with `count` decoder layers. `tensors` has its weights by the names in its file, `head.weight`
-    only if the LM head is its own. Raises ValueError for missing and unknown tensors and wrong shapes."""
-    architecture, has_head = known_architecture(model, "early exit"), EXIT_HEAD in tensors
-    expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-    expected |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if has_head else {}
-    for index in range(count):
-        expected |= layer_shapes(architecture, index)
-    if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
-        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise ValueError(f"the exit layer has other tensors than it has to have: {', '.join(wrong)}")
-    with torch.no_grad():
-        return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=has_head)
+    only if the LM head is its own."""
+    return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=EXIT_HEAD in tensors)
 
 
 @dataclass(frozen=True)

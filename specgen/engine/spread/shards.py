@@ -186,7 +186,6 @@ class ShardedModel(NativeModel):
         super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
         self.shard, self.group = shard, group
         self.architecture = self.shape = shard.architecture
-        self.num_embeddings = shard.architecture.vocab_size
 
     # on rank 0
 
