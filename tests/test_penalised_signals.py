@@ -15,7 +15,6 @@ from specgen.decoding.drafting import Drafter, HostChain, ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
-from specgen.tune.simulator import MemoisedRunner
 from specgen.workers.worker import DraftWorker
 
 OWN, PENALISED = 2.0, 3.0  # the largest logit of either distribution; the other nine are 0
@@ -74,17 +73,6 @@ def test_signals_describe_the_models_own_distribution(monkeypatch: pytest.Monkey
         assert (token["entropy"], token["top_prob"], token["margin"]) == pytest.approx((entropy, top, top - other), rel=1e-5)
         chosen = largest(PENALISED) if drafted_id == best else (1 - largest(PENALISED)) / 9
         assert token["prob"] == pytest.approx(chosen, rel=1e-5), "of the distribution that the token was chosen from"
-
-
-def test_kept_outputs_have_both_logits() -> None:
-    runner = MemoisedRunner(PenalisedRunner(), {})
-    context = Context([1])
-    first, second = (runner.logits(context, [4, 7]) for _ in range(2))
-    assert (runner.calls, runner.passes) == (2, 1)
-    assert torch.equal(first.logits, second.logits)
-    assert second.unpenalised is not None
-    assert torch.equal(first.model_logits, second.unpenalised)
-    assert second.hidden_states is None
 
 
 class ForbiddingRunner(TableRunner):

@@ -130,7 +130,7 @@ def head(kind: str, backend: str = "native") -> Made:
             weights, config={key: value for key, value in weights.config.items() if key not in ("block_size", "large_head_dim")}
         )
     else:
-        drawn = torch.randn(3, 33 + target.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
+        drawn = torch.randn(3, 33 + target.shape.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
         blocks = [[(rows[:32], rows[32])] for rows in drawn]
         weights, make_runners, deepest = MedusaWeights(blocks, [rows[33:] for rows in drawn]), medusa.make_runners, 3
     made = make_runners(weights, target, ModelRunner(target), lambda: None)

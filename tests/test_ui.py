@@ -18,7 +18,7 @@ from traces import WORDS
 
 from specgen.base.measuring import Energy
 from specgen.base.text import inline, json_line, one_line, streamed
-from specgen.base.types import Draft, Mode, Round, Verdict
+from specgen.base.types import Draft, Round, Verdict
 from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
@@ -132,40 +132,6 @@ def test_rounds_and_their_legend_wrap_on_narrow_terminals() -> None:
         assert (len(first), first[-9:]) == (width, "  limit 5")
         assert following
         assert all(len(line) <= width - len("  limit 5") for line in following)
-
-
-def test_a_trees_line_shows_accepted_path_and_rejected_candidates() -> None:
-    """The candidates at the position of the rejection, and `²` where the target accepted the second candidate."""
-    draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
-    refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
-    accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
-    lines = Screen(100).lines(refused, accepted)
-    assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "→", "baskets", "limit", "3"]
-    assert lines[1].split()[2:] == ["pencils².", "⊕", "baskets", "limit", "3"]
-
-
-def test_tokens_keep_their_styles() -> None:
-    screen = Screen(100, colours={"force_terminal": True, "color_system": "standard"})
-    screen.show(ROUNDS[2])
-    for text in ("\x1b[32mpencils. 3\x1b[0m", "\x1b[1;31m✗\x1b[0m", "\x1b[9;31mpacks\x1b[0m", "\x1b[2m of\x1b[0m"):
-        assert text in screen.out.getvalue()
-    assert "\x1b[1m→\x1b[0m baskets" in screen.out.getvalue()
-
-
-@pytest.mark.parametrize("width", [40, 79, 90])
-def test_pearls_rounds_name_their_mode_and_fit(width: int) -> None:
-    window = "window 12: a target pass takes as long as 12.3 draft passes, as measured here"
-    screen = Screen(width, parallel=True, window=window)
-    screen.legend()
-    legend = screen.lines()
-    assert " ".join(" ".join(legend).split()).endswith(window)
-    rounds = [a_round(333, range(1, size + 1), size - 1, 9, "correction", "window 9, 8 ahead") for size in range(1, 9)]
-    modes: tuple[Mode, ...] = ("pre-verify", "post-verify")
-    lines = screen.lines(*(replace(round_, mode=mode) for mode in modes for round_ in rounds))[len(legend) :]
-    assert max(map(len, lines)) <= width
-    assert all(line.startswith(("333  p", " " * 18)) for line in lines), "the console wrapped no line again"
-    if width == 90:
-        assert re.split("  {2,}", lines[1]) == ["333  pre", "1/2  starts ✗with → baskets", "window 9, 8 ahead"]
 
 
 # ------------------------------------------------------------------ footers

@@ -53,7 +53,7 @@ class Pair:
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
-        self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
+        self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
         self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers

@@ -61,7 +61,7 @@ def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, by
 def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, Readiness]:
     """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
     shape, cpu = target.shape, torch.device("cpu")
-    sizes = SimpleNamespace(shape=shape, vocab_size=shape.vocab_size, num_embeddings=shape.vocab_size, device=cpu)
+    sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded = SimpleNamespace(name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes)
     store = PartStore(cast("LoadedModel", unloaded), is_bundled=target.source.label == "demo/target")
     if parts.exit_layer is not None:

@@ -12,7 +12,6 @@ from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
-from specgen.engine.hidden_state_cache import CacheWithHiddenStates
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
@@ -23,7 +22,7 @@ from specgen.engine.native.layer import norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.parts.eagle_layers import EagleLayers, head_weight
-from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
+from specgen.engine.parts.feature_runner import FeatureRunner, KeptRows, PartRunners
 from specgen.engine.parts.weights import EagleWeights
 
 
@@ -58,7 +57,7 @@ class EagleHead:
             )
             self._lm_head = factory(head_weight(take, gain).to(dtype)) if weights.version == 3 else None
             self._embedding = take(EMBEDDING) if EMBEDDING in tensors else None
-        self.num_embeddings = model.num_embeddings if self._embedding is None else self._embedding.shape[0]
+        self.num_embeddings = model.shape.vocab_size if self._embedding is None else self._embedding.shape[0]
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
         self._devices = [device] * len(architecture.layers)
         self._inputs = InputMaker(architecture, dtype, self._devices, min_rows=factory.min_rows)
@@ -91,7 +90,7 @@ class EagleHead:
         logits = self._lm_head(self._layers.normed(hidden))
         if self._vocabulary is None:
             return logits
-        wide = logits.new_full((logits.shape[0], self._model.vocab_size), -torch.inf)
+        wide = logits.new_full((logits.shape[0], self._model.shape.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._vocabulary, logits)
 
 
@@ -109,11 +108,12 @@ class EagleRunner(ModelRunner):
     """
 
     def __init__(self, head: EagleHead, model: Model, target: FeatureRunner, penalties: PenaltyProcessor | None) -> None:
-        self._states = CacheWithHiddenStates(head.new_cache())
-        super().__init__(model, None, self._run, self._states)
-        self._cached = CachedPrefix(self._states, head.rope_boundary)
+        self._rows = KeptRows()
+        super().__init__(model, None, self._run, head.new_cache())
+        self._cached = CachedPrefix(self.cache, head.rope_boundary)
+        self._cached.gathers.append(self._rows.gather)
         self._head, self._target, self._token_penalties = head, target, penalties
-        self.num_embeddings = min(model.num_embeddings, head.num_embeddings)
+        self.num_embeddings = min(model.shape.vocab_size, head.num_embeddings)
         self._context: Context | None = None  # the last call's
         self._first: int | None = None  # its first token, None if it has no other
         self._pairs = Context(())  # the tokens of its pairs: all but the first
@@ -170,9 +170,9 @@ class EagleRunner(ModelRunner):
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
     def _run_pairs(self, forward_pass: ForwardPass, features: Tensor, logits_to_keep: int) -> ModelOutput:
-        self._states.length = forward_pass.first
-        output = self._head(forward_pass._replace(cache=self._states.cache), features)
-        self._states.write_hidden(forward_pass.first, output)
+        self.cache.length = forward_pass.first
+        output = self._head(forward_pass, features)
+        self._rows.write(forward_pass.first, output, self.cache.capacity)
         kept = output[-logits_to_keep:]
         return ModelOutput(self._head.logits(kept), kept)
 
@@ -186,7 +186,7 @@ class EagleRunner(ModelRunner):
     def _of_parents(self, length: int, parents: Sequence[int]) -> Tensor:
         """Returns the predicted features [n, width] of the draft tokens with these n indices (-1: of the context)."""
         lowest = min(parents)
-        rows = self._states.hidden(length + lowest, length + max(parents) + 1)
+        rows = self._rows.kept[length + lowest : length + max(parents) + 1]
         if len(parents) == 1:
             return rows
         return rows.index_select(0, upload(torch.tensor(parents) - lowest, self.device))

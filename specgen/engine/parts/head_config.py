@@ -136,7 +136,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
         tensors = "a tensor" if len(unknown) == 1 else f"{len(unknown):,} tensors"
-        problem = f"it has {tensors} that such a head does not have (the first: {files.key(unknown[0])})"
+        problem = f"it has {tensors} that such a part does not have (the first: {files.key(unknown[0])})"
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
@@ -171,7 +171,7 @@ def check_vocabulary(files: WeightFiles, names: list[str], target: LoadedModel, 
 
     If none of them is there, `size` (of config.json) decides; None: it is not known.
     """
-    sizes = (target.model.vocab_size, target.model.num_embeddings)
+    sizes = (target.model.shape.vocab_size, target.model.shape.vocab_size)
     rows = {name: (*files.shape(name), 1)[0] for name in names if name in files}
     for name, count in rows.items() or ({} if size is None else {"config.json": size}).items():
         if count not in sizes:
@@ -213,7 +213,7 @@ def decoder_layers(
         "hidden_act": fields.hidden_act or "silu",
         "rms_norm_eps": _NORM_EPSILON if fields.rms_norm_eps is None else fields.rms_norm_eps,
         "max_position_embeddings": fields.max_position_embeddings or target.context_limit,
-        "vocab_size": target.model.num_embeddings,
+        "vocab_size": target.model.shape.vocab_size,
         "attention_bias": output_bias,
         "tie_word_embeddings": False,
         **_rope(fields),
