@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_heads import drafted, features_of, logits_of, random_head
-from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_bloom, make_model, model_of, plain, prompt, random_predictor
+from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_model, model_of, random_predictor
 from glide_models import GlideReference
 from runner_checks import (
     LAYERED,
@@ -26,17 +26,15 @@ from runner_checks import (
     random_tree,
     uncached,
 )
-from scripted_models import scripted_run
 
-from specgen.base.errors import SpecgenError
-from specgen.base.types import Context, SamplingParams
+from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import eagle, exit_layers, glide, medusa
-from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.exit_layers import Predictor
 from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import EagleWeights, ExitWeights, MedusaWeights
 
@@ -371,25 +369,7 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeyp
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom"])
-def test_families_without_llamas_structure_are_refused(family: str) -> None:
-    module = make_bloom() if family == "bloom" else make_model(family)
-    model, message = model_of(module, "transformers"), f"needs a model built as Llama is, and {family} is not"
-    llama = model_of(make_model("llama"), "native")
-    weights = {exit_layers: ExitWeights(exit_layers_of(llama, make_model("llama")), 1), medusa: random_heads()}
-    for module_of_kind, each in [*weights.items(), (eagle, random_head(1))]:
-        with pytest.raises(SpecgenError, match=message):
-            module_of_kind.make_runners(each, model, ModelRunner(model), lambda: None)  # type: ignore[attr-defined]
-
-
 # early exit
-
-
-@pytest.mark.parametrize("depth", [0, 3, 4])
-def test_an_exit_without_layers_before_or_after_it_is_refused(depth: int) -> None:
-    module, model = target("llama")
-    with pytest.raises(SpecgenError, match=f"after layer {depth} of 3"):
-        exit_layers.make_runners(ExitWeights(exit_layers_of(model, module), depth), model, None, lambda: None)
 
 
 def counted_exit(module: Any, backend: str, depth: int) -> tuple[PartRunners, Any]:
@@ -480,35 +460,3 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
 
 
 # lossless
-
-SMALL = 7  # tokens of a vocabulary in which random heads are often right
-METHODS: dict[str, tuple[str, dict[str, object]]] = {
-    "chain": ("sd", {"k": 4}),
-    "policy": ("sd", {"policy": "svip", "threshold": 1.0, "max_draft": 5}),
-    "tree": ("sd", {"width": 3, "depth": 3}),
-    "draws": ("specinfer", {"k": 3, "drafts": 2}),
-}
-OFTEN = (("llama", "native"), ("gemma2", "native"), ("gemma", "native"), ("qwen3", "transformers"))
-
-
-@pytest.mark.parametrize(
-    ("family", "backend"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in LAYERED]
-)
-def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
-    """With EAGLE's and GliDe's heads on a target of a small vocabulary, in which random drafts are often right."""
-    module, model = target(family, backend, bos_token_id=1, pad_token_id=0, vocab_size=SMALL)
-    module.generation_config.eos_token_id = None
-    heads: list[Any] = [random_head(1), random_head(3, vocabulary=SMALL), random_head(3, vocabulary=[0, 3, 4, 6], qk_norm=True)]
-    made = [eagle.make_runners(head, model, ModelRunner(model), lambda: None) for head in heads]
-    if family in KEYS:
-        reference = GlideReference(module, shared=True)
-        made.append(glide.make_runners(reference.weights, model, ModelRunner(model), lambda: None))
-    accepted, wanted = 0, [plain(module, [token % SMALL for token in prompt(seed)], 16) for seed in (0, 1)]
-    cases = list(product(made, METHODS)) if family == "llama" else list(zip(made, METHODS, strict=False))
-    for number, (runners, name) in enumerate(cases):
-        method, settings = METHODS[name]
-        ids, sampling = [token % SMALL for token in prompt(number % 2)], SamplingParams(max_new_tokens=16)
-        rounds = list(scripted_run(method, settings, runners.target, runners.draft, sampling, prompt=ids).rounds())
-        assert [token for round_ in rounds for token in round_.token_ids] == wanted[number % 2], (number, name)
-        accepted += sum(len(round_.verdict.path) for round_ in rounds)
-    assert accepted > 0

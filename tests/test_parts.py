@@ -37,7 +37,6 @@ from specgen.engine.parts.trained_part import (
 )
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 from specgen.engine.weights import weights_fingerprint
-from specgen.pair.drafting_knowledge import _ROUNDS_KIND
 from specgen.pair.pair import Pair
 from specgen.pair.parts import PartStore
 
@@ -323,35 +322,6 @@ def test_a_part_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, 
 # the commands
 
 
-def test_one_comparison_has_all_methods_and_its_trace_can_be_inspected(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc abc abc"}\n')
-    specs = ["eagle", "eagle:policy=svip", "eagle:width=1:cape=true:k=2", f"eagle:head={folder}/other:k=3"]
-    specs += [f"medusa:head={folder}/medusa", f"glide:head={folder}/glide:policy=svip", f"eesd-fixed:k=2:exit={folder}/first"]
-    specs += [f"eesd-fixed:exit={folder}/second/{WEIGHTS}:k=2"]
-    trace = tmp_path / "t.jsonl"
-    measured = ["--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1", "-n", "10", "--ignore-eos", "--json"]
-    options = ["-t", str(folder / "target"), "-m", ",".join(specs), "--head", str(folder / "eagle"), *measured]
-    code, out, err = called("compare", *options, "--record", "distributions", "--trace", str(trace))
-    assert code == 0, err
-    lines = parsed(out)
-    assert [line["method"] for line in lines] == ["ar", *specs]
-    assert all(line["error"] is None and line["diverged"] == 0 for line in lines)
-    code, again, err = called("compare", *options, "--record", "distributions", "--resume", str(trace))
-    assert (code, again) == (0, out), err
-    drafted, spec = dict.fromkeys(specs, 0), ""
-    for line in parsed(trace.read_text()):
-        spec = line.get("spec", spec)
-        if line["type"] == "round" and line["draft_ids"]:
-            drafted[spec] += len(line["draft_ids"])
-            assert all(value is not None and math.isfinite(value) for value in [*line["overlap"], *line["kl"]])
-            assert len(line["entropies"]) == len(line["top_probs"]) == len(line["draft_ids"])
-    assert all(drafted.values()), drafted
-    assert invoke(["inspect", str(trace), "--html", str(tmp_path / "page.html")]).exit_code == 0
-
-
 WRONG: list[tuple[list[str], str]] = [
     (["-m", "eesd"], "eesd needs an exit layer trained for the target, and there is none. Train one with specgen tune --train"),
     (["-m", "eagle"], "eagle needs a head trained for the target, and there is none. Train one with specgen tune --train"),
@@ -420,36 +390,6 @@ def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
         code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
         assert code == 0, err
         assert err.startswith(note) if note else "--head" not in err
-
-
-def test_the_report_on_a_pair_checks_the_named_parts(folder: Path) -> None:
-    command = ["inspect", "-t", str(folder / "target"), "--head", str(folder / "glide"), "--exit-layer", str(folder / "first")]
-    code, out, err = called(*command, "--json")
-    assert code == 0, err
-    methods = json.loads(out)["methods"]
-    assert methods["glide"]["ready"] is methods["eesd-cali"]["ready"] is True
-    for name in ("eagle", "medusa"):
-        assert (methods[name]["ready"], methods[name]["why"]) == (False, "no head")
-        assert f"--methods {name}" in methods[name]["cure"]
-    code, _, err = called("inspect", "--pair", "--head", str(folder / "other"))
-    assert (code, len(err.splitlines()), "other was made for another target" in err) == (2, 1, True)
-
-
-def test_adaptive_measures_each_part_and_soon_stops_drafting_with_one_that_is_never_right(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A drafted level costs a fifth of a target pass, a token of a pass 5 %: at most 7 passes are lost, as it is set to."""
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    headed = specgen.load(str(folder / "target"), device="cpu", dtype="float32", head=folder / "eagle")
-    for name in ("auto", str(folder / "other")):
-        headed.generate(PROMPT, "eagle", SamplingParams(4, ignore_eos=True), policy="adaptive", head=name)
-    assert sum(kind == _ROUNDS_KIND for kind, _ in headed.measurements._known) == 2
-    settings: dict[str, Any] = {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05, "exploration": 4}
-    for kind, head in (("eagle", "auto"), ("medusa", str(folder / "medusa")), ("glide", str(folder / "glide"))):
-        rounds = list(headed.rounds(PROMPT, kind, SamplingParams(120, ignore_eos=True), **settings, head=head))
-        lost = sum(0.2 * each.draft.levels + 0.05 * len(each.draft.tokens) - len(each.accepted_ids) for each in rounds)
-        assert any(each.draft.tokens for each in rounds)
-        assert lost < 7
 
 
 @pytest.mark.parametrize("path", ["a:b", "a,b", "C:/exits/exit.yaml", "a,b:k=3"])
