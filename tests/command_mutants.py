@@ -7,6 +7,7 @@ from mutants import Selection, mutants
 COMPARE = Selection("test_compare.py")
 PROMPTS = Selection("test_compare_prompts.py")
 CLI = Selection("test_cli.py")
+INTERRUPTS = Selection("test_interrupts.py")
 FILES = Selection("test_files.py")
 BAD_INPUTS = Selection("test_bad_inputs.py")
 PREDICTIONS = Selection("test_compare.py", "predict")
@@ -24,7 +25,7 @@ COMMAND_MUTANTS = [
         ("compare: a lossy method may be the best", "if each.spec.lossless and not each.broken", "if not each.broken"),
         ("compare: a wrong output may be the best", "each.spec.lossless and not each.broken and", "each.spec.lossless and"),
         ("compare: the slowest is listed first", "return kind, -(result.speedup or 0.0)", "return kind, result.speedup or 0.0"),
-        ("compare: every method is as fast as the best", "or (result.high or 0.0) >= speedup", "or (result.high or 0.0) >= 0"),
+        ("compare: every method is as fast as the best", "(result.high or 0.0) >= (top", "(result.high or 0.0) >= 0 * (top"),
         (
             "compare: sampled outputs are compared",
             "if config.sampling.greedy and spec.lossless else None",
@@ -105,8 +106,12 @@ COMMAND_MUTANTS = [
     ),
     *mutants(
         "cli/error_reporting.py",
-        CLI,
+        INTERRUPTS,
         ("command line: every error exits with 1", "code = error.exit_code", "code = 1"),
+    ),
+    *mutants(
+        "cli/error_reporting.py",
+        CLI,
         ("command line: Ctrl-C exits with 0", "code = INTERRUPTED\n        except OSError", "code = 0\n        except OSError"),
         (
             "command line: a closed pipe is an error",

@@ -59,44 +59,31 @@ def got(store: Measurements, kind: str = "numbers", key: tuple[Any, ...] = (1,),
     return store.get(kind, key, source or (lambda: pytest.fail("measured again")), read, float, **given)
 
 
-def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Path) -> None:
+def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, source = near.measurements, Source()
     assert store.find("numbers", (1,)) is None
-    assert [got(store, source=source), got(store), got(store, key=(2,), source=source), got(store, "others", source=source)] == [
-        1,
-        1,
-        2,
-        3,
-    ]
+    found = [got(store, source=source), got(store), got(store, key=(2,), source=source), got(store, "others", source=source)]
+    assert found == [1, 1, 2, 3]
     assert (store.find("numbers", (2,)), store.find("others", (2,))) == (2, None)
     other = fresh(near).measurements
     assert other.find("numbers", (1,)) is None, "not read yet"
     assert [got(other), got(other, key=(2,)), got(other, "others")] == [1, 2, 3]
     assert {path.name for path in tmp_path.iterdir()} == {"measurements.json", "measurements.lock"}
-
-
-def test_a_value_that_was_dropped_stays_in_memory_only(near: Pair) -> None:
-    store, source = near.measurements, Source()
-    for key in ((1,), (2,)):
-        got(store, key=key, source=source)
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(torch_threads + 1)  # PEARL changes it during a run
-    try:
+    with monkeypatch.context() as threads:
+        threads.setattr(torch, "get_num_threads", lambda: 17)  # PEARL changes it during a run
         store.drop("numbers", (1,))
-    finally:
-        torch.set_num_threads(torch_threads)
-    assert got(store) == 1
-    assert [got(fresh(near).measurements, source=source), got(fresh(near).measurements, key=(2,))] == [3, 2]
+    assert got(store) == 1, "in memory it stays"
+    monkeypatch.setattr(measurements, "_MOST", 2)
+    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 2, 3)] == [4, 2, 5]
+    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 3, 2)] == [4, 5, 6], "the latest values stay"
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"numbers": 3}', "\x00\xff", '{"numbers": {'])
+@pytest.mark.parametrize("content", ["[]", '{"numbers": 3}', "\x00\xff", '{"numbers": {'])
 def test_a_damaged_file_is_measured_and_written_again(near: Pair, tmp_path: Path, content: str) -> None:
     path, source = tmp_path / "measurements.json", Source()
     path.write_text(content)
-    assert got(near.measurements, source=source) == 1
-    assert got(fresh(near).measurements) == 1
-    stored = json.loads(path.read_text())
-    [digest] = stored["numbers"]
+    assert got(near.measurements, source=source) == got(fresh(near).measurements) == 1
+    [digest] = json.loads(path.read_text())["numbers"]
     path.write_text(json.dumps({"numbers": {digest: "x"}}))
     assert got(fresh(near).measurements, source=source) == 2, "what `read` refuses is measured again, too"
 
@@ -111,17 +98,7 @@ def test_what_cannot_be_written_is_measured_by_each_process(near: Pair, tmp_path
     assert got(fresh(near).measurements, source=source) == 3
 
 
-def test_the_file_keeps_the_latest_values(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "_MOST", 2)
-    source = Source()
-    for number in range(4):
-        got(near.measurements, key=(number,), source=source)
-    other = fresh(near).measurements
-    assert [got(other, key=(number,)) for number in (2, 3)] == [3, 4]
-    assert got(other, key=(0,), source=source) == 5
-
-
-@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "threads", "cores"])
+@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_WAIT_POLICY", "threads", "cores"])
 def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     target = copy(near.target)
     got(near.measurements, source=Source())
@@ -146,7 +123,7 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "given",
-    [{"record": True}, {"sampling": {"temperature": 1}}, {"sampling": {"temperature": 1, "top_k": 5}}, {"context_length": 100}],
+    [{"record": True}, {"sampling": {"temperature": 1}}, {"context_length": 100}],
     ids=str,
 )
 def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -178,31 +155,19 @@ def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch
     assert timed.count == 1
 
 
-def check(costs: ParallelCosts = COSTS) -> tuple[CostCheck, list[str]]:
-    dropped: list[str] = []
-    return CostCheck(costs.draft_pass.__mul__, costs.pass_seconds, lambda: dropped.append("dropped")), dropped
-
-
-@pytest.mark.parametrize(("draft", "target"), [(1, 1), (1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
+@pytest.mark.parametrize(("draft", "target"), [(1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
 def test_costs_that_runs_contradict_are_dropped_once(draft: float, target: float) -> None:
-    found, dropped = check()
-    for _ in range(FEWEST_ROUNDS):
+    dropped: list[str] = []
+    found = CostCheck(COSTS.draft_pass.__mul__, COSTS.pass_seconds, lambda: dropped.append("dropped"))
+    for number in range(FEWEST_ROUNDS):
         found.conclude()
         assert not dropped, "too few rounds"
-        found.add(4, 4 * draft * COSTS.draft_pass, 5, target * (COSTS.single_pass + COSTS.target_pass) / 2)
+        slow = 20 if number % 3 == 0 else 1  # now and then; this contradicts nothing
+        found.add(4, 4 * slow * draft * COSTS.draft_pass, 5, slow * target * (COSTS.single_pass + COSTS.target_pass) / 2)
     for _ in range(2):
         found.conclude()
     fits = all(1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR for ratio in (draft, target))
     assert dropped == ([] if fits else ["dropped"])
-
-
-def test_a_machine_that_is_slow_now_and_then_contradicts_nothing() -> None:
-    found, dropped = check()
-    for number in range(50):
-        slow = 20 if number % 3 == 0 else 1
-        found.add(0 if number % 7 == 0 else 3, 3 * slow * COSTS.draft_pass, 1, slow * COSTS.single_pass)
-    found.conclude()
-    assert not dropped
 
 
 @pytest.mark.parametrize("is_contradicted", [True, False])

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scripted_models import TableRunner, TopProbPredictor, scripted_run
 
 from specgen.base.types import SamplingParams
 from specgen.decoding import drafting
 from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
-from specgen.engine.devices import WaitingTimer
+from specgen.engine.devices import DeviceTimer
 from specgen.methods.eesd import CaliTS
 from specgen.pair.figures import Figures
 from specgen.view.charts import time_shares
@@ -103,9 +104,10 @@ def test_the_footer_and_the_pages_show_the_phase() -> None:
 
 
 @pytest.mark.parametrize("name", ["eesd-cali", "eesd-tree"])
-def test_the_phase_never_waits_for_the_device(name: str) -> None:
+def test_the_phase_never_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the target's pass is waited for, once a round."""
     waits: list[int] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
     run = scripted_run(name, {"theta0": 1.0}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=16))
-    rounds = list(replace(run, clock=run_module.Clock(WaitingTimer(lambda: waits.append(1)))).rounds())
+    rounds = list(replace(run, clock=run_module.Clock(DeviceTimer(torch.device("mps")))).rounds())
     assert len(waits) == len(rounds)
