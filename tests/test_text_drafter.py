@@ -142,24 +142,6 @@ def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, dra
     assert accepted(rounds) >= least
 
 
-def test_text_that_follows_without_a_space(tokenizer_of: TokenizerOf) -> None:
-    """The seam is where the text ends, not where tokens are equal: after `dog dog` they are, one word too early."""
-    for target, draft in (("byte-level", "first"), ("first", "byte-level"), ("gemma", "prepend")):
-        ours, theirs = tokenizer_of(target), tokenizer_of(draft)
-        for before, after in (
-            ("the quick br", "own"),
-            ("dog dog", " dog dog"),
-            ("fibo", "nacci(n"),
-            ("a  ", "  b"),
-            ("(n", "):"),
-        ):
-            texts = RetokenizedContext(ours, theirs)
-            texts.follow(Context(ours.encode(before)))
-            tokens = texts.target_tokens(after)
-            assert ours.text_of(tokens) == after
-            assert texts.text_after(theirs.encode_after(before, after)) == after
-
-
 def test_the_drafts_context_only_grows_and_is_the_texts_encoding(tokenizer_of: TokenizerOf) -> None:
     for target, draft in (("byte-level", "prepend"), ("with bos", "other merges"), ("first", "with bos")):
         ours, theirs = tokenizer_of(target), tokenizer_of(draft)
