@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import LENGTHS, PEARL_ROUNDS, Selection, mutants
+from mutants import LENGTHS, Selection, mutants
 
 ADAPTIVE, ADAPTIVE_RUNS = Selection("test_adaptive.py"), Selection("test_adaptive_runs.py")
 ESTIMATES = Selection("test_drafting_estimates.py")
@@ -44,7 +44,7 @@ POLICY_RULES = [
     ),
     *mutants(
         _RUN,
-        PEARL_ROUNDS,
+        Selection("test_golden_rounds.py", "pearl and beta-ts"),
         ("the policy observes tokens that are not verified yet", "draft.levels - unverified, accepted", "draft.levels, accepted"),
     ),
 ]
