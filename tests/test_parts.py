@@ -38,7 +38,6 @@ from specgen.engine.parts.trained_part import (
 )
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 from specgen.engine.weights import weights_fingerprint
-from specgen.pair.drafting_knowledge import _ROUNDS_KIND
 from specgen.pair.pair import Pair
 from specgen.pair.parts import PartStore
 
@@ -450,7 +449,7 @@ def test_adaptive_measures_each_part_and_soon_stops_drafting_with_one_that_is_ne
     headed = specgen.load(str(folder / "target"), device="cpu", dtype="float32", head=folder / "eagle")
     for name in ("auto", str(folder / "other")):
         headed.generate(PROMPT, "eagle", SamplingParams(4, ignore_eos=True), policy="adaptive", head=name)
-    assert sum(kind == _ROUNDS_KIND for kind, _ in headed.measurements._known) == 2
+    assert len(headed._knowledge._timed) == 2
     settings: dict[str, Any] = {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05, "exploration": 4}
     for kind, head in (("eagle", "auto"), ("medusa", str(folder / "medusa")), ("glide", str(folder / "glide"))):
         rounds = list(headed.rounds(PROMPT, kind, SamplingParams(120, ignore_eos=True), **settings, head=head))

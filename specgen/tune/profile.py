@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -21,7 +21,6 @@ from specgen.base.files import pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class Measured(_StrictModel):
     `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
-    (PEARL). `learned` is what the length policy `adaptive` has learned (`Learned.as_dict`), by drafter; older profiles have none.
+    (PEARL). `learned` is in older profiles, and not read.
     """
 
     prompts: Count
@@ -146,7 +145,7 @@ class Measured(_StrictModel):
     acceptance: Share | None
     costs: dict[Word, DrafterCosts]
     prompt_fingerprints: list[Fingerprint] | None = None
-    learned: dict[Word, dict[Word, Annotated[list[Number], Field(max_length=256)]]] = {}
+    learned: Any = Field(default=None, exclude=True)
 
 
 class Profile(_StrictModel):
@@ -176,21 +175,9 @@ class Profile(_StrictModel):
                 raise ValueError(f"{name}: {error.message}") from error
         return self
 
-    @model_validator(mode="after")
-    def _learned_numbers_fit(self) -> Profile:
-        for drafter, numbers in self.measured.learned.items():
-            try:
-                Learned.of_dict(numbers, self.sampling.temperature)
-            except ValueError as error:
-                raise ValueError(f"measured.learned.{drafter}: {error}") from error
-        return self
-
     def inform(self, measurements: Measurements) -> None:
-        """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
+        """Gives the length policy `adaptive` of a pair what the tuning has measured."""
         measurements.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
-        measurements.tuned_learned = {
-            drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
-        }
 
     @property
     def draft_dtype(self) -> str | None:
@@ -275,9 +262,6 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
-            learned={
-                drafter: {name: list(each) for name, each in numbers.items()} for drafter, numbers in outcome.learned.items()
-            },
             prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
         ),
     )

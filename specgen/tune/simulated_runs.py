@@ -245,9 +245,7 @@ class SimulatedRuns:
 
     def _prior(self, costs: RoundCosts) -> Learned:
         """Returns what the length policy `adaptive` knows before the first prompt."""
-        return Learned.prior(
-            DraftingCosts.of_rounds(costs, _length(self._references[0])), self._sampling.temperature, has_model=True
-        )
+        return Learned.prior(DraftingCosts.of_rounds(costs, _length(self._references[0])), has_model=True)
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, seed: int, learned: Learned | None) -> Run:
         """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""

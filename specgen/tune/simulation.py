@@ -272,7 +272,7 @@ def _adaptive_inputs(measurements: PairMeasurements, method: Method, reference: 
     """Returns what the length policy `adaptive` decides by. It keeps what it learns from prompt to prompt, as in real runs."""
     length = typical_length(len(reference.prompt_ids), reference.limit)
     costs = DraftingCosts.of_rounds(measurements.costs[method.cost_kind], length)
-    prior = Learned.prior(costs, measurements.temperature, has_model=method.runs_model)
+    prior = Learned.prior(costs, has_model=method.runs_model)
     learned = measurements.learned.setdefault(method.drafts, prior)
     passes = measurements.parallel_costs if method.is_parallel else None
     slowdown = 0.0 if passes is None else passes.added_by_token / passes.single_pass

@@ -296,5 +296,4 @@ def outcome_of(
         model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
     probability = next(iter(mean_acceptance(measurements.drafts).values()), None)
     costs = {kind: cost.as_dict() for kind, cost in measurements.costs.items()}
-    learned = {drafter: each.as_dict() for drafter, each in measurements.learned.items()}
-    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out, learned)
+    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)

@@ -152,7 +152,7 @@ class Measurement:
     ) -> Summary:
         method = methods.find(self._method)
         tables = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
-        return simulate(PairMeasurements(references, {method.drafter.name: drafts}, tables), method.name, given)
+        return simulate(PairMeasurements(references, {method.drafts: drafts}, tables), method.name, given)
 
     def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
         """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
