@@ -136,7 +136,7 @@ def logits_of(weights: EagleWeights, model: Any, hidden: Tensor) -> Tensor:
     logits = _norm(hidden, weights.tensors["norm.weight"]) @ weights.tensors["lm_head.weight"].T
     if weights.vocabulary is None:
         return logits
-    wide = torch.full((len(hidden), model.vocab_size), -torch.inf)
+    wide = torch.full((len(hidden), model.shape.vocab_size), -torch.inf)
     for column, token in enumerate(weights.vocabulary.tolist()):
         wide[:, token] = logits[:, column]
     return wide

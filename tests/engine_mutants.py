@@ -45,11 +45,11 @@ ENGINE_MUTANTS = [
         ),
     ),
     *mutants(
-        "engine/hidden_state_cache.py",
+        "engine/parts/feature_runner.py",
         EARLY_EXIT,
         (
             "early exit: shared hidden states not gathered",
-            "self._hidden[start : start + len(indices)] = self._hidden.index_select(0, source)",
+            "self.kept[start : start + len(indices)] = self.kept.index_select(0, source)",
             "pass",
         ),
     ),

@@ -17,11 +17,10 @@ from specgen.engine.parts.weights import GlideWeights
 class GlideReference:
     """A draft model with random weights for `target`, a model of transformers.
 
-    `shared` leaves out its embedding and its LM head: the target's are used. `layers` is the number of its layers. `near` gives
-    it the target's last layer and norm, which must be a Llama's, and little cross-attention.
+    `shared` leaves out its embedding and its LM head: the target's are used. `layers` is the number of its layers.
     """
 
-    def __init__(self, target: Any, *, layers: int = 1, shared: bool = False, near: bool = False) -> None:
+    def __init__(self, target: Any, *, layers: int = 1, shared: bool = False) -> None:
         torch.manual_seed(0)
         self.target, self.shared = target, shared
         other = target.config
@@ -40,22 +39,14 @@ class GlideReference:
             "initializer_range": 0.25,
             "tie_word_embeddings": False,
         }
-        if near:
-            settings |= {
-                name: getattr(other, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-            }
-            settings["head_dim"] = self.size
         self.config = LlamaConfig(**settings)
         self.model = LlamaForCausalLM(self.config).eval()
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
                 if "norm" in name:
                     weight.add_(0.3 * torch.randn_like(weight))
-        if near:
-            self.model.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
-            self.model.model.norm.load_state_dict(target.model.norm.state_dict())
-        inner, share = self.heads * self.size, 0.01 if near else 0.3
-        self.cross = [(0.3 * torch.randn(inner, width), share * torch.randn(width, inner)) for _ in range(layers)]
+        inner = self.heads * self.size
+        self.cross = [(0.3 * torch.randn(inner, width), 0.3 * torch.randn(width, inner)) for _ in range(layers)]
 
     @property
     def weights(self) -> GlideWeights:

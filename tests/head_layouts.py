@@ -1,11 +1,7 @@
-"""Writes trained heads with random weights in every published layout, from the descriptions of the formats alone.
-
-As a program: `python tests/head_layouts.py --target FOLDER --layout eagle3-speculators OUT`.
-"""
+"""Writes trained heads with random weights in every published layout, from the descriptions of the formats alone."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -244,12 +240,3 @@ def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None
     old = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
     return folder
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--layout", choices=LAYOUTS, required=True)
-    parser.add_argument("out", type=Path)
-    chosen = parser.parse_args()
-    print(write_head(chosen.out, chosen.layout, chosen.target))

@@ -18,12 +18,11 @@ HEAD_MUTANTS = [
         ("EAGLE: feature i is paired with token i", "first, Context(ids[1:] or ids)", "first, Context(ids[:-1] or ids)"),
         (
             "EAGLE: drafted pairs stay in the KV cache",
-            "cached.truncate(cached.committed)",
-            "cached.truncate_for(pairs, nodes, 1)",
+            "if self._cached.committed != len(pairs):",
+            "if False:",
         ),
-        ("EAGLE: row 0 of another context", "start if self._root == len(pairs) else 0", "start"),
-        ("EAGLE: a node's feature is another's", "torch.tensor(parents) + 1", "torch.tensor(parents).clamp(min=0)"),
-        ("EAGLE: levels are run together", "while last < len(tokens) and parents[last] < first:", "while last < len(tokens):"),
+        ("EAGLE: a node's feature is another's", "torch.tensor(parents) - lowest", "torch.tensor(parents).clamp(min=0) - lowest"),
+        ("EAGLE: levels are run together", "while end < len(tokens) and parents[end] < node:", "while end < len(tokens):"),
         (
             "EAGLE: the first token is not compared",
             """            if first != self._first:

@@ -32,10 +32,11 @@ POLICY = Selection("test_enumeration.py::test_length_policies")
 PEARL = Selection("test_enumeration.py::test_pearl")
 UNIFORMS = Selection("test_enumeration.py::test_each_random_number_is_used_once")
 PEARL_ROUNDS = Selection("test_parallel.py")
-GREEDY = Selection("test_verifiers.py")
+GREEDY = Selection("test_verification.py")
 LENGTHS = Selection("test_policies.py")
 LOSSY = Selection("test_joint.py")
-WARPING = Selection("test_distributions.py::test_warping_is_transformers")
+BILD_ROUNDS = Selection("test_golden_rounds.py", "bild")
+WARPING = Selection("test_verification.py::test_warping_is_transformers")
 
 
 def mutants(file: str, tests: Selection, *changes: tuple[str, str, str]) -> list[Mutant]:
@@ -291,7 +292,7 @@ LOSSY_METHODS = [
     ),
     *mutants(
         _DRAFTERS,
-        LOSSY,
+        BILD_ROUNDS,
         (
             "BiLD keeps the unsure token",
             """                host.drop_last()

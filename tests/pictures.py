@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from rich.text import Text
 
 import specgen
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces.reader import read_trace
 from specgen.traces.statistics import TraceStatistics
 from specgen.view import trace_report
@@ -35,7 +35,7 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     pair.prepare(request)
     rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids))
     answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), ()), AnswerView(console)
-    summary = Summary(request.method.name)
+    summary = Figures(request.method.name)
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
     rounds.legend()

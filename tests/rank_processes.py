@@ -101,9 +101,9 @@ class _Answers:
         """The sizes of rank 0's part."""
         model = pair.target.model
         return {
-            "kv_heads": model.local.architecture.num_kv_heads,
-            "heads": model.local.architecture.num_heads,
-            "embedding": list(model.local.parts.embedding.shape),
+            "kv_heads": model.shard.local.num_kv_heads,
+            "heads": model.shard.local.num_heads,
+            "embedding": list(model.parts.embedding.shape),
         }
 
 

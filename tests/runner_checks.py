@@ -159,7 +159,6 @@ TRACED = BUFFERS + tuple(
         "cached_prefix",
         "parts/feature_runner",
         "parts/exit_layers",
-        "hidden_state_cache",
         "transformers/transformers_model",
         "native/inputs",
         "native/native_model",

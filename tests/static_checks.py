@@ -1,10 +1,8 @@
-"""Random models of the native families, random sequences of forward passes, and what is checked of a static pass's operators."""
+"""Random models of the native families, and what is checked of a static pass's operators."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from native_models import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specgen.base.types import Context
 from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_gain
@@ -52,38 +49,6 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
         norm = ((numbers("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
         table, head = (numbers(name, architecture.vocab_size, width) for name in ("embedding", "head"))
         return NativeModel(architecture, layers, NativeParts(table, norm, factory(head)), dtype, norm_gain=gain)
-
-
-def random_tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(3, 96) for _ in range(count)]
-
-
-def random_calls(
-    rng: random.Random, prompt: int, count: int, most: int = 15
-) -> Iterator[tuple[Context, list[int], list[int], int]]:
-    """Yields contexts, drafts, their parents and the index of the first wanted logits, as decoding makes them.
-
-    Drafts are chains and trees of at most `most` tokens. Trees grow in two calls. A random path of each draft is accepted; now
-    and then the end of the context is taken back.
-    """
-    context = Context(random_tokens(rng, prompt))
-    for step in range(count):
-        size = rng.randrange(most + 1)
-        tokens, parents = random_tokens(rng, size), list(range(-1, size - 1))
-        if step % 2:
-            parents = [rng.randrange(-1, node) for node in range(size)]
-            begun = rng.randrange(size + 1)
-            yield context, tokens[:begun], parents[:begun], 0
-            if begun < size:
-                yield context, tokens, parents, begun + 1
-        else:
-            yield context, tokens, parents, 0
-        path: list[int] = []
-        while (children := [node for node in range(size) if parents[node] == (path[-1] if path else -1)]) and rng.random() < 0.8:
-            path.append(rng.choice(children))
-        if step % 5 == 4:
-            context = Context(context.ids[: -rng.randrange(1, 10)])
-        context.extend([*(tokens[node] for node in path), *random_tokens(rng, 1)])
 
 
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
@@ -131,31 +96,21 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """Captures work by recording its operators, on any device. A `cuda_graphs.Capture`.
-
-    `counts` counts the captures and the replays.
-    """
-
-    def __init__(self, counts: Counter[str]) -> None:
-        self._counts = counts
+    """Captures work by recording its operators, on any device. A `graphs.Capture`."""
 
     def __call__(self, work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
         saved = [tensor.clone() for tensor in state]
-        for _ in range(2):  # as for a CUDA graph, whose work is run before it is captured
+
+        def restore() -> None:
             for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
+
+        for _ in range(2):  # as for a CUDA graph, whose work is run before it is captured
+            restore()
             with torch.inference_mode(), Recording() as graph:
                 work()
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-        self._counts["captures"] += 1
-
-        def replay() -> None:
-            self._counts["replays"] += 1
-            with torch.inference_mode():
-                graph.replay()
-
-        return replay
+        restore()
+        return torch.inference_mode()(graph.replay)
 
 
 class HostReads:

@@ -25,7 +25,7 @@ from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
 from specgen.methods.learned_drafting import LONGEST_PAUSE, OPTION, SHORTEST_PAUSE, Acceptance, DraftingGuard, Learned
 from specgen.methods.pearl_schedule import Parallel
 from specgen.pair import measurements
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.workers.worker import DraftWorker
 
@@ -381,5 +381,5 @@ def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
     declined = [round_ for round_ in rounds if (round_.draft.stop_reason or "").startswith("no draft: ")]
     assert len(declined) > 3, "even the first token costs more than it is worth"
     assert all(len(round_.token_ids) == 1 and round_.verdict.source is None for round_ in declined)
-    summary, drafted = Summary(name, rounds), [length for length in lengths(rounds) if length]
+    summary, drafted = Figures(name, rounds), [length for length in lengths(rounds) if length]
     assert summary.mean_draft_length == (sum(drafted) / len(drafted) if drafted else None)

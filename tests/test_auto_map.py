@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.engine.devices import free_memory, pick_draft_device
+from specgen.engine.devices import pick_draft_device
 from specgen.engine.dtype_choice import DtypeChoice
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.engine.spread import placement
@@ -210,12 +209,6 @@ def test_every_module_of_transformers_has_a_device(family: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SpecgenError, match="pip install accelerate"):
         module_devices(module, "m", devices)
-
-
-def test_free_memory_of_the_cpu_counts_what_the_system_can_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:  60 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
-    assert free_memory(CPU) == 60 * 1024
 
 
 @on_gpu

@@ -12,7 +12,7 @@ from families import BACKENDS, make_model, model_of, save
 from runner_checks import RUN_BY, quick
 from training_helpers import opened
 
-from specgen.engine.batch_pass import BatchPass, text_pass
+from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.model import Model
 from specgen.train.texts import continuations
 

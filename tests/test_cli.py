@@ -66,7 +66,8 @@ def check_record(lines: Lines) -> None:
 
 @POSIX
 def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
-    process = Forked("generate", "-n", "30", "def add(a, b):\n    return")
+    costs = ("--set", "draft_cost=0.1", "--set", "verify_cost=0.02")  # drafts however busy the machine is
+    process = Forked("generate", "-m", "adaptive", *costs, "-n", "30", "def add(a, b):\n    return")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out[-1:], len(out) > 20) == (0, b"\n", True)
     assert b"\x1b" not in out + err

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from comparisons import comparison, report_of, results_of, run, shown, usual
 
-from specgen.compare.results import MethodResult, method_results, ranked
+from specgen.compare.results import method_results, ranked
 from specgen.compare.verdict import Difference
 from specgen.view import theme
 from specgen.view.comparison import page, picture, speed_table
-from specgen.view.html import compare_page
+from specgen.view.pages import comparison_page
 
 
 @pytest.mark.parametrize(
@@ -47,22 +46,8 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     assert [line.split()[0] for line in lines[4:10]] == order
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
     assert broken.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
-    headline = next(compare_page.page(report_of(results), [], "", "")).partition("<h1>")[2]
+    headline = next(comparison_page(report_of(results), [], "", "")).partition("<h1>")[2]
     assert headline.startswith("svip does not give the target&#39;s own output</h1>")
-
-
-def test_an_incomplete_repeat_is_not_counted() -> None:
-    results = usual()
-    del results.runs["lookup", 2, 0]
-    made: dict[str, MethodResult] = {row.spec.written: row for row in method_results(results)}
-    assert all(made[name].prompts == 2 for name in ("ar", "svip", "lookup"))
-    assert "2 of 3 prompts" in shown(results, 100)[0]
-
-
-def test_rows_by_category_need_two_categories() -> None:
-    results = usual()
-    results.config = replace(results.config, prompts=[replace(prompt, category="one") for prompt in results.config.prompts])
-    assert [line.split()[0] for line in shown(results, 120, by_category=True)[4:6]] == ["ar", "svip"]
 
 
 def test_only_the_best_lossless_method_is_bold_and_broken_output_is_red() -> None:
@@ -120,7 +105,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_fetches_nothing_and_text_in_it_is_text() -> None:
-    html = "".join(compare_page.page(comparison(), [("Machine", "a <fast> one\x1b")], "specgen 1", "specgen compare"))
+    html = "".join(comparison_page(comparison(), [("Machine", "a <fast> one\x1b")], "specgen 1", "specgen compare"))
     found = Page(html)
     assert not found.open
     assert "script" not in found.tags

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cli_helpers import parsed, run_main
 from families import CONTEXT, VOCAB, make_model, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,33 +60,6 @@ def test_a_prompt_beyond_the_limit_is_refused(limited: Pair) -> None:
 def test_impossible_limits_are_refused(pair_of: Callable[..., Pair], limit: int, message: str) -> None:
     with pytest.raises(specgen.SpecgenError, match=message):
         specgen.load(str(pair_of("llama", "near").target.folder), device="cpu", context=limit)
-
-
-def test_the_limit_and_the_long_rope_boundary_both_hold(tmp_path: Path) -> None:
-    boundary = 32
-    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
-    rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": boundary}
-    changes = {"original_max_position_embeddings": boundary, "rope_parameters": rope}
-    folder = save(make_model("phi3", sliding_window=None, **changes), tmp_path / "phi3")
-    for limit, expected in ((boundary - 4, boundary - 4), (boundary + 9, boundary + 1)):
-        with specgen.load(folder, device="cpu", dtype="float32", context=limit) as pair:
-            assert pair.target.max_tokens(5) == expected
-            assert pair.target.max_tokens(boundary + 2) == limit
-
-
-def test_commands_take_the_limit(
-    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc", *pair, "--context", "20", "-m", "sd", "--ignore-eos")
-    assert code == 0
-    assert "(the context of 20 tokens is full)  11 tokens" in err
-    code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc", *pair, "--context", "9")
-    assert (code, out) == (2, "")
-    assert "over --context 9." in err
-    code, out, err = run_main(monkeypatch, capfd, "inspect", *pair, "--context", "20", "--json")
-    report = parsed(out)[0]
-    assert report["target"]["context_limit"] == 20
-    assert report["cache_bytes"] == 20 * sum(report[role]["cache_bytes"] for role in ("target", "draft"))
 
 
 class Allocations(TorchDispatchMode):

@@ -47,16 +47,6 @@ def test_the_text_has_all_four_kinds_and_none_of_the_example_prompts() -> None:
     assert not [example["id"] for example in EXAMPLES if example["prompt"] in trained]
 
 
-def test_examples_have_the_forms_of_the_text_and_all_differ() -> None:
-    counts = Counter(example["category"] for example in EXAMPLES)
-    assert set(counts) == set(FORMS)
-    assert min(counts.values()) >= 7
-    assert all(len({example[name] for example in EXAMPLES}) == len(EXAMPLES) for name in ("id", "prompt"))
-    for example in EXAMPLES:
-        assert re.match(FORMS[example["category"]], example["prompt"]), example["id"]
-        assert example["prompt"] == example["prompt"].strip()
-
-
 def test_the_recipe_trains_a_model_that_learns(tokenizers: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizers / "draft")
     digits = [token for token in tokenizer.get_vocab() if any(digit in token for digit in string.digits)]

@@ -15,8 +15,8 @@ import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
 
-from specgen.base import energy
-from specgen.base.energy import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
+from specgen.base import measuring as energy
+from specgen.base.measuring import Counter, Energy, EnergyMeter, UnavailableError, energy_meter_for
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules, of a real machine
@@ -31,7 +31,13 @@ def zone(root: Path, number: str, name: str, microjoules: int | str = 0) -> Path
 
 
 def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages and their memory are counted once."""
     monkeypatch.setattr(energy, "_TICK", 0)
+    for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("2", "psys")):
+        zone(tmp_path / "counted", number, name)
+    zone(tmp_path / "counted" / "intel-rapl-mmio", "0", "package-0")
+    names = [counter.name for counter in energy_meter_for([CPU], root=tmp_path / "counted").counters]
+    assert names == ["RAPL package-0", "RAPL dram"]
     folder = zone(tmp_path, "0", "package-0", RANGE - 5_000_000)
     meter = EnergyMeter(energy_meter_for([CPU], root=tmp_path).counters, idle_seconds=0)
     meter.start()
@@ -43,14 +49,6 @@ def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeyp
     (folder / "energy_uj").write_text("")
     lost = meter.stop()
     assert (lost.joules, lost.reason) == (None, f"{folder / 'energy_uj'} cannot be read")
-
-
-def test_packages_and_their_memory_are_counted_once(tmp_path: Path) -> None:
-    for number, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
-        zone(tmp_path, number, name)
-    zone(tmp_path / "intel-rapl-mmio", "0", "package-0")
-    meter = energy_meter_for([CPU], root=tmp_path)
-    assert [counter.name for counter in meter.counters] == ["RAPL package-0", "RAPL dram", "RAPL package-1"]
 
 
 @pytest.mark.parametrize(

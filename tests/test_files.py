@@ -93,23 +93,6 @@ def test_what_is_no_regular_file_is_written_to_and_stays(main: Main, trace: Path
         assert not (tmp_path / "gone").exists()
 
 
-def test_the_same_file_is_known_by_all_its_names(tmp_path: Path) -> None:
-    folder, other = tmp_path / "folder", tmp_path / "other"
-    folder.mkdir()
-    other.symlink_to(folder)
-    (folder / "file").write_text("")
-    os.link(folder / "file", tmp_path / "hard")
-    for same in (
-        {folder / "file", other / "file", tmp_path / "hard", folder / ".." / "folder" / "file"},
-        {folder / "new", other / "new", tmp_path / "other" / ".." / "folder" / "new"},
-        {tmp_path / "no" / "new", tmp_path / "other" / ".." / "no" / "new"},
-    ):
-        assert len({files.file_identity(path) for path in same}) == 1
-    assert files.file_identity(folder / "new") != files.file_identity(folder / "newer")
-    if Path(os.devnull).exists():
-        assert files.file_identity(Path(os.devnull)) is None, "a device can be written to twice"
-
-
 # ------------------------------------------------------------------ refused before anything is loaded
 
 
@@ -213,13 +196,6 @@ def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(tmp_path:
     assert (link.is_symlink(), old.read_text()) == (True, "precious")
 
 
-def test_without_a_folder_for_locks_traces_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "file"))
-    with TraceWriter(tmp_path / "t.jsonl") as first, TraceWriter(tmp_path / "t.jsonl"):
-        first.write(traces.start_line())
-
-
 # ------------------------------------------------------------------ shown before it is written
 
 
@@ -241,11 +217,6 @@ def test_a_generation_shows_its_text_before_its_trace_failed(main: Main, pair: t
     code, out, err = main("generate", "abc", "-q", *pair, "--device", "cpu", "-n", "20", "--trace", full)
     assert (code, err) == (1, f"error: cannot write the trace {full}: No space left on device\n")
     assert len(out) > 10
-
-
-def test_half_a_character_costs_no_result(tmp_path: Path) -> None:
-    files.write_pieces(tmp_path / "t.csv", ["a\ud800b"])
-    assert (tmp_path / "t.csv").read_bytes() == b"a?b"
 
 
 @POSIX

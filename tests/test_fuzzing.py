@@ -6,25 +6,16 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import traces
-import yaml
 from cli_helpers import parsed, run_main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tuning_helpers import outcome
 
-from specgen import demo
-from specgen.base import schema
-from specgen.base.errors import SpecgenError
-from specgen.compare.prompts import load_prompts
-from specgen.engine.parts.trained_part import ExitDescription
 from specgen.methods import METHODS
-from specgen.tune import profile as profiles
 
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
 FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -94,30 +85,6 @@ def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, data: s
         assert parsed(out)
     if page.exists():
         assert not UNSAFE.search(page.read_text(encoding="utf-8"))
-
-
-@FEW
-@given(data=st.data())
-def test_damaged_files_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    entries = ["abc", {"prompt": "x", "category": "c", "id": 3}, {"turns": ["a", "b"], "tuning": True}]
-    model = profiles.Model(name="t", fingerprint="f", device="cpu", dtype="float32")
-    key = profiles.ProfileKey(target=model, draft=None, exit_layer=None, versions={}, machine={})
-    profile = profiles.from_outcome(outcome(), key).model_dump(by_alias=True, mode="json")
-    readers: dict[str, tuple[Any, Callable[[Path], object]]] = {
-        "prompts.yaml": ({"prompts": entries}, load_prompts),
-        "prompts.jsonl": (entries[1], load_prompts),
-        "profile.yaml": (profile, lambda path: profiles.load(path.parent)),
-        "exit.yaml": (
-            yaml.safe_load((demo.exit_folder() / "exit.yaml").read_text()),
-            lambda path: schema.read(path, ExitDescription, "exit layer"),
-        ),
-    }
-    for name, (valid, read) in readers.items():
-        value = data.draw(damaged(valid), label=name)
-        made = as_lines([value]) if name.endswith("jsonl") else yaml.safe_dump(value).encode()
-        (tmp_path / name).write_bytes(data.draw(cut(made)))
-        with suppress(SpecgenError):
-            read(tmp_path / name)
 
 
 @settings(FEW, max_examples=60)

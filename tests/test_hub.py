@@ -7,9 +7,8 @@ import hashlib
 import json
 import os
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -126,105 +125,6 @@ def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: P
     written = trace.read_text()
     assert json.loads(written.splitlines()[0])["target"] == TINY
     assert "hf_secret" not in written
-
-
-CACHED = "abc123" + 34 * "0"
-
-
-def cached_model(cache: Path) -> Path:
-    """A complete snapshot of `lab/cached` in a cache folder, with a branch `main`."""
-    repository = cache / "models--lab--cached"
-    folder = repository / "snapshots" / CACHED
-    folder.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(CACHED)
-    for name in ("config.json", "tokenizer.json", "model-1.safetensors", "model-2.safetensors"):
-        (folder / name).touch()
-    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    return folder
-
-
-@pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub cannot be imported, and no variable says where its cache is."""
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def found(revision: str | None = None, name: str = "lab/cached", remote_code: bool = False, offline: bool = True) -> Path:
-    return model_folder(name, revision, offline, remote_code, lambda _: None)
-
-
-@pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize(
-    ("variables", "cache"),
-    [
-        ({"HF_HUB_CACHE": "{0}/hub-cache", "HF_HOME": "{0}/unused"}, "hub-cache"),
-        ({"HUGGINGFACE_HUB_CACHE": "{0}/older-name"}, "older-name"),
-        ({"HF_HOME": "{0}/home", "XDG_CACHE_HOME": "{0}/unused"}, "home/hub"),
-        ({"HF_HOME": "~/elsewhere", "HOME": "{0}"}, "elsewhere/hub"),
-        ({"HF_HUB_CACHE": "$HOME/expanded", "HOME": "{0}"}, "expanded"),
-        ({"XDG_CACHE_HOME": "{0}/xdg"}, "xdg/huggingface/hub"),
-        ({"HOME": "{0}"}, ".cache/huggingface/hub"),
-    ],
-)
-def test_a_cached_model_is_found_without_huggingface_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cache: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(tmp_path))
-    folder = cached_model(tmp_path / cache)
-    assert found() == found(revision="main") == found(revision=CACHED) == folder
-
-
-@pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: (folder / "config.json").unlink(),
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        lambda folder: (folder / "model-2.safetensors").unlink(),
-        lambda folder: (folder / "model.safetensors.index.json").unlink(),
-        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
-        lambda folder: (folder / "../../refs/main").unlink(),
-        lambda folder: (folder / "../../refs/main").write_text(""),
-        lambda folder: (folder / "../../blobs").mkdir() or (folder / "../../blobs/1.incomplete").touch(),
-    ],
-    ids=["config", "tokenizer", "shard", "index", "no-index", "branch", "no-branch", "interrupted"],
-)
-def test_an_incomplete_model_is_left_to_huggingface_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    damage(cached_model(tmp_path))
-    with pytest.raises(ImportError):
-        found()
-
-
-@pytest.mark.usefixtures("without_library")
-def test_online_only_a_full_commit_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A branch may have moved on the hub; a commit cannot."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    folder = cached_model(tmp_path)
-    assert found(revision=CACHED, offline=False) == folder
-    for moving in (None, "main", CACHED[:12]):
-        with pytest.raises(ImportError):
-            found(revision=moving, offline=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert found(offline=False) == folder
-
-
-@pytest.mark.usefixtures("without_library")
-def test_what_is_not_certain_is_left_to_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python files may be missing that the first download did not want; names and revisions may be no names."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    cached_model(tmp_path)
-    for wrong in ({"remote_code": True}, {"revision": "v2"}, {"revision": "../refs/main"}, {"name": "lab/cached?"}):
-        with pytest.raises(ImportError):
-            found(**wrong)  # type: ignore[arg-type]
 
 
 def test_each_model_has_its_own_revision() -> None:

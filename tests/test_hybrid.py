@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -11,44 +10,13 @@ from scripted_models import TableRunner, ids_of, scripted_run
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
+from specgen.decoding.policy import LengthPolicy
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, HybridDrafter, _copied_score
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.lookup import PromptLookupDrafter
 
 COSTS = DraftingCosts(0.2, 0.02)
 REPEATING = [7, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3]  # `4, 5, 6` would follow, after four equal tokens
-
-
-class Recording(LengthPolicy):
-    """Drafts everything, and records what it is asked and what it gets to learn."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        self.seen.append(signals["match_length"])
-        return True
-
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        self.seen.append((token.position, token["match_length"]))
-        return True
-
-    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        self.seen.append((match_length, agreed, ended))
-
-
-def test_match_lengths_are_known_beforehand_and_their_tokens_compared_afterwards() -> None:
-    drafter, policy = PromptLookupDrafter(2, frozenset()), Recording()
-    context = Context(REPEATING)
-    assert list(drafter.propose(context, policy, 2).tokens) == [4, 5]
-    assert policy.seen == [4, (1, 4), (2, 5)], "four tokens are equal, though two were looked up"
-    rounds = [([4, 5, 9], [(4, 2, True)]), ([7], [1, (1, 1)]), ([1, 2], [(1, 2, False), 3, (1, 3)])]
-    for joined, seen in rounds:
-        policy.seen.clear()
-        context.extend(joined)
-        drafter.propose(context, policy, 1)
-        assert policy.seen == seen
 
 
 class ModelStub:

@@ -65,7 +65,7 @@ def test_runs_of_other_programs_and_of_one_round_are_shown(inspect: Inspect, tmp
     summary |= {"target_passes": 2, "drafted": 4, "accepted": 1, "drafts": 2}
     out, _ = inspect(written(tmp_path, [start, summary]))
     assert "25% accepted" in out
-    assert "mean 2.0 and 0.5\n" in out
+    assert "1.50 tokens a pass" in out
     inspect(tmp_path / "t.jsonl", "--html", tmp_path / "p.html")
     assert "the run has no rounds: another program decoded it" in (tmp_path / "p.html").read_text()
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, make_model, model_of, near_copy, save
+from families import BACKENDS, make_model, model_of
 from runner_checks import RUN_BY, CountedLayers, few
-from training_helpers import trained
 
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.engine.model_runner import ModelRunner
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair, Result
 
 PROMPT = [1, 5, 6, 7]
@@ -70,48 +68,14 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, 
     assert counted["2"] == len(PROMPT) + len(tokens) - 1
 
 
-def test_penalties_do_not_change_perplexity(tmp_path: Path) -> None:
-    model = make_model("llama")
-    model.generation_config.repetition_penalty = 1.8
-    folder = save(model, tmp_path / "target")
-    pair = specgen.load(folder, save(near_copy(model), tmp_path / "draft"), device="cpu", dtype="float32")
-    assert pair.target.has_penalties
-    check(pair, pair.generate(PROMPT, "mtad", SamplingParams(max_new_tokens=20)))
-
-
 def test_perplexity_of_no_tokens_or_beyond_floats_is_none() -> None:
-    summary = Summary("mtad")
+    summary = Figures("mtad")
     summary.add_log_likelihood(0.0)
     assert summary.perplexity is None, "no tokens"
     for nats, perplexity in ((-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None)):
-        summary = Summary("mtad")
+        summary = Figures("mtad")
         summary.token_ids = [1, 2]
         assert summary.perplexity is None, "not measured"
         summary.add_log_likelihood(nats)
         assert summary.perplexity == (perplexity if perplexity is None else pytest.approx(perplexity))
         json.dumps(summary.as_dict("", "length"), allow_nan=False)
-
-
-def test_runs_are_weighted_by_their_tokens() -> None:
-    summary = Summary("ar")
-    summary.token_ids = [1] * 10
-    for tokens, perplexity in ((8, 2.0), (2, 4.0)):
-        summary.add_log_likelihood(-tokens * math.log(perplexity))
-    assert summary.perplexity == pytest.approx(2 ** ((8 + 2 * 2) / 10))
-
-
-def test_generate_reports_perplexity(pair: tuple[str, ...]) -> None:
-    def call(*arguments: str) -> tuple[str, str]:
-        result = trained(["generate", *pair, "--device", "cpu", "-n", "12", *arguments, "the cat"])
-        return result.stdout, result.stderr
-
-    assert "perplexity" not in call("-m", "sd")[1]
-    assert "perplexity" in call("-m", "sd", "--perplexity")[1]
-    assert "mtad (lossy)" in (shown := call("-m", "mtad")[1])
-    assert "perplexity" in shown
-    start, *_, summary = map(json.loads, call("-m", "bild", "--json")[0].splitlines())
-    assert start["lossless"] is False
-    assert summary["perplexity"] > 1
-    out, _ = call("-m", "sd", "--json")
-    assert json.loads(out.splitlines()[-1])["perplexity"] is None
-    assert json.loads(out.splitlines()[-1])["energy"] is None

@@ -23,7 +23,7 @@ from specgen.engine.forward_pass import ForwardPass, ModelOutput, TreeNodes, pos
 from specgen.engine.native.inputs import ancestry
 from specgen.methods.lookahead_drafter import LookaheadDrafter, LookaheadWindow, NgramPool
 from specgen.methods.ouroboros_drafter import OuroborosDrafter
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.pair.records import round_line
 from specgen.traces.reader import read_trace
@@ -160,7 +160,7 @@ def test_only_candidates_are_judged_counted_and_written(tmp_path: Path) -> None:
     assert all(rows == candidates + 1 for candidates, rows in judged)
     assert sum(round_.unjudged for round_ in rounds) > 50
     assert all(len(round_.statuses) == len(round_.draft.tokens) for round_ in rounds)
-    summary = Summary("lookahead", rounds)
+    summary = Figures("lookahead", rounds)
     assert summary.drafted == sum(candidates for candidates, _ in judged)
     assert summary.accepted > 0
 

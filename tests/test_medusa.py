@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,15 +12,12 @@ import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, total_variation
 from runner_checks import path_to
-from static_checks import HostReads
 
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import Fixed, LengthPolicy
+from specgen.decoding.policy import Fixed
 from specgen.engine.forward_pass import ModelOutput
-from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree, default_rank_accuracies
-from specgen.methods.svip import SVIP
-from specgen.tune.simulated_runs import MemoisedRunner
+from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -41,15 +37,6 @@ def test_the_tree_has_the_paths_of_highest_value(seed: int) -> None:
         assert sorted(tree) == sorted(best[:nodes])
         assert tree == sorted(tree, key=len), "level by level"
         assert all(path[:-1] in {(), *tree} for path in tree)
-
-
-def test_assumed_accuracies_are_those_of_the_papers() -> None:
-    """Medusa 2.1.2: the first head is right in 60 % of cases, with 5 candidates in 80 %. EESD: 0.8 to 1 of 4 tokens accepted."""
-    accuracies = default_rank_accuracies(4)
-    assert accuracies[0][0] == pytest.approx(0.6)
-    assert sum(accuracies[0][:5]) == pytest.approx(0.8, abs=0.01)
-    assert 0.8 < sum(math.prod(accuracies[head][0] for head in range(depth)) for depth in range(1, 5)) < 1
-    assert all(sum(ranks) < 1 for ranks in accuracies)
 
 
 class HeadTable(SmallRunner):
@@ -77,9 +64,7 @@ class HeadTable(SmallRunner):
     [
         ({"nodes": 0}, 5, (2, 2), {}, (), False),
         ({"nodes": 0, "k": 2}, 4, (3, 3), {"top_p": 0.8, "temperature": 1.3}, (), False),
-        ({"nodes": 0, "k": 9}, 5, (3, 2), {}, (2,), False),
         ({"nodes": 0, "policy": "svip", "threshold": 0.25}, 5, (2, 2), {}, (), False),
-        ({"nodes": 4}, 5, (2, 2), {}, (), False),
         ({"nodes": 7}, 4, (3, 3), {}, (), False),
         ({"nodes": 20}, 4, (3, 3), {"top_k": 2}, (2,), True),
         ({"nodes": 6, "policy": "confidence", "threshold": 0.5}, 4, (3, 3), {"top_p": 0.9}, (0,), False),
@@ -118,11 +103,6 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     assert proposed.stop_reason == "depth 3"
     assert MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(1), 9).levels == 1
     assert not MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 0).tokens
-    remembered: Any = MemoisedRunner(draft)
-    assert (
-        MedusaTreeDrafter(replace(setup, draft=remembered), nodes=7).propose(Context(PROMPT), Fixed(4), 9).tokens
-        == proposed.tokens
-    )
 
 
 def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
@@ -140,12 +120,3 @@ def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
     only = MedusaTreeDrafter(Setup(draft, SamplingParams(), frozenset(range(3)), 3), nodes=30)
     assert (ended := only.propose(Context(PROMPT), Fixed(4), 9)).stop_reason == "eos"
     assert ended.levels == 1
-
-
-@pytest.mark.parametrize("policy", [Fixed(3), SVIP(10.0, 0.15, 6)])
-def test_the_host_reads_all_heads_at_once(policy: LengthPolicy) -> None:
-    setup = Setup(HeadTable(1, 6), vocab_size=6)  # type: ignore[arg-type]
-    with HostReads() as host:
-        draft = MedusaTreeDrafter(setup, nodes=8).propose(Context([1, 2]), policy, 10)
-    assert draft.levels == 3
-    assert host.count == 1

@@ -1,11 +1,10 @@
-"""Loading models: refused models, penalties, context limits, devices, tokenizers."""
+"""Loading models: refused models, penalties, context limits, devices and threads, tokenizers, text that streams."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,97 +18,87 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine.devices import pick_device
-from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.text.tokenizer import Detokenizer
 from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
 PENALTIES: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.3},
-    {"no_repeat_ngram_size": 2},
     {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9},
-    {"suppress_tokens": list(range(30, 60)), "begin_suppress_tokens": list(range(3, 20))},
-    {"bad_words_ids": [[5], [6, 7]], "min_length": 20},
-    {"sequence_bias": [[[9], 5.0], [[10, 11], -4.0]]},
+    {"suppress_tokens": list(range(30, 60)), "begin_suppress_tokens": list(range(3, 20)), "do_sample": True, "top_k": 3},
+    {"bad_words_ids": [[5], [6, 7]], "min_length": 20, "sequence_bias": [[[9], 5.0], [[10, 11], -4.0]]},
 ]
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: "+".join(penalty))
-def test_penalties_are_applied_as_transformers_does(models_folder: Path, penalty: dict[str, Any]) -> None:
-    folder = models_folder / "penalties" / "+".join(penalty)
-    model = make_model("llama", seed=2)
-    save(near_copy(model), folder / "draft")
+def test_penalties_are_applied_as_transformers_does_and_sampling_settings_are_not(
+    tmp_path: Path, penalty: dict[str, Any]
+) -> None:
+    model, ids = make_model("llama", seed=2), [1, *(random.Random(1).randrange(3, 40) for _ in range(8))]
+    draft = save(near_copy(model), tmp_path / "draft")
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalty)
-    save(model, folder / "target")
-    pair = specgen.load(str(folder / "target"), str(folder / "draft"), device="cpu", dtype="float32")
-    rng = random.Random(1)
-    own = AutoModelForCausalLM.from_pretrained(folder / "target")
-    for count in (40, 16):
-        ids = [1, *(rng.randrange(3, 40) for _ in range(8))]
-        expected = plain(own, ids, count)
-        for method in ("ar", "sd", "svip", "lookup", "specinfer"):
-            assert pair.generate(ids, method, SamplingParams(max_new_tokens=count)).token_ids == expected, method
+    pair = specgen.load(save(model, tmp_path / "target"), draft, device="cpu", dtype="float32")
+    expected = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), ids, 40)
+    for method in ("ar", "sd", "lookup", "specinfer"):
+        assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
 
 
 @pytest.mark.parametrize("field", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 2}])
 def test_unsupported_generation_settings_are_refused(tmp_path: Path, field: dict[str, Any]) -> None:
     model = make_model("llama")
     model.generation_config = GenerationConfig(eos_token_id=2, **field)
-    save(model, tmp_path)
     with pytest.raises(SpecgenError, match=next(iter(field))):
-        specgen.load(str(tmp_path), device="cpu")
-
-
-def test_the_sampling_settings_of_a_generation_config_are_ignored(tmp_path: Path) -> None:
-    model = make_model("llama")
-    expected = plain(model, [1, 5, 6], 20)
-    model.generation_config = GenerationConfig(eos_token_id=2, do_sample=True, temperature=1.7, top_k=3, top_p=0.4)
-    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32")
-    assert pair.generate([1, 5, 6], sampling=SamplingParams(max_new_tokens=20)).token_ids == expected
+        specgen.load(save(model, tmp_path), device="cpu")
 
 
 def test_tokenizers_are_compared_by_their_tokens(tmp_path: Path) -> None:
     model = make_model("llama")
     target = save(model, tmp_path / "t")
-    others = {
-        "swapped": [*WORDS[:3], *reversed(WORDS[3:])],
-        "smaller": WORDS[:20],
-    }
-    for name, words in others.items():
-        draft = save(model, tmp_path / name, make_tokenizer(words))
-        pair = specgen.load(target, draft, device="cpu")
+    for name, words in {"swapped": [*WORDS[:3], *reversed(WORDS[3:])], "smaller": WORDS[:20]}.items():
+        pair = specgen.load(target, save(model, tmp_path / name, make_tokenizer(words)), device="cpu")
         assert pair.generate([1, 5, 6], "lookup", SamplingParams(max_new_tokens=2)).token_ids
         with pytest.raises(SpecgenError, match=r"the tokenizers differ, and their tokens cannot be translated: .*WordLevel"):
             pair.generate([1, 5, 6], "sd")
-    many = [*WORDS, *(f"<extra_{position}>" for position in range(300))]
-    more = [*many, "<one_more>"]
-    big = make_model("llama", vocab_size=400)
-    pair = specgen.load(save(big, tmp_path / "many", make_tokenizer(many)), save(big, tmp_path / "more", make_tokenizer(more)))
-    assert pair.draft is not None, "a few added tokens are accepted"
+    many, big = [*WORDS, *(f"<extra_{position}>" for position in range(300))], make_model("llama", vocab_size=400)
+    folders = [save(big, tmp_path / str(len(words)), make_tokenizer(words)) for words in (many, [*many, "<one_more>"])]
+    assert specgen.load(*folders).draft is not None, "a few added tokens are accepted"
 
 
-def test_recurrent_models_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, T5Config, T5ForConditionalGeneration
+def test_models_that_cannot_be_rolled_back_are_refused(tmp_path: Path) -> None:
+    from transformers import (
+        BertConfig,
+        BertLMHeadModel,
+        MambaConfig,
+        MambaForCausalLM,
+        Qwen3NextConfig,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
-    for model, message in ((mamba, "cannot be rolled back"), (t5, "encoder-decoder")):
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    t5 = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    models: list[tuple[Any, str]] = [
+        (
+            MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)),
+            "cannot be rolled back",
+        ),
+        (T5ForConditionalGeneration(t5), "encoder-decoder"),
+        (BertLMHeadModel(BertConfig(**shape, initializer_range=0.25)), "does not work with a cache that is rolled back"),
+    ]
+    for model, message in models:
         with pytest.raises(SpecgenError, match=message):
             specgen.load(save(model, tmp_path / model.config.model_type), device="cpu")
-    hybrid = tmp_path / "hybrid"
-    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(hybrid)
-    make_tokenizer().save_pretrained(hybrid)
+    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path / "hybrid")
+    make_tokenizer().save_pretrained(tmp_path / "hybrid")
     with pytest.raises(SpecgenError, match="linear_attention"):
-        specgen.load(str(hybrid), device="cpu")
+        specgen.load(str(tmp_path / "hybrid"), device="cpu")
 
 
-def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None:
+def test_eager_attention_gives_the_reference_output(tmp_path: Path) -> None:
     """Gemma 2 uses eager attention, which would add a boolean mask as numbers."""
     model = make_model("gemma2", seed=6)
-    pair = specgen.load(save(model, models_folder / "eager"), device="cpu", dtype="float32", backend="transformers")
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend="transformers")
     pair.target.transformers_module.set_attn_implementation("eager")
     result = pair.generate([1, 5, 6, 5, 6], "lookup", SamplingParams(max_new_tokens=30), k=10)
     assert result.token_ids == plain(model, [1, 5, 6, 5, 6], 30)
@@ -117,29 +106,20 @@ def test_eager_attention_gives_the_reference_output(models_folder: Path) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    factors = {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 1.0,
-    }
-    changes = {"original_max_position_embeddings": 32, "rope_parameters": factors | {"original_max_position_embeddings": 32}}
-    model = make_model("phi3", sliding_window=None, **changes)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    rope |= {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
     pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
     shape = pair.target.model.shape
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
     short = pair.request([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
-    assert short.context_ends
-    assert short.limit == 13, "the token after the boundary is never run"
+    assert (short.context_ends, short.limit) == (True, 13), "the token after the boundary is never run"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
-    for length in (20, 32, 33, 60):
+    for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         reference = pair.target.reference_logits(text[:length], [])
         assert torch.allclose(reference, uncached(model, text[:length]), atol=TOLERANCE, rtol=1e-4)
-    for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
-        limit = min(40, pair.target.max_tokens(length) - length)
-        expected = plain(model, text[:length], limit)
+        expected = plain(model, text[:length], min(40, pair.target.max_tokens(length) - length))
         assert pair.generate(text[:length], "lookup", SamplingParams(max_new_tokens=40), k=10).token_ids == expected, length
 
 
@@ -156,26 +136,19 @@ def test_the_fewest_threads_that_are_nearly_the_fastest_are_chosen(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
     choice = pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1 / speedups[threads[0]]))
-    assert threads == [chosen]
-    assert choice.threads == chosen
+    assert (threads, choice.threads) == ([chosen], chosen)
     assert choice.seconds == pytest.approx({number: 0.1 / speedups.get(number, 1) for number in (1, 2, 4)})
-
-
-def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    choice = pick_threads(lambda: pytest.fail("nothing to time"))
-    assert choice == ThreadChoice(torch.get_num_threads(), "OMP_NUM_THREADS is set")
+    assert pick_threads(lambda: pytest.fail("nothing to time")) == ThreadChoice(chosen, "OMP_NUM_THREADS is set")
 
 
-def test_unknown_devices_and_dtypes_are_refused() -> None:
+def test_unknown_devices_are_refused() -> None:
     for name in ("gpu", "xpu", "cuda:-1"):
         with pytest.raises(SpecgenError, match=f"device '{name}'.* Take auto, cpu, cuda, cuda:N or mps"):
             pick_device(name)
     if not torch.cuda.is_available():
         with pytest.raises(SpecgenError, match="no CUDA device"):
             pick_device("cuda")
-    with pytest.raises(SpecgenError, match="no dtype 'float8'"):
-        choose_dtype("float8", describe(specgen.demo.folder("target"), ModelSource("the model")), torch.device("cpu"))
 
 
 @pytest.mark.gpu
@@ -189,27 +162,12 @@ def test_cuda_gives_the_same_tokens_as_transformers_there(method: str) -> None:
     assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == output[0, len(ids) :].tolist()
 
 
-def test_models_without_a_usable_cache_are_refused_when_loaded(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertLMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
-
-    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    bert = BertLMHeadModel(BertConfig(**shape, initializer_range=0.25))
-    gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
-    for model in (bert, gpt):
-        with pytest.raises(SpecgenError, match="does not work with a cache that is rolled back"):
-            specgen.load(save(model, tmp_path / model.config.model_type), device="cpu")
-
-
 FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
-PADDED = [(VOCAB - 32, 0.0, []), (VOCAB - 6, 1.0, FORBIDDEN), (VOCAB + 40, 1.0, []), (VOCAB + 40, 0.0, FORBIDDEN)]
 
 
 @pytest.mark.parametrize(
     ("draft_vocab", "temperature", "forbidden"),
-    [
-        pytest.param(*case, marks=() if case in PADDED else pytest.mark.slow)
-        for case in product([VOCAB - 32, VOCAB - 6, VOCAB + 40], [0.0, 1.0], [[], FORBIDDEN])
-    ],
+    [(VOCAB - 32, 0.0, []), (VOCAB - 6, 1.0, FORBIDDEN), (VOCAB + 40, 1.0, []), (VOCAB + 40, 0.0, FORBIDDEN)],
 )
 def test_vocabularies_padded_to_different_sizes_work(
     tmp_path: Path, draft_vocab: int, temperature: float, forbidden: list[int]
@@ -225,31 +183,15 @@ def test_vocabularies_padded_to_different_sizes_work(
         sampling = SamplingParams(max_new_tokens=30, temperature=temperature, top_k=1 if temperature else 0, seed=1)
         if METHODS[method].lossless:
             assert pair.generate([1, 5, 6], method, sampling).token_ids == expected, method
-        for seed in range(1 if not temperature else 2):
-            tokens = pair.generate([1, 5, 6], method, replace(sampling, top_k=0, seed=seed, ignore_eos=True)).token_ids
-            assert len(tokens) == 30
-            assert max(tokens) < VOCAB, "a token that only the draft's vocabulary has"
-            assert not set(forbidden) & set(tokens)
+        tokens = pair.generate([1, 5, 6], method, replace(sampling, top_k=0, ignore_eos=True)).token_ids
+        assert len(tokens) == 30
+        assert max(tokens) < VOCAB, "a token that only the draft's vocabulary has"
+        assert not set(forbidden) & set(tokens)
 
 
-def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])), eos_token="b")
-    pair = specgen.load(save(make_model("llama"), tmp_path, tokenizer), device="cpu")
-    with pytest.raises(SpecgenError, match="the prompt is empty"):
-        pair.generate("日本")
-
-
-TEXTS = [
-    "def f(x):\n    return x  # naïve café",
-    "日本語のテキスト、漢字と絵文字 🎉👩‍👩‍👧‍👦 ok",
-    "tabs\tand  spaces   \n\n\nلغة",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return x  # naïve café", "日本語のテキスト 🎉👩‍👩‍👧‍👦 ok", "tabs\tand  spaces   \n\n\nلغة"]
+)
 def test_incremental_text_is_the_whole_text_in_complete_characters(demo_pair: Pair, text: str) -> None:
     prompt, ids = demo_pair.tokenizer.encode("x ="), demo_pair.tokenizer.encode(text)[1:]
     detokenizer = demo_pair.tokenizer.detokenizer(prompt)
@@ -262,42 +204,20 @@ def test_invalid_bytes_hold_back_only_a_few_tokens(demo_pair: Pair) -> None:
     vocabulary = demo_pair.tokenizer.vocabulary()
     continuation = next(vocabulary[token] for token in ("¡", "¢", "£", "Ģ") if token in vocabulary)  # a lone UTF-8 tail byte
     detokenizer = demo_pair.tokenizer.detokenizer([])
-    pieces = [detokenizer.push(continuation) for _ in range(12)]
-    assert "".join(pieces), "shown as replacement characters"
-    letter = demo_pair.tokenizer.encode("a")[-1]
-    assert (detokenizer.push(letter) + detokenizer.flush()).endswith("a")
-
-
-def test_tokens_that_end_inside_characters_lose_no_text() -> None:
-    data = "日本語テキスト、日本".encode()
-    for sizes in ([1], [2], [4], [1, 3], [2, 2, 1], [5, 1]):
-        parts, position, turn = [], 0, 0
-        while position < len(data):
-            parts.append(data[position : position + sizes[turn % len(sizes)]])
-            position, turn = position + len(parts[-1]), turn + 1
-
-        def decode(ids: Any, parts: list[bytes] = parts) -> str:
-            return b"".join(parts[token] for token in ids).decode(errors="replace")
-
-        detokenizer = Detokenizer(decode, ())
-        assert "".join(map(detokenizer.push, range(len(parts)))) + detokenizer.flush() == data.decode(), sizes
+    assert any(detokenizer.push(continuation) for _ in range(12)), "shown as replacement characters"
+    assert (detokenizer.push(demo_pair.tokenizer.encode("a")[-1]) + detokenizer.flush()).endswith("a")
 
 
 def test_leading_spaces_are_kept_if_the_tokenizer_strips_them() -> None:
     words = {0: "▁Hello", 1: "▁world", 2: "!"}
-
-    def decode(ids: Any) -> str:
-        return "".join(words[token] for token in ids).replace("▁", " ").removeprefix(" ")
-
-    detokenizer = Detokenizer(decode, prompt_ids=[0])
+    detokenizer = Detokenizer(lambda ids: "".join(words[id_] for id_ in ids).replace("▁", " ").removeprefix(" "), prompt_ids=[0])
     assert [detokenizer.push(token) for token in (1, 2, 0)] == [" world", "!", " Hello"]
 
 
 def test_a_second_run_reuses_the_cached_prompt_until_forget(
     pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = pair_of("llama", "near")
-    seen: list[int] = []
+    pair, seen = pair_of("llama", "near"), list[int]()
     forward = pair._target_runner._forward
 
     def observed(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from command_mutants import COMMAND_MUTANTS
 from engine_mutants import ENGINE_MUTANTS
 from head_mutants import HEAD_MUTANTS
 from mutants import DECODING_MUTANTS, Mutant, Selection
@@ -22,7 +23,16 @@ import specgen
 
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
-MUTANTS = [*DECODING_MUTANTS, *POLICY_MUTANTS, *TREE_MUTANTS, *ENGINE_MUTANTS, *HEAD_MUTANTS, *TRAIN_MUTANTS, *VIEW_MUTANTS]
+MUTANTS = [
+    *DECODING_MUTANTS,
+    *POLICY_MUTANTS,
+    *TREE_MUTANTS,
+    *ENGINE_MUTANTS,
+    *HEAD_MUTANTS,
+    *TRAIN_MUTANTS,
+    *VIEW_MUTANTS,
+    *COMMAND_MUTANTS,
+]
 
 
 def test_mutants_have_names_of_their_own_and_change_something() -> None:

@@ -15,7 +15,7 @@ from browser import DARK, LIGHT, Browser, check_silent
 from cli_helpers import run_main
 from comparisons import report_of, usual
 
-from specgen.view.html import compare_page
+from specgen.view.pages import comparison_page
 
 OpenPage = Callable[..., None]
 
@@ -78,7 +78,7 @@ def test_many_tokens_are_thinned_out(browser: Browser, open_page: OpenPage) -> N
     open_page([line for seed in range(3) for line in traces.a_recorded_run(300, seed, spec="beta-ts")])
     notes = " ".join(browser.texts("figure .note"))
     assert "897 drafts of 3 runs. Correlation −" in notes
-    assert "Each column is the mean of 2 rounds." in notes
+    assert "One in 2 of 300 rounds is drawn." in notes
     assert len(browser.texts("svg.rounds.gutter .col")) == 150
     assert len(browser.find("svg.sorted.gutter polyline.true")[0].get_attribute("points").split()) <= 600
 
@@ -99,7 +99,7 @@ def test_pages_fit_any_window_in_light_and_dark(
     sizes = {browser.css("svg.rounds.gutter text", "fontSize"), browser.css("svg.scatter.gutter text", "fontSize")}
     assert sizes == {"12px"}
     page = tmp_path / "compared.html"
-    page.write_text("".join(compare_page.page(report_of(usual()), [], "", "")), encoding="utf-8")
+    page.write_text("".join(comparison_page(report_of(usual()), [], "", "")), encoding="utf-8")
     browser.open(page, width=width, dark=dark)
     check_silent(browser, page)
     assert browser.overflow() <= 0

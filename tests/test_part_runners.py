@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_heads import drafted, features_of, logits_of, random_head
-from enumeration import PROMPT, ROUNDING, Paths, states, total_variation
-from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_bloom, make_model, model_of, plain, prompt, random_predictor
+from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_model, model_of, random_predictor
 from glide_models import GlideReference
 from runner_checks import (
     LAYERED,
@@ -27,23 +26,16 @@ from runner_checks import (
     random_tree,
     uncached,
 )
-from scripted_models import scripted_run
-from static_checks import HostReads
-from statistics_checks import output_distribution
 
-from specgen.base.errors import SpecgenError
-from specgen.base.types import Context, SamplingParams
-from specgen.decoding import logits_ops
+from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.graphs import Captures
-from specgen.engine.native.native_model import NativeModel
-from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts import eagle, exit_layers, glide, medusa
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
+from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import EagleWeights, ExitWeights, MedusaWeights
 
 REDUCED = [*range(3, 40), 41, 77]
@@ -133,7 +125,7 @@ class Exit(Part):
         self.model = model_of(self.module, backend)
         self.drafts = exit_model(self.module, depth)
         weights = ExitWeights(exit_layers_of(self.model, self.module), depth, random_predictor(32))
-        self.made = early_exit.make_runners(weights, self.model, None, penalties)
+        self.made = exit_layers.make_runners(weights, self.model, None, penalties)
 
     def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
         return uncached(self.drafts, [*ids, *path])
@@ -247,7 +239,7 @@ def test_an_interruption_at_any_line_leaves_the_runners_usable(kind: type[Part],
     files = (*TRACED, *(f"engine/parts/{name}.py" for name in ("eagle", "glide", "medusa")), "engine/native/glide_layers.py")
     line, finished = 0, False
     while not finished:
-        line += 1 if line < 12 else 83
+        line += 1 if line < 12 else 151
         part, context = kind(**options), Context([1, 5, 6, 7])
         draft, verify = part.made.draft, part.made.target
         with InterruptAt(line, files):
@@ -291,19 +283,6 @@ def test_penalties_change_the_rows_by_the_path(kind: type[Part], options: dict[s
     assert not torch.allclose(output.logits[1], output.logits[3], atol=0.01), "they follow different tokens"
 
 
-@pytest.mark.parametrize(("kind", "options"), [(Eagle, EAGLES["1"]), *ONE_EACH])
-def test_no_call_waits_for_the_device(kind: type[Part], options: dict[str, Any]) -> None:
-    part, context = kind(**options), Context([1, *range(3, 9)])
-    part.made.target.logits(context)
-    part.made.draft.logits(context)
-    context.extend([8, 9])
-    with HostReads() as reads:
-        part.made.draft.logits(context)
-        part.made.draft.logits(context, [5, 6, 5, 7], [-1, -1, 0, 1], start=1)
-        part.made.draft.logits(Context([1, 3, 4, 9]), [8])
-    assert reads.count == 0
-
-
 # EAGLE
 
 
@@ -311,13 +290,13 @@ def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatc
     """The first one of a round also runs the accepted tokens again, with true features."""
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     part = Eagle(version=1)
-    run, passes = part.made.draft._head, []
+    run, passes = part.made.draft._run_pairs, []
 
     def counting(forward_pass: Any, *arguments: Any) -> Any:
         passes.append((forward_pass.first, forward_pass.last))
         return run(forward_pass, *arguments)
 
-    monkeypatch.setattr(part.made.draft, "_head", counting)
+    monkeypatch.setattr(part.made.draft, "_run_pairs", counting)
     context = Context([1, *range(3, 15)])  # 13 tokens, 12 pairs: a long prompt is run in chunks
     part.check(context)
     assert passes == [(0, 5), (5, 10), (10, 12)]
@@ -333,18 +312,6 @@ def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatc
     passes.clear()
     part.check(Context([*context.ids[:9], 33]))  # 9 equal tokens are 8 equal pairs
     assert passes == [(8, 9)]
-    context.extend([8, 9])
-    keep = part.made.draft._keep_rows
-
-    def interrupted(*arguments: Any) -> None:
-        keep(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:  # a predicted feature that an interrupted pass wrote is not used
-        patch.setattr(part.made.draft, "_keep_rows", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            part.made.draft.logits(context)
-    part.check(Context(context.ids[:-2]), [11], start=1)
 
 
 def test_eagle_contexts_of_one_token_and_with_another_first_token() -> None:
@@ -402,25 +369,7 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeyp
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom"])
-def test_families_without_llamas_structure_are_refused(family: str) -> None:
-    module = make_bloom() if family == "bloom" else make_model(family)
-    model, message = model_of(module, "transformers"), f"needs a model built as Llama is, and {family} is not"
-    llama = model_of(make_model("llama"), "native")
-    weights = {early_exit: ExitWeights(exit_layers_of(llama, make_model("llama")), 1), medusa: random_heads()}
-    for module_of_kind, each in [*weights.items(), (eagle, random_head(1))]:
-        with pytest.raises(SpecgenError, match=message):
-            module_of_kind.make_runners(each, model, ModelRunner(model), lambda: None)  # type: ignore[attr-defined]
-
-
 # early exit
-
-
-@pytest.mark.parametrize("depth", [0, 3, 4])
-def test_an_exit_without_layers_before_or_after_it_is_refused(depth: int) -> None:
-    module, model = target("llama")
-    with pytest.raises(SpecgenError, match=f"after layer {depth} of 3"):
-        early_exit.make_runners(ExitWeights(exit_layers_of(model, module), depth), model, None, lambda: None)
 
 
 def counted_exit(module: Any, backend: str, depth: int) -> tuple[PartRunners, Any]:
@@ -428,13 +377,13 @@ def counted_exit(module: Any, backend: str, depth: int) -> tuple[PartRunners, An
     model = model_of(module, backend)
     layers = exit_layers_of(model, module)
     counted = CountedLayers(model, layers).tokens
-    both = early_exit.make_runners(ExitWeights(layers, depth), model, None, lambda: None)
+    both = exit_layers.make_runners(ExitWeights(layers, depth), model, None, lambda: None)
     counted.clear()  # what the check of the model's structure ran
     return both, counted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_layer_runs_as_few_tokens_as_possible(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_runs_as_few_tokens_as_possible(backend: str) -> None:
     """With drafts accepted partly, fully or not at all, the target's layers run each committed and drafted token once, and the
     exit layer runs the last drafted token only if it is committed. A tree grown by levels runs each node once."""
     both, counted = counted_exit(make_model("llama", num_hidden_layers=4), backend, 2)
@@ -467,14 +416,6 @@ def test_each_layer_runs_as_few_tokens_as_possible(backend: str, monkeypatch: py
     both.draft.logits(context)
     both.target.logits(context)
     assert counted == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
-    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)  # long prompts are run in chunks
-    module = make_model("gemma2")
-    both, counted = counted_exit(module, backend, 1)
-    context = Context([1, *range(3, 27)])
-    logits, drafted_ = both.target.logits(context, [8, 9]).logits, both.draft.logits(context, [8], start=1).logits
-    assert counted == {"0": 27, "1": 27, "2": 27, "exit 0": 26}
-    check(module, logits, context, [8, 9], [-1, 0])
-    check(exit_model(module, 1), drafted_, context, [8], [-1], start=1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -494,28 +435,6 @@ def test_the_hidden_state_that_predicted_the_last_token_is_found(backend: str) -
     assert found_by.last_hidden_state(Context(context.ids)) is None, "unknown for another run's context"
 
 
-def test_hidden_states_are_kept_while_other_contexts_are_run() -> None:
-    """Passes may reuse the memory of their outputs, as static passes on a GPU do."""
-    _, model = target("llama")
-    inner, buffer = model.forward(), torch.zeros(8, model.shape.hidden_size)
-
-    def forward(forward_pass: ForwardPass, rows: int) -> ModelOutput:
-        output = inner(forward_pass, rows)
-        assert output.hidden_states is not None
-        return output._replace(hidden_states=buffer[:rows].copy_(output.hidden_states))
-
-    runner, contexts = ModelRunner(model, forward=forward), [Context([1, 5, 6, 7]), Context([1, 8, 3])]
-    states_ = [runner.logits(context, [4]).hidden_states.clone() for context in contexts]  # type: ignore[union-attr]
-    contexts[0].extend([9])
-    contexts[1].extend([4, 11])
-    runner.clear_cache()
-    runner.logits(Context([2, 2, 2, 2]))
-    for context, hidden, row in zip(contexts, states_, (0, 1), strict=True):
-        assert torch.equal(runner.last_hidden_state(context), hidden[row])  # type: ignore[arg-type]
-    contexts[1].extend([12, 13])
-    assert runner.last_hidden_state(contexts[1]) is None, "no call predicted this token"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> None:
     torch.manual_seed(0)
@@ -525,7 +444,7 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
     predictor.draft_weights.copy_(weights[width:])
     module, model = target("llama", backend)
-    both = early_exit.make_runners(ExitWeights(exit_layers_of(model, module), 1, predictor), model, None, lambda: None)
+    both = exit_layers.make_runners(ExitWeights(exit_layers_of(model, module), 1, predictor), model, None, lambda: None)
     context = Context([1, 5, 6, 7])
     target_hidden = both.target.logits(context).hidden_states[0].clone()  # type: ignore[index]
     context.extend([9])
@@ -540,141 +459,4 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
         torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)  # training's form
 
 
-# features
-
-
-def features(module: Any, ids: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-    """The features of all tokens but the last, by one pass of transformers."""
-    found = module(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([found[tap][0, :-1] for tap in taps], dim=-1)
-
-
-@pytest.mark.parametrize(("family", "backend"), [*quick(LAYERED), ("llama", "static passes")])
-def test_features_are_those_of_transformers(family: str, backend: str) -> None:
-    """Whatever was drafted and accepted; of static passes, too. `reduce` says what is kept."""
-    module = make_model(family, **({"num_hidden_layers": 2} if backend == "static passes" else {}))
-    model = model_of(module, "native" if backend == "static passes" else backend)
-    if backend == "static passes":
-        assert isinstance(model, NativeModel)
-        model.captures = Captures()
-    taps = (0, 1, module.config.num_hidden_layers)
-    runner = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), reduce=lambda found: 2 * found[:, 3:])
-    rng, context = random.Random(0), Context([1, 5, 6, 7])
-    for step in range(8):
-        if step == 5:
-            context = Context([*context.ids[:6], 9, 9])
-        tokens, parents = random_tree(rng, rng.randrange(0, 7))
-        runner.logits(context, tokens, parents)
-        context.extend([*(tokens[node] for node in random_path(rng, parents)), rng.randrange(3, VOCAB)])
-        if step % 3:
-            expected = 2 * features(module, context.ids, taps)[:, 3:]
-            torch.testing.assert_close(runner.features(context), expected, atol=4e-4, rtol=1e-3)
-
-
 # lossless
-
-SMALL = 7  # tokens of a vocabulary in which random heads are often right
-METHODS: dict[str, tuple[str, dict[str, object]]] = {
-    "chain": ("sd", {"k": 4}),
-    "policy": ("sd", {"policy": "svip", "threshold": 1.0, "max_draft": 5}),
-    "tree": ("sd", {"width": 3, "depth": 3}),
-    "draws": ("specinfer", {"k": 3, "drafts": 2}),
-}
-OFTEN = (("llama", "native"), ("gemma2", "native"), ("gemma", "native"), ("qwen3", "transformers"))
-
-
-@pytest.mark.parametrize(
-    ("family", "backend"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in LAYERED]
-)
-def test_greedy_ids_are_the_targets_own(family: str, backend: str) -> None:
-    """With EAGLE's and GliDe's heads on a target of a small vocabulary, in which random drafts are often right."""
-    module, model = target(family, backend, bos_token_id=1, pad_token_id=0, vocab_size=SMALL)
-    module.generation_config.eos_token_id = None
-    heads: list[Any] = [random_head(1), random_head(3, vocabulary=SMALL), random_head(3, vocabulary=[0, 3, 4, 6], qk_norm=True)]
-    made = [eagle.make_runners(head, model, ModelRunner(model), lambda: None) for head in heads]
-    if family in KEYS:
-        reference = GlideReference(module, shared=True)
-        made.append(glide.make_runners(reference.weights, model, ModelRunner(model), lambda: None))
-    accepted, wanted = 0, [plain(module, [token % SMALL for token in prompt(seed)], 16) for seed in (0, 1)]
-    cases = list(product(made, METHODS)) if family == "llama" else list(zip(made, METHODS, strict=False))
-    for number, (runners, name) in enumerate(cases):
-        method, settings = METHODS[name]
-        ids, sampling = [token % SMALL for token in prompt(number % 2)], SamplingParams(max_new_tokens=16)
-        rounds = list(scripted_run(method, settings, runners.target, runners.draft, sampling, prompt=ids).rounds())
-        assert [token for round_ in rounds for token in round_.token_ids] == wanted[number % 2], (number, name)
-        accepted += sum(len(round_.verdict.path) for round_ in rounds)
-    assert accepted > 0
-
-
-def memorised_heads(module: Any, ids: Sequence[int]) -> MedusaWeights:
-    """Heads that predict the tokens of `ids`, all but some: their LM heads solve linear equations."""
-    weights, rng = random_heads(own=True), random.Random(0)
-    inputs_of = torch.stack([before_head(module, ids[: at + 1]) for at in range(len(ids) - 1)])
-    solved = []
-    for head in range(MEDUSA_HEADS):
-        (matrix, bias), used = weights.blocks[head][0], len(ids) - 2 - head
-        inputs = (inputs_of + torch.nn.functional.silu(inputs_of @ matrix.T + bias))[:used]
-        labels = [token if rng.random() < 0.8 else rng.randrange(3, 40) for token in ids[2 + head :]]
-        wanted = 9 * torch.nn.functional.one_hot(torch.tensor(labels), VOCAB).float() + torch.rand(used, VOCAB)
-        solved.append(torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution.T.contiguous())
-    return MedusaWeights(weights.blocks, solved)
-
-
-@pytest.mark.parametrize(("family", "backend"), [("llama", "native"), ("gemma3_text", "native"), ("llama", "transformers")])
-def test_greedy_ids_with_medusas_trees(family: str, backend: str) -> None:
-    (module, model), start, count = target(family, backend), prompt(3), 16
-    own = plain(module, start, count)
-    made = medusa.make_runners(memorised_heads(module, [*start, *own]), model, ModelRunner(model), lambda: None)
-    for settings in ({"nodes": 0}, {"nodes": 8}, {"nodes": 20, "policy": "svip", "threshold": 0.3}):
-        run = scripted_run(
-            "medusa", settings, made.target, made.draft, SamplingParams(max_new_tokens=count), eos=(EOS,), prompt=start
-        )
-        rounds = list(run.rounds())
-        assert [token for round_ in rounds for token in round_.token_ids] == own, settings
-        paths = [round_.verdict.path for round_ in rounds[1:]]
-        assert max(map(len, paths)) > 1
-        assert settings["nodes"] == 0 or any(path != tuple(range(len(path))) for path in paths), "a branch was accepted"
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-SAMPLED: dict[str, tuple[str, dict[str, object], dict[str, Any] | None]] = {
-    "chain": ("sd", {"k": 3}, {"version": 1}),
-    "tree": ("sd", {"width": 2, "depth": 2}, {"version": 3, "vocabulary": 3}),
-    "draws": ("specinfer", {"k": 2, "drafts": 2}, {"version": 3, "vocabulary": [0, 2]}),
-    "glide chain": ("sd", {"k": 2}, None),
-    "glide tree": ("sd", {"k": 2, "width": 2}, None),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        ("chain", 3),
-        ("tree", 3),
-        ("glide chain", 3),
-        ("glide tree", 3),
-        *(pytest.param(n, 4, marks=pytest.mark.slow) for n in SAMPLED),
-    ],
-)
-def test_samples_follow_the_targets_distribution(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all random paths of whole runs."""
-    method, settings, head = SAMPLED[name]
-    module, model = target("llama", "native", bos_token_id=1, pad_token_id=0, vocab_size=3)
-    if head is None:
-        weights: Any = GlideReference(module, shared=True).weights
-        made = glide.make_runners(weights, model, ModelRunner(model), lambda: None)
-    else:
-        made = eagle.make_runners(random_head(**head), model, ModelRunner(model), lambda: None)
-    sampling = SamplingParams(max_new_tokens=limit, temperature=2.0)
-    with monkeypatch.context() as patch:
-        found = Paths(patch).of_rounds(lambda: states(method, settings, made.target, made.draft, sampling))
-
-    def next_probs(tokens: tuple[int, ...]) -> list[float]:
-        return logits_ops.warp(uncached(module, [*PROMPT, *tokens]), sampling).tolist()
-
-    wanted = output_distribution(next_probs, limit)
-    assert len(wanted) == 3**limit
-    assert total_variation(found, wanted) < max(2e-5, ROUNDING)

@@ -24,9 +24,8 @@ from specgen.base import files as paths
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_specs
-from specgen.engine.batch_pass import text_pass
-from specgen.engine.parts.early_exit import make_runners
-from specgen.engine.parts.exit_layers import default_exit_depth, read_exit
+from specgen.engine.forward_pass import text_pass
+from specgen.engine.parts.exit_layers import default_exit_depth, make_runners, read_exit
 from specgen.engine.parts.trained_part import (
     EXIT_DESCRIPTION,
     ExitDescription,
@@ -148,28 +147,22 @@ def test_the_digest_of_an_exit_is_what_profiles_of_earlier_versions_hold() -> No
 DEMO_EXIT = "11b45d57d6be84e4"
 EXIT_MISTAKES = [
     ("after: 1", "after: 8", "after layer 8 of 8"),  # no layer would be left to verify with
-    ("layers: 1", "layers: 2", "does not fit its description"),
-    ("layers: 1", "layers: 3", "the exit has 3 layers"),
-    ("format: 1", "format: 7", "format: Input should be 1"),
-    ("own_head: true", "own_head: maybe", "own_head: Input should be a valid boolean"),
-    ("own_head: true", "own_head: false", "does not fit its description"),
-    ("predictor: false", "predictor: true", "does not fit its description"),
+    ("layers: 1", "layers: 2", "lacks 9 of its tensors"),
+    ("own_head: true", "own_head: false", r"does not have \(the first: exit.head.weight\)"),
+    ("predictor: false", "predictor: true", r"lacks 3 of its tensors \(the first: predictor.bias\)"),
     ("target: here", "target: here\nzebra: 1", "zebra: Unexpected keyword argument"),
     ("figures: {}", "figures: 3", "figures: Input should be an object"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for here \(0\), not for .*target\. Train one"),
-    ("target: here", "[" * 3000, "is not YAML"),
     ("target: here", "a: &a [*a]\ntarget: here", "aliases"),
 ]
 HEAD_MISTAKES = [
     ("format: 1", "format: 7", "format: Input should be 1"),
     ("kind: medusa", "kind: eagle", "it is of the kind medusa, and its head.yaml says eagle"),
-    ("kind: medusa", "kind: [", "is not YAML"),
     ("kind: medusa", "kind: hydra", "kind: Input should be 'medusa', 'eagle' or 'glide'"),
     ("target: ", "zebra: 1\ntarget: ", "zebra: Unexpected keyword argument"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for .*target \(0\), not for"),
     ("weights: ", "weights: '0'  # ", "do not belong together"),
     ("rank_accuracies: []", "rank_accuracies: [[1.5]]", "less than or equal to 1"),
-    ("rank_accuracies: []", "rank_accuracies: [[.nan]]", "rank_accuracies|NaN"),
     ("figures: {}", "figures: 3", "figures: Input should be"),
 ]
 
@@ -267,7 +260,7 @@ def test_the_part_trained_here_is_found_without_being_named(
         return None if part is None else part.path
 
     def kept(name: str, fingerprint: str = own) -> Path:
-        return paths.exit_folder(name, fingerprint) if kind == "exit" else paths.head_folder(kind, name, fingerprint)
+        return paths.part_folder(kind, name, fingerprint)
 
     keep(kept("another/name", "0" * 16))
     assert found() is None
@@ -327,35 +320,6 @@ def test_a_part_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, 
 
 
 # the commands
-
-
-def test_one_comparison_has_all_methods_and_its_trace_can_be_inspected(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc abc abc"}\n')
-    specs = ["eagle", "eagle:policy=svip", "eagle:width=1:cape=true:k=2", f"eagle:head={folder}/other:k=3"]
-    specs += [f"medusa:head={folder}/medusa", f"glide:head={folder}/glide:policy=svip", f"eesd-fixed:k=2:exit={folder}/first"]
-    specs += [f"eesd-fixed:exit={folder}/second/{WEIGHTS}:k=2"]
-    trace = tmp_path / "t.jsonl"
-    measured = ["--prompts", str(tmp_path / "prompts.jsonl"), "--repeats", "1", "-n", "10", "--ignore-eos", "--json"]
-    options = ["-t", str(folder / "target"), "-m", ",".join(specs), "--head", str(folder / "eagle"), *measured]
-    code, out, err = called("compare", *options, "--record", "distributions", "--trace", str(trace))
-    assert code == 0, err
-    lines = parsed(out)
-    assert [line["method"] for line in lines] == ["ar", *specs]
-    assert all(line["error"] is None and line["diverged"] == 0 for line in lines)
-    code, again, err = called("compare", *options, "--record", "distributions", "--resume", str(trace))
-    assert (code, again) == (0, out), err
-    drafted, spec = dict.fromkeys(specs, 0), ""
-    for line in parsed(trace.read_text()):
-        spec = line.get("spec", spec)
-        if line["type"] == "round" and line["draft_ids"]:
-            drafted[spec] += len(line["draft_ids"])
-            assert all(value is not None and math.isfinite(value) for value in [*line["overlap"], *line["kl"]])
-            assert len(line["entropies"]) == len(line["top_probs"]) == len(line["draft_ids"])
-    assert all(drafted.values()), drafted
-    assert invoke(["inspect", str(trace), "--html", str(tmp_path / "page.html")]).exit_code == 0
 
 
 WRONG: list[tuple[list[str], str]] = [
@@ -426,36 +390,6 @@ def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
         code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
         assert code == 0, err
         assert err.startswith(note) if note else "--head" not in err
-
-
-def test_the_report_on_a_pair_checks_the_named_parts(folder: Path) -> None:
-    command = ["inspect", "-t", str(folder / "target"), "--head", str(folder / "glide"), "--exit-layer", str(folder / "first")]
-    code, out, err = called(*command, "--json")
-    assert code == 0, err
-    methods = json.loads(out)["methods"]
-    assert methods["glide"]["ready"] is methods["eesd-cali"]["ready"] is True
-    for name in ("eagle", "medusa"):
-        assert (methods[name]["ready"], methods[name]["why"]) == (False, "no head")
-        assert f"--methods {name}" in methods[name]["cure"]
-    code, _, err = called("inspect", "--pair", "--head", str(folder / "other"))
-    assert (code, len(err.splitlines()), "other was made for another target" in err) == (2, 1, True)
-
-
-def test_adaptive_measures_each_part_and_soon_stops_drafting_with_one_that_is_never_right(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A drafted level costs a fifth of a target pass, a token of a pass 5 %: at most 7 passes are lost, as it is set to."""
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    headed = specgen.load(str(folder / "target"), device="cpu", dtype="float32", head=folder / "eagle")
-    for name in ("auto", str(folder / "other")):
-        headed.generate(PROMPT, "eagle", SamplingParams(4, ignore_eos=True), policy="adaptive", head=name)
-    assert len(headed._knowledge._timed) == 2
-    settings: dict[str, Any] = {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05, "exploration": 4}
-    for kind, head in (("eagle", "auto"), ("medusa", str(folder / "medusa")), ("glide", str(folder / "glide"))):
-        rounds = list(headed.rounds(PROMPT, kind, SamplingParams(120, ignore_eos=True), **settings, head=head))
-        lost = sum(0.2 * each.draft.levels + 0.05 * len(each.draft.tokens) - len(each.accepted_ids) for each in rounds)
-        assert any(each.draft.tokens for each in rounds)
-        assert lost < 7
 
 
 @pytest.mark.parametrize("path", ["a:b", "a,b", "C:/exits/exit.yaml", "a,b:k=3"])

@@ -6,22 +6,19 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from families import make_model, save
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_models import TableRunner, scripted_run
 from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS
 
-import specgen
-from specgen.base.types import Context, SamplingParams
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window, costs_of_rounds
+from specgen.base.types import Context, Draft, SamplingParams
+from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import SpeedupModel
 from specgen.decoding.policy import LengthPolicy
@@ -30,13 +27,11 @@ from specgen.methods.adaptive import Adaptive
 from specgen.methods.pearl_schedule import Parallel
 from specgen.methods.pearl_timing import time_parallel_passes
 from specgen.pair import preparation
-from specgen.pair.pair import Pair, runners
-from specgen.tune import pair_inspection, simulation
-from specgen.tune.candidates import grid
-from specgen.tune.recorded_drafts import Recorder, record_reference
-from specgen.tune.request import Deadline
-from specgen.tune.round_timing import ParallelProbe
-from specgen.tune.simulation import PairMeasurements
+from specgen.pair.pair import Pair
+from specgen.tune import pair_inspection
+from specgen.tune.outcome import grid
+from specgen.tune.round_timing import record_reference
+from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
 from specgen.view import pair_report
 from specgen.workers.worker import DraftWorker
 
@@ -59,15 +54,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
         return time_parallel_passes(target, SlowDrafter(DRAFT), Context([1] * 8))  # type: ignore[arg-type]
 
 
-def simulated_window(pair: Pair, *, flexible: bool, overlap: ParallelCosts | None = None) -> Window:
+def simulated_window(pair: Pair) -> Window:
     """The window of a simulated run in tuning, with `window=auto`, the default."""
-    target, draft = runners(pair)
-    assert draft is not None
     reference = record_reference(pair, PROMPTS[0], GREEDY)
-    drafts = {"model": [Recorder(target, draft, GREEDY).record(reference)]}
-    flags: dict[str, Any] = {"flexible_window": flexible, "parallel_costs": overlap}
-    measurements = PairMeasurements([reference], drafts, {"parallel": ROUNDS}, **flags)
-    run = simulation._run(measurements, METHODS["pearl"], resolve(METHODS["pearl"], {}), 0, 0)
+    made, method = Simulator(pair, [reference], GREEDY, {"parallel": ROUNDS}), METHODS["pearl"]
+    run = made._run(method, resolve(method, {}), ROUNDS, 0, None)
     assert isinstance(run.schedule, Parallel)
     return run.schedule.window
 
@@ -77,13 +68,14 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
     costs = timed(monkeypatch)
     monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: costs)
-    monkeypatch.setattr("specgen.pair.pair.has_flexible_window", lambda *_: flexible)
+    for place in ("pair.pair", "tune.simulator"):
+        monkeypatch.setattr(f"specgen.{place}.has_flexible_window", lambda *_: flexible)
     alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
     announced = pair_inspection.measure_parallel(near, lambda _: None)
     assert announced is not None
     measured = pair_inspection._measured(alone, announced)
     assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
-    shown = " ".join(" ".join(line.plain for line in pair_report._costs(alone, announced, 100)).split())
+    shown = " ".join(str(text) for _, text in pair_report._costs(alone, announced))
     assert "8.3 draft passes (c): PEARL's window is 8" in shown
     near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
     run = near.run(near.request(PROMPTS[0], "pearl", GREEDY))
@@ -91,9 +83,8 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert run.costs is not None
     assert run.costs.as_dict()["window"] == 8
     assert isinstance(run.schedule, Parallel)
-    assert run.schedule.window == simulated_window(near, flexible=flexible)
+    assert run.schedule.window == simulated_window(near)
     assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
-    assert costs_of_rounds(ROUNDS, 8).window == costs.window
 
 
 # ------------------------------------------------------------------ passes that slow each other
@@ -129,18 +120,12 @@ def test_the_expected_speed_is_that_of_simulated_steps(size: int) -> None:
 
 
 @pytest.mark.parametrize(("overlap", "size"), [(None, 8), (1.2, 8), (1.0, 8), (0.9, 7), (0.0, 3), (-0.3, 3)])
-def test_a_window_is_shorter_where_the_models_slow_each_other(overlap: float | None, size: int, near: Pair) -> None:
+def test_a_window_is_shorter_where_the_models_slow_each_other(overlap: float | None, size: int) -> None:
     """The best windows by hand: with one after the other, (8 + g) (1 + 0.7 / (1 - 0.7^g)) is least for g = 3."""
     measured = (None, None, None) if overlap is None else (overlap, 1.0, 8.0)
     costs = ParallelCosts(1.0, 8.0, 8.0, 8, 64).with_overlap(*measured)
     assert costs.window.size == size
     assert bool(costs.remark) == (overlap is not None and overlap <= 0)
-    scaled = costs.with_overlap(*(measured if overlap is None else (overlap, DRAFT, BASE + 8 * TOKEN)))
-    assert simulated_window(near, flexible=False, overlap=scaled).size == scaled_size(scaled)
-
-
-def scaled_size(costs: ParallelCosts) -> int:
-    return costs_of_rounds(ROUNDS, 8).with_overlap(costs.overlap, costs.draft_alone, costs.target_alone).window.size
 
 
 @pytest.mark.parametrize(("overlap", "cost"), [(None, 0.0), (1.0, 0.0), (0.25, 0.75 / 8), (-0.5, 1.5 / 8)])
@@ -158,17 +143,14 @@ def test_tuning_tries_the_default_window_first() -> None:
     assert {settings["window"] for settings in grid("pearl")} > {1, 16}
 
 
-def test_a_simulated_draft_ends_with_the_simulated_pass(near: Pair) -> None:
+def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
     """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
     costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
-    clock = simulation.SimulatedClock()
-    target = simulation.SimulatedTarget(costs, clock, 0.0)
-    recorded = SimpleNamespace(
-        prefill_seconds=0.0,
-        reference=SimpleNamespace(eos_ids=frozenset()),
-        rollouts={1: [SimpleNamespace(token=token, signals={}) for token in range(20, 40)]},
-    )
-    drafter = simulation.SimulatedParallelDrafter(recorded, costs, clock, LengthPolicy(), target)  # type: ignore[arg-type]
+    clock = SimulatedClock()
+    reference: Any = SimpleNamespace(token_ids=[], prefill_seconds=0.0)
+    target = PricedTarget(reference, costs, clock)
+    drafted: Any = SimpleNamespace(propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length"))
+    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, costs, clock)
     context = Context([1, 2])
     context.extend([3])
     drafter.start(context, (), 20)
@@ -203,15 +185,3 @@ def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
         assert [seconds for *_, seconds in added] == [round_.seconds["verify"] for round_ in read[1:]]
         assert all(seconds > 0 for _, seconds, _, _ in added)
         assert concluded.pop() == len(added)
-
-
-@pytest.mark.parametrize("shorter", ["target", "draft"])
-def test_pearl_that_drafts_nothing_has_no_costs_and_says_so(tmp_path: Path, shorter: str) -> None:
-    """Where a context has no room for drafts. Tuning leaves PEARL out then."""
-    length = {"target": {}, "draft": {}} | {shorter: {"max_position_embeddings": 9}}
-    folders = [save(make_model("llama", **length[role]), tmp_path / role) for role in length]
-    with specgen.load(*folders, device="cpu", dtype="float32") as pair:
-        pair._worker = None
-        probe = ParallelProbe(pair, [[5, 9, 7, 3, 11, 5, 9, 7]], GREEDY)
-        with pytest.raises(specgen.SpecgenError, match="pearl drafts nothing"):
-            probe.run(Deadline.after(3, count().__next__))

@@ -5,24 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from families import make_model, near_copy, save
 from scripted_models import TableRunner, ids_of, scripted_run
-from tuning_helpers import GREEDY, PROMPTS
 
-import specgen
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Drafter, HostChain, ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ModelOutput
-from specgen.pair.pair import Pair, runners
-from specgen.tune.recorded_drafts import Recorder, record_reference
-from specgen.tune.simulated_runs import MemoisedRunner
 from specgen.workers.worker import DraftWorker
 
 OWN, PENALISED = 2.0, 3.0  # the largest logit of either distribution; the other nine are 0
@@ -81,46 +73,6 @@ def test_signals_describe_the_models_own_distribution(monkeypatch: pytest.Monkey
         assert (token["entropy"], token["top_prob"], token["margin"]) == pytest.approx((entropy, top, top - other), rel=1e-5)
         chosen = largest(PENALISED) if drafted_id == best else (1 - largest(PENALISED)) / 9
         assert token["prob"] == pytest.approx(chosen, rel=1e-5), "of the distribution that the token was chosen from"
-
-
-def test_kept_outputs_have_both_logits() -> None:
-    runner = MemoisedRunner(PenalisedRunner())
-    context = Context([1])
-    first, second = (runner.logits(context, [4, 7]) for _ in range(2))
-    assert (runner.calls, runner.passes) == (2, 1)
-    assert torch.equal(first.logits, second.logits)
-    assert second.unpenalised is not None
-    assert torch.equal(first.model_logits, second.unpenalised)
-    assert second.hidden_states is None
-
-
-@pytest.fixture(scope="module")
-def penalised(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder: Path = tmp_path_factory.mktemp("penalised")
-    target = make_model("llama")
-    draft = near_copy(target)
-    target.generation_config.repetition_penalty = 1.7
-    return specgen.load(save(target, folder / "target"), save(draft, folder / "draft"), device="cpu", dtype="float32")
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_recorded_drafts_have_the_models_own_entropies(penalised: Pair, temperature: float) -> None:
-    """Of the first token at each position of the output, and of the tokens after a rejected one."""
-    sampling = replace(GREEDY, temperature=temperature)
-    target, draft = runners(penalised)
-    assert draft is not None
-    assert penalised.draft is not None
-    own, checked = penalised.draft.runner(), 0
-    reference = record_reference(penalised, PROMPTS[0], sampling)
-    for position, rollout in list(enumerate(Recorder(target, draft, sampling).record(reference).rollouts))[1::4]:
-        tokens = [*reference.token_ids[:position], *(drafted.token for drafted in rollout)]
-        if min(tokens) < 0:  # a recorded rejection of the output's own token
-            continue
-        logits = own.logits(Context(reference.prompt_ids), tokens[:-1], start=position).logits
-        expected = torch.distributions.Categorical(logits=logits).entropy().tolist()
-        assert [drafted.signals["entropy"] for drafted in rollout] == pytest.approx(expected, abs=1e-4)
-        checked += len(rollout) > 1
-    assert checked
 
 
 class ForbiddingRunner(TableRunner):

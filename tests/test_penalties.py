@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from transformers import generation as rules
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
-from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
+from specgen.engine.logits_processors import PenaltyProcessor
 
 WIDTH = 13  # few tokens, so that n-grams and biased sequences occur often
 CPU = torch.device("cpu")
@@ -116,41 +114,11 @@ def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int)
             assert torch.equal(found[row], reference(ids, fitted[row : row + 1].clone())[0]), (settings, index)
 
 
-def test_half_precision_logits_become_float32() -> None:
-    processor = PenaltyProcessor(GenerationConfig(repetition_penalty=1.5), frozenset(), WIDTH, CPU)
-    logits = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    found = processor(logits, Context([3]), [], [], 0)
-    assert found.dtype == torch.float32
-    assert found[0, 3] == torch.tensor(1.0) / 1.5
-    assert (found[0, :3] == 1).all()
-
-
 @pytest.mark.parametrize("field", ["sequence_bias", "bad_words_ids"])
 def test_sequences_beyond_the_vocabulary_are_refused(field: str) -> None:
     config = GenerationConfig(sequence_bias=(((3, WIDTH), 1.0),)) if field == "sequence_bias" else None
     with pytest.raises(SpecgenError, match=rf"{field} names token {WIDTH}"):
         PenaltyProcessor(config or GenerationConfig(bad_words_ids=((WIDTH,),)), frozenset(), WIDTH, CPU)
-
-
-@pytest.mark.parametrize(
-    ("fields", "eos", "expected"),
-    [
-        ({}, {2}, False),
-        ({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1}, {2}, False),
-        ({"repetition_penalty": 1.1}, {2}, True),
-        ({"suppress_tokens": ()}, {2}, False),
-        ({"begin_suppress_tokens": (5,)}, {2}, True),
-        ({"min_new_tokens": 3}, {2}, True),
-        ({"min_new_tokens": 3, "min_length": 2}, set(), False),
-    ],
-)
-def test_whether_a_config_has_penalties(fields: dict[str, Any], eos: set[int], expected: bool) -> None:
-    assert has_penalties(GenerationConfig(**fields), frozenset(eos), "m") is expected
-
-
-def test_an_unsupported_setting_is_named() -> None:
-    with pytest.raises(SpecgenError, match=r"m's generation_config.json sets penalty_alpha=0.6"):
-        has_penalties(GenerationConfig(penalty_alpha=0.6), frozenset(), "m")
 
 
 SETTINGS: dict[str, Any] = {
@@ -193,24 +161,12 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, ge
     ("field", "value"),
     [
         ("repetition_penalty", "big"),
-        ("repetition_penalty", True),
         ("repetition_penalty", 0),
-        ("repetition_penalty", 10**400),
-        ("eos_token_id", "x"),
         ("eos_token_id", -1),
         ("eos_token_id", [2, "3"]),
-        ("eos_token_id", False),
-        ("bad_words_ids", [5]),
         ("bad_words_ids", [[]]),
-        ("bad_words_ids", {"a": 1}),
-        ("sequence_bias", [[[5], "much"]]),
         ("sequence_bias", [[[-5], 1.0]]),
-        ("sequence_bias", [[[5]]]),
         ("no_repeat_ngram_size", 2.5),
-        ("min_length", "4"),
-        ("min_new_tokens", -4),
-        ("suppress_tokens", 5),
-        ("begin_suppress_tokens", [[5]]),
         ("suppress_tokens", [-5] * 1000),
     ],
 )
@@ -243,13 +199,3 @@ def test_where_end_of_sequence_ids_come_from(
     config: dict[str, Any], generation: Any, default: Any, tokenizer: int | None, expected: set[int]
 ) -> None:
     assert eos_ids(config, GenerationConfig(eos_token_id=generation), default, tokenizer) == expected
-
-
-def test_end_of_sequence_ids_that_are_none_are_refused() -> None:
-    with pytest.raises(SpecgenError, match=r"config.json: eos_token_id"):
-        eos_ids({"eos_token_id": "x"}, GenerationConfig(), None, None)
-
-
-def test_reading_a_generation_config_needs_no_torch() -> None:
-    code = "import sys, specgen.engine.generation_config; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,9 +16,9 @@ from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
 from specgen.engine.devices import WaitingTimer
 from specgen.methods.eesd import CaliTS
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
+from specgen.view.charts import time_shares
 from specgen.view.generation import footer
-from specgen.view.html.charts import time_bar
 from specgen.workers.worker import DraftWorker
 
 PASS, DECIDE, UPDATE, BEGIN, SCORE = 1000.0, 100.0, 10.0, 1.0, 0.125  # seconds that each takes
@@ -93,12 +93,11 @@ def test_in_pearl_the_decisions_are_not_part_of_a_round(clock: Clock) -> None:
 
 
 def test_the_footer_and_the_pages_show_the_phase() -> None:
-    summary = Summary("eesd-cali")
+    summary = Figures("eesd-cali")
     summary.phase_seconds |= {"draft": 0.5, "policy": 0.25, "verify": 0.25}
     summary.drafted, summary.accepted, summary.rounds, summary.target_passes, summary.token_ids = 3, 3, 2, 2, [1] * 5
     assert "50% drafting and 25% length policy, 25% verifying" in footer(summary, [], 200).plain
-    bar = str(time_bar(summary.phase_seconds).drawn())
-    assert 'class="l" x="50.00%" width="25.00%"' in bar
+    assert time_shares(summary) == [("draft", "drafting", 0.5), ("policy", "policy", 0.25), ("verify", "verifying", 0.25)]
     summary.phase_seconds["policy"] = 0.001
     assert "length policy" not in footer(summary, [], 200).plain
 

@@ -12,10 +12,7 @@ from enumeration import InlineWorker
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Draft, SamplingParams
-from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, Fixed
-from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
-from specgen.methods.learned_drafting import Learned
 from specgen.methods.pearl_schedule import _joined
 from specgen.pair.records import round_line
 
@@ -67,19 +64,3 @@ def test_pearl_reports_the_predictions_of_drafts_in_parts() -> None:
     assert [math.isnan(share) for share in _joined(first, second).predicted] == [True, True, False]
     assert [math.isnan(share) for share in _joined(second, first).predicted] == [False, True, True]
     assert (_joined(first, first).predicted, _joined(second, first).part(0, 1).predicted) == ([], [0.5])
-
-
-def test_adaptive_says_why_a_draft_ended_and_why_there_is_none() -> None:
-    costs = DraftingCosts(0.2, 0.02)
-    learned = Learned.prior(costs)
-    policy = Adaptive(AUTO, AUTO, 3, 40, AdaptiveInputs(costs, learned))
-    assert policy.starts_draft()
-    assert not policy.keep_drafting(DraftedToken(1, {"entropy": 4.0, "top_prob": 0.05, "prob": 0.05}))
-    assert (policy.reason[:7], policy.reason[-12:]) == ("gain 0.", " < cost 0.22")
-    policy.observe(1, 0)
-    learned.gain = -90.0
-    assert not policy.starts_draft()
-    assert (policy.reason[:16], policy.reason[-7:]) == ("no draft: gain -", " < 0.00")
-    learned.guard.left = 3
-    assert not policy.starts_draft()
-    assert policy.reason == "no draft: paused, 2 more rounds"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from cli_helpers import run_main
 
-from specgen.base.prefill_progress import prefill_reports
+from specgen.base.measuring import prefill_reports
 from specgen.base.types import SamplingParams
 from specgen.engine import cached_prefix
 from specgen.pair.pair import Pair

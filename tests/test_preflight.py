@@ -18,8 +18,8 @@ from runner_checks import LAYERED, RUN_BY, quick
 import specgen
 from specgen import demo, methods
 from specgen.base.machine import Launch
+from specgen.base.measuring import timed
 from specgen.base.settings import Setting
-from specgen.base.timing import timed
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW

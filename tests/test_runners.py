@@ -7,7 +7,6 @@ definition of a head, in the tests of each kind.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,7 +37,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, early_exit, glide, medusa
+from specgen.engine.parts import eagle, exit_layers, glide, medusa
 from specgen.engine.parts.feature_runner import FeatureRunner
 from specgen.engine.parts.weights import ExitWeights, MedusaWeights
 
@@ -90,7 +89,7 @@ def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **c
     """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
     made = random_model(family, **changes)
     made.exact = is_exact
-    made.captures = Captures(new_capture=partial(RecordedGraphs, counts=Counter()) if is_captured else lambda: None)
+    made.captures = Captures(new_capture=RecordedGraphs if is_captured else lambda: None)
     return single(ModelRunner(made))
 
 
@@ -100,7 +99,7 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = early_exit.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = exit_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
     return Made([made.draft, made.target], made.clear_cache)
 
 
@@ -131,7 +130,7 @@ def head(kind: str, backend: str = "native") -> Made:
             weights, config={key: value for key, value in weights.config.items() if key not in ("block_size", "large_head_dim")}
         )
     else:
-        drawn = torch.randn(3, 33 + target.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
+        drawn = torch.randn(3, 33 + target.shape.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
         blocks = [[(rows[:32], rows[32])] for rows in drawn]
         weights, make_runners, deepest = MedusaWeights(blocks, [rows[33:] for rows in drawn]), medusa.make_runners, 3
     made = make_runners(weights, target, ModelRunner(target), lambda: None)

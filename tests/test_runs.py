@@ -131,7 +131,7 @@ def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
         handle.remove()
     else:
         layers = pair._target_runner._forward._layers  # type: ignore[attr-defined]
-        kept, layers[index] = layers[index], interrupt
+        kept, layers[index] = layers[index], (interrupt, layers[index][1])
         yield
         layers[index] = kept
 

@@ -16,7 +16,7 @@ from specgen.compare.method_specs import parse_spec
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair.pair import Pair
-from specgen.tune.candidates import SIMULATED, grid
+from specgen.tune.outcome import SIMPLE, grid
 
 PROMPT = [3, 5, 4, 9]
 BORDER = -1
@@ -201,7 +201,7 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
         parse_spec("suffix:history=true")
     assert parse_spec("suffix:history=false").name == "suffix"
-    assert "suffix" in SIMULATED
+    assert "suffix" in SIMPLE
     assert not any("history" in given for given in grid("suffix"))
     pair = near
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)

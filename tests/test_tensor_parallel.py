@@ -15,8 +15,7 @@ from specgen.base.types import Context
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture
-from specgen.engine.spread.ranks import DistributedModel, Group
-from specgen.engine.spread.shards import Shard
+from specgen.engine.spread.shards import Shard, load_on
 
 CPU = torch.device("cpu")
 IDS = [5, 17, 3, 80, 44, 95, 0, 61, 12, 33, 33, 7]
@@ -41,18 +40,16 @@ def check(family: str, index: int, size: int, folder: Path) -> None:
         return [*found, hidden, model.embeddings(torch.tensor(IDS)), model.head_logits(hidden[:, -model.shape.hidden_size :])]
 
     def work(own: Any) -> Any:
-        group = Group(own, own.rank)
         if own.rank:
-            group.follow()
-            return None
-        model = DistributedModel(group, prepared, torch.float32, CPU)
+            return own.follow()
+        model = load_on(own, prepared, torch.float32, CPU)
         before, layers = own.sums, len(model.architecture.layers)
         model.reference_logits(IDS)
         sums = own.sums - before
         assert sums == 1 + (2 + (model.architecture.qk_norm == "all")) * layers, "the embedding's, and one after each block"
         found = passes(model)
         model.reference_logits(IDS[:1])
-        assert [*group.objects] == [0, 1], "caches and functions that nobody has any more are dropped"
+        assert [*own.objects] == [0, 1], "caches that nobody has any more are dropped"
         own.share(None)
         return found
 
@@ -101,20 +98,19 @@ def test_a_part_that_one_rank_cannot_load_is_an_error_on_rank_0_and_the_ranks_st
 ) -> None:
     save(make(variant("llama", 0)), tmp_path)
     prepared = describe(tmp_path, ModelSource("m", label="m"))
-    load = "specgen.engine.spread.ranks.load_shard"
 
-    def fail(*given: Any, **options: Any) -> None:
-        raise MemoryError if given[5].rank else ValueError("rank 0 has read it")
+    def fail(_: Any, group: Any, *given: Any) -> None:
+        if group.rank:
+            raise MemoryError
 
     def work(own: Any) -> Any:
-        group = Group(own, own.rank)
         if own.rank:
-            return group.follow()
-        monkeypatch.setattr(load, lambda *given, **options: fail(*given) if given[5].rank else None)
-        with pytest.raises(SpecgenError, match="m cannot be loaded: process 1: out of memory"):
-            DistributedModel(group, prepared, torch.float32, CPU)
-        monkeypatch.undo()
-        logits = DistributedModel(group, prepared, torch.float32, CPU).reference_logits(IDS)
+            return own.follow()
+        with monkeypatch.context() as patch:
+            patch.setattr("specgen.engine.spread.shards.load_shard", fail)
+            with pytest.raises(SpecgenError, match="m cannot be loaded: process 1: out of memory"):
+                load_on(own, prepared, torch.float32, CPU)
+        logits = load_on(own, prepared, torch.float32, CPU).reference_logits(IDS)
         own.share(None)
         return logits
 

@@ -144,8 +144,8 @@ def test_no_control_character_in_a_models_text_reaches_the_terminal(screens: Map
 def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -> None:
     expected = "error: there is no method 'sivp'; did you mean svip?\n       All of them: specgen inspect --methods\n"
     assert plain(screens["error"]) == expected
-    assert styles(screens["error"]) == {"1;31": ["error: "]}
-    assert styles(screens["error without colours"]) == {"1": ["error: "]}
+    assert styles(screens["error"]) == {"1;31": ["error:"]}
+    assert styles(screens["error without colours"]) == {"1": ["error:"]}
 
 
 def test_a_missing_prompt_is_an_error_on_a_terminal(screens: Mapping[str, str]) -> None:

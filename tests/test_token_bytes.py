@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from specgen.engine.text.token_bytes import NoTokenBytes, _of_byte_level, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.text.translation import Translation, same_tokens
+from specgen.engine.text.translation import Translation
 
 KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -61,13 +61,6 @@ def test_the_bytes_of_encoded_text_are_the_text(kind: str, folder: Path) -> None
     assert tokens.pieces[2] is None
 
 
-def test_a_token_that_takes_spaces_has_no_bytes(folder: Path) -> None:
-    found = tokenizer("byte-level", folder)
-    tokens, vocabulary = token_bytes(found), found.vocabulary()
-    assert tokens.pieces[vocabulary["<|user|>"]] == b"<|user|>"  # an added token that is not special is text
-    assert tokens.pieces[vocabulary["fox"]] is None
-
-
 def test_every_character_of_the_byte_alphabet() -> None:
     written_by = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for number in (*range(0x800), *range(0x2000, 0x2100), 0x1F600):
@@ -107,19 +100,6 @@ def test_tokenizers_without_bytes_are_refused(make: Callable[[], str], reason: s
         token_bytes(load(write(tmp_path, make(), {}, LLAMA)))
 
 
-def test_a_unigram_tokenizer_has_bytes(tmp_path: Path) -> None:
-    found = load(write(tmp_path, other_model("Unigram"), {}, LLAMA))
-    text = "The quick brown dog and the lazy dog"
-    assert token_bytes(found).of_ids(plain(found, text)).decode() == " " + text
-
-
-def test_transformers_tokenizers_have_the_same_bytes(folder: Path) -> None:
-    native = tokenizer("byte-level", folder)
-    other = load(write(folder / "transformers", byte_level(), NAMED, {"model_type": "nystromformer"}))
-    assert other.fallback is not None
-    assert token_bytes(other) == token_bytes(native)
-
-
 PAIRS = [(target, draft) for target in KINDS for draft in KINDS if target != draft]
 
 
@@ -156,15 +136,6 @@ def test_prompts_are_translated_as_the_draft_would_encode_them(target: str, draf
     assert made.draft.of_ids(later[later.index(2) :]).decode() == text
 
 
-def test_a_prompt_that_ends_within_a_character(folder: Path) -> None:
-    made = translation("byte-level", "first", folder)
-    ids = [made.target.ids[bytes([byte])] for byte in "x\U0001f600".encode()]
-    for length in range(1, len(ids) + 1):
-        spelled = made.prompt([1, *ids[:length]])
-        assert spelled[0] == 1
-        assert made.draft.of_ids(spelled) == b" " + made.target.of_ids(ids[:length])
-
-
 def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Path) -> None:
     pipeline = Pipeline.from_str(byte_level())
     pipeline.add_special_tokens([AddedToken("<turn>", special=True)])
@@ -177,11 +148,3 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
     assert made.target.pieces[ids[2]] == b"\n\n\n"
     assert made.prompt(ids) == [*draft.encode("<turn>The\n\n\ndog"), 2, *made.spelling(ids[-1])]
     assert made.draft.of_ids(made.spelling(ids[0])) == b"<turn>"
-
-
-def test_the_same_tokenizer_is_recognised(folder: Path, tmp_path: Path) -> None:
-    bytes_ = tokenizer("byte-level", folder)
-    other = load(write(tmp_path, byte_level(), NAMED | {"model_max_length": 7}, LLAMA))
-    assert other.digest != bytes_.digest
-    assert same_tokens(bytes_, other)
-    assert not same_tokens(bytes_, tokenizer("first", folder))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, metaspace, other_model, write
+from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, other_model, write
 from transformers import AutoTokenizer
 
 from specgen import demo
@@ -108,15 +108,6 @@ def test_other_tokenizers(tmp_path: Path, kind: str) -> None:
             assert_same(folder)
 
 
-@pytest.mark.parametrize("declared", [None, "LlamaTokenizer"])
-def test_the_map_of_special_tokens_counts_without_a_list_of_added_tokens(tmp_path: Path, declared: str | None) -> None:
-    map_ = {"eos_token": token("<eos>", lstrip=True, special=False), "additional_special_tokens": ["<q>"], "unk_token": "<unk>"}
-    for number, settings in enumerate(SETTINGS.values()):
-        named = {**(settings or {}), "tokenizer_class": declared}
-        folder = write(tmp_path / str(number), metaspace(), named, {"model_type": "llama"}, special_tokens_map=map_)
-        assert_same(folder)
-
-
 def test_the_table_of_classes_is_that_of_transformers() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
@@ -149,21 +140,6 @@ def test_unusual_tokenizers_are_left_to_transformers(
     assert tokenizer.digest is None
     assert tokenizer.vocabulary() == reference.get_vocab()
     assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
-
-
-def test_other_files_are_left_to_transformers(tmp_path: Path) -> None:
-    folder = write(tmp_path / "vocabulary", "{}", {}, {"model_type": "gpt2"})
-    (folder / "tokenizer.json").unlink()
-    vocabulary = json.loads(byte_level())["model"]["vocab"]
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    assert load(folder).fallback == "there is no tokenizer.json"
-    assert load(folder).vocabulary() == AutoTokenizer.from_pretrained(folder).get_vocab()
-    old = write(tmp_path / "old", byte_level(), {}, LLAMA, added_tokens={"<later>": 450})
-    assert load(old).fallback == "it has an added_tokens.json of the old format"
-    odd = write(tmp_path / "odd", byte_level(), {}, LLAMA, special_tokens_map={"extra_special_tokens": ["<e>"]})
-    assert load(odd).fallback == "special_tokens_map.json has an unusual field: extra_special_tokens"
-    assert load(odd).vocabulary() == AutoTokenizer.from_pretrained(odd).get_vocab()
 
 
 @pytest.mark.parametrize(
@@ -232,31 +208,23 @@ TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "namespace": "{%- set ns = namespace(seen=false, n=0) -%}{% for m in messages[::-1] %}{% set ns.n = loop.index0 %}"
-    "{% if m.role == 'user' and not ns.seen %}{% set ns.seen = true %}{{ loop.index }}{% endif %}{% endfor %}{{ ns.n }}",
+    "{% if m.role == 'user' and not ns.seen %}{% set ns.seen = true %}{{ loop.index }}{% endif %}"
+    "{% endfor %}{{ ns.n }}",
     "date": "{{ bos_token }}{{ strftime_now('%Y') }}{% if tools is none and documents is none %}-{% endif %}{{ eos_token }}",
     "alternation": "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[INST] {{ m.content }} [/INST]{% endfor %}",
-    "no system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x",
-    "macro": "{% macro one(m, mark='#') %}{{ mark }} {{ m.role | upper }}: {{ m.content }}{% endmacro %}"
-    "{% for m in messages %}{{ one(m) }}\n{% endfor %}",
-    "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
-    "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }} "
-    "{% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}"
-    "{{ {'a': '<é>'} | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{% if m.role == 'system' %}"
+    "{% continue %}{% endif %}{{ m.content }}|{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{{ eos_token }}"
+    " {% endgeneration %}|{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}{{ {'a': '<é>'}"
+    " | tojson(ensure_ascii=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
     "dict": "{{ dict(a=1, b=messages[0].role) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict.__class__ }}{{ dict.mro }}",
-    "whitespace": "  {% if true %}\n    {{ messages[-1].content }}   \n  {% endif %}\n\n{# note #}\n  end  ",
-    "tokens": "{{ bos_token }}|{{ unk_token is defined }}|{{ pad_token is defined }}|{{ image_token }}|{{ cls_token is none }}",
     "undefined": "{{ nothing }}{{ messages[0].nothing }}{{ nothing.attribute }}",
     "syntax": "{% for m in messages %}{{ m.content }}",
-    "unknown filter": "{{ messages | nothing }}",
-    "division": "{{ 1 / 0 }}",
-    "underscore attribute": "{{ messages.__class__.__mro__ }}",
     "underscore method": "{{ ''.__class__.mro()[1].__subclasses__() }}",
     "self": "{% set ns = namespace(self=1, x=2) %}{{ ns.self + ns.x }}{{ namespace({'a': 3}).a }}",
     "mutation": "{{ messages.append(1) }}",
-    "format": "{{ '{0.__class__}'.format(messages) }}",
     "globals": "{{ raise_exception.__globals__ }}{{ strftime_now.__globals__ }}{{ cycler.__init__.__globals__ }}",
     "import": "{% import 'os' as os %}{{ os }}",
     "range": "{{ range(99999999) | list }}",
@@ -297,8 +265,7 @@ def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
             )
             assert outcome(partial(tokenizer.chat, prompt, system, before)) == expected, (name, prompt)
             refused |= {name} if expected[1] else set()
-    assert refused >= {"alternation", "no system", "syntax", "mutation", "import", "range"}
-    assert len(TEMPLATES.keys() - refused) >= 12
+    assert {"alternation", "syntax", "mutation", "import", "range"} <= refused < TEMPLATES.keys() - {"chatml", "json"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,11 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
 from specgen.pair import records as writing
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces import acceptance, reader
 from specgen.traces.acceptance import DraftedToken, bounds_of
 from specgen.traces.reader import TracedRun, read_trace
-from specgen.traces.statistics import TraceStatistics, accepted_runs, beta_quantile, complete_runs, known_number, posteriors
+from specgen.traces.statistics import TraceStatistics, accepted_runs, beta_quantile, complete_runs, posteriors
 
 Change = Callable[[list[dict[str, Any]]], Any]
 ACCEPTED = TokenStatus.ACCEPTED
@@ -47,40 +45,29 @@ def statistics_of(*runs: TracedRun) -> TraceStatistics:
 
 
 def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    file = writing.TraceWriter(path)
-    expected = []
-    for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
-        sampling, given = specgen.SamplingParams(max_new_tokens=30, ignore_eos=True), {"k": 5} if method == "lookup" else {}
-        request = demo_pair.request("def add(a, b):", method, sampling, **given)
-        decoding = demo_pair.run(request)
-        extra = {"prompt_index": 4, "category": "code", "repeat": repeat}
-        start = writing.start_line(demo_pair, request, decoding) | extra
-        file.write(start)
-        rounds = list(decoding.rounds())
-        for round_ in rounds:
-            file.write(writing.round_line(round_, demo_pair.tokenizer.text_of))
-        figures = Summary(method, rounds).as_dict("text", "length")
-        file.write(writing.summary_line(figures))
-        expected.append((start, rounds, figures))
-    file.close()
+    path, expected = tmp_path / "trace.jsonl", []
+    with writing.TraceWriter(path) as file:
+        for repeat, method in enumerate(("svip", "ar", "beta-ts", "lookup")):
+            sampling, given = specgen.SamplingParams(max_new_tokens=30, ignore_eos=True), {"k": 5} if method == "lookup" else {}
+            request = demo_pair.request("def add(a, b):", method, sampling, **given)
+            decoding = demo_pair.run(request)
+            start = writing.start_line(demo_pair, request, decoding) | {"prompt_index": 4, "category": "code", "repeat": repeat}
+            rounds = list(decoding.rounds())
+            figures = Figures(method, rounds).as_dict("text", "length")
+            lines = (writing.round_line(round_, demo_pair.tokenizer.text_of) for round_ in rounds)
+            for line in (start, *lines, writing.summary_line(figures)):
+                file.write(line)
+            expected.append((start, rounds, figures))
     runs = list(read_trace(path))
-    assert len(runs) == 4
     for run, (start, rounds, figures) in zip(runs, expected, strict=True):
-        assert run.start == start
-        assert [traced.round.index for traced in run.rounds] == [round_.index for round_ in rounds]
-        for traced, round_ in zip(run.rounds, rounds, strict=True):
-            assert traced.round.verdict == round_.verdict
-            assert traced.round.statuses == round_.statuses
-            assert traced.round.mode == round_.mode
-            assert list(traced.round.draft.tokens) == list(round_.draft.tokens)
-            assert list(traced.round.draft.entropies) == list(round_.draft.entropies)
-            assert traced.round.seconds == round_.seconds
-            assert traced.round.policy_state == round_.policy_state
-            assert traced.draft_texts == tuple(demo_pair.tokenizer.text_of([token]) for token in round_.draft.tokens)
+        assert (run.start, run.finish_reason, run.notes) == (start, "length", [])
         assert run.fold().as_dict("text", "length") == figures
-        assert run.finish_reason == "length"
-        assert run.notes == []
+        for traced, round_ in zip(run.rounds, rounds, strict=True):
+            for name in ("index", "mode", "verdict", "statuses", "seconds", "policy_state"):
+                assert getattr(traced.round, name) == getattr(round_, name)
+            for name in ("tokens", "entropies"):
+                assert list(getattr(traced.round.draft, name)) == list(getattr(round_.draft, name))
+            assert traced.draft_texts == tuple(demo_pair.tokenizer.text_of([token]) for token in round_.draft.tokens)
     assert runs[-1].end == path.stat().st_size
 
 
@@ -107,26 +94,22 @@ def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
     assert math.isnan(run.rounds[1].overlap[2])
 
 
-@pytest.mark.parametrize("bytes_left", [1, 40, 300])
+@pytest.mark.parametrize("bytes_left", [1, 300])
 def test_a_cut_trace_gives_what_is_whole(tmp_path: Path, bytes_left: int) -> None:
     path = traces.write(tmp_path / "t.jsonl", *traces.a_run(), *traces.a_run())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-3]) + lines[-3][:bytes_left])
     whole, cut = read_trace(path)
     assert (len(whole.rounds), whole.notes, whole.end) == (6, [], len(b"".join(lines[:8])))
-    assert (len(cut.rounds), cut.summary, cut.finish_reason) == (4, None, None)
+    assert (len(cut.rounds), cut.fold().rounds, cut.summary, cut.finish_reason) == (4, 4, None, None)
     assert cut.notes == ["the trace is cut off in line 14: only what comes before is shown"]
     assert cut.end == len(b"".join(lines[:-3]))
-    assert cut.fold().rounds == 4
-
-
-def test_what_is_missing_in_a_run_is_noted(tmp_path: Path) -> None:
     first, second = read(tmp_path, *traces.a_run()[:-1], *traces.a_run())
     assert (first.notes, second.notes) == (["the run has no summary: it was cut off"], [])
-    lines = traces.a_run()
-    del lines[5]  # no draft stood in round 4, so the ids alone tell
-    lines[5]["index"] = 4
-    assert "differ from those of the rounds" in read(tmp_path, *lines)[0].notes[0]
+    changed = traces.a_run()
+    del changed[5]  # no draft stood in round 4, so the ids alone tell
+    changed[5]["index"] = 4
+    assert "differ from those of the rounds" in read(tmp_path, *changed)[0].notes[0]
 
 
 def changed(position: int, **changes: Any) -> Change:
@@ -136,7 +119,6 @@ def changed(position: int, **changes: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (changed(0, type="begin"), "line 1: "),
         (lambda lines: lines[0].pop("type"), "line 1: "),
         (changed(0, prompt_ids="abc"), "line 1: start.prompt_ids: Input should be a valid array (it is 'abc')"),
         (changed(0, method=None), "line 1: start.method: Input should be a valid string (it is None)"),
@@ -146,26 +128,21 @@ def changed(position: int, **changes: Any) -> Change:
         (changed(2, index=True), "line 3: round.index: "),
         (lambda lines: lines.append(lines[3]), "line 9: a round comes after the run's summary"),
         (changed(2, mode="sideways"), "line 3: round.mode: "),
-        (changed(2, source="guess"), "line 3: round.source: "),
         (changed(2, draft_ids=[1, 2, "x"]), "line 3: round.draft_ids.2: Input should be a valid integer (it is 'x')"),
-        (changed(2, draft_ids=[1, 2, -3]), "line 3: round.draft_ids.2: "),
         (changed(2, draft_ids=[1, 2, 2**70]), "line 3: is not JSON (1180591620717411303424 is too large)"),
         (changed(2, draft_texts=["a"]), "line 3: draft_texts has 1 values for 3 drafted tokens"),
         (changed(2, parents=[-1, 0]), "line 3: parents has 2 values for 3 drafted tokens"),
         (changed(2, parents=[-1, 5, 0]), "line 3: parents has 5 for node 1"),
-        (changed(2, parents=[-1, -2, 0]), "line 3: parents has -2 for node 1"),
         (changed(2, accepted_ids=[1, 3]), "line 3: accepted_ids has tokens that were not drafted"),
         (changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]), "line 3: accepted_ids has tokens that were not drafted"),
-        (changed(2, token_id=4.5), "line 3: round.token_id: "),
         (changed(2, entropies=[1]), "line 3: entropies has 1 values for 3 drafted tokens"),
-        (changed(2, entropies=["1", 1, 1]), "line 3: round.entropies.0: "),
         (changed(2, predicted=[0.5, 0.5]), "line 3: predicted has 2 values for 3 levels of drafted tokens"),
         (changed(2, predicted=[0.5] * 3, parents=[-1, 0, 0], accepted_ids=[1]), "line 3: predicted has 3 values for 2 levels"),
         (changed(2, predicted=[0.5, 1.5, 0.5]), "line 3: round.predicted.1: "),
         (changed(2, seconds={"draft": -1}), "line 3: round.seconds.draft: "),
         (changed(2, policy=[1]), "line 3: round.policy: "),
         (changed(7, finish_reason="tired"), "line 8: summary.finish_reason: "),
-        (changed(7, token_ids=None), "line 8: summary.token_ids: "),
+        (changed(7, seconds=-1.5), "line 8: summary.seconds: "),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> None:
@@ -201,7 +178,7 @@ def test_lines_that_are_no_json(tmp_path: Path, second: bytes, named: str, monke
 
 def test_files_without_a_run_or_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    for content, named in ((b"", "holds no run"), (b"\n\n", "holds no run"), (b"{", "line 1: is not JSON")):
+    for content, named in ((b"\n\n", "holds no run"), (b"{", "line 1: is not JSON")):
         path.write_bytes(content)
         with pytest.raises(SpecgenError, match=named):
             list(read_trace(path))
@@ -234,66 +211,59 @@ def recorded(tmp_path: Path) -> TracedRun:
     return read(tmp_path, *traces.a_recorded_run(300))[0]
 
 
-def test_acceptance_by_entropy_counts_verified_tokens_only(recorded: TracedRun) -> None:
-    verified = []
-    for traced in recorded.rounds:
-        judged = len(traced.round.verdict.path) + (traced.round.verdict.source == "correction")
-        for position, entropy in enumerate(traced.round.draft.entropies[:judged]):
-            verified.append((entropy, position < len(traced.round.verdict.path)))
-    bins = statistics_of(recorded).acceptance_by_entropy()
-    assert sum(found.verified for found in bins) == len(verified)
-    for found in bins:
-        inside = [(entropy, accepted) for entropy, accepted in verified if found.low <= entropy < found.high]
-        assert (found.verified, found.accepted) == (len(inside), sum(accepted for _, accepted in inside))
-        expected = stats.binomtest(found.accepted, found.verified).proportion_ci(0.95, method="wilson")
-        assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
-        assert found.mean == pytest.approx(np.mean([entropy for entropy, _ in inside]))
+def columns(run: TracedRun) -> np.ndarray[Any, Any]:
+    """A row a drafted token: entropy, overlap, KL, prediction, whether it was accepted, whether it was judged."""
+    rows = []
+    for traced in run.rounds:
+        round_, accepted = traced.round, len(traced.round.verdict.path)
+        judged = accepted + (round_.verdict.source == "correction")
+        figures = zip(round_.draft.entropies, traced.overlap, traced.kl, round_.draft.predicted, strict=True)
+        rows += [(*each, position < accepted, position < judged) for position, each in enumerate(figures)]
+    return np.array(rows, dtype=float)
 
 
-def test_calibration_compares_predictions_of_judged_tokens(recorded: TracedRun) -> None:
-    predicted, accepted = [], []
-    for traced in recorded.rounds:
-        count = len(traced.round.verdict.path)
-        judged = count + (traced.round.verdict.source == "correction")
-        known = [share for share in traced.round.draft.predicted[:judged] if not math.isnan(share)]
-        predicted += known
-        accepted += [position < count for position in range(len(known))]
-    found = statistics_of(recorded).calibration()
-    assert found is not None
-    assert (found.judged, found.predicted, found.rate) == pytest.approx((len(predicted), np.mean(predicted), np.mean(accepted)))
-    assert len(predicted) > 300
-    numbers = np.minimum(np.array(predicted) * 10, 9).astype(int)
-    inside = [numbers == number for number in range(10) if (numbers == number).any()]
-    expected = [(chosen.sum(), np.mean(np.array(accepted)[chosen]), np.mean(np.array(predicted)[chosen])) for chosen in inside]
-    assert [(each.verified, each.rate, each.mean) for each in found.bins] == [pytest.approx(each) for each in expected]
-    assert found.error == pytest.approx(sum(count * abs(rate - mean) for count, rate, mean in expected) / len(predicted))
+@pytest.mark.parametrize("by", ["entropy", "prediction"])
+def test_acceptance_by_a_number_known_before_counts_judged_tokens_only(recorded: TracedRun, by: str) -> None:
+    found, table = statistics_of(recorded), columns(recorded)
+    table = table[(table[:, 5] == 1) & ~np.isnan(table[:, 0 if by == "entropy" else 3])]
+    numbers, accepted = table[:, 0 if by == "entropy" else 3], table[:, 4]
+    calibration = found.calibration()
+    assert calibration is not None
+    bins = found.acceptance_by_entropy() if by == "entropy" else calibration.bins
+    assert sum(each.judged for each in bins) == len(table) > 300
+    errors = 0.0
+    for each in bins:
+        inside = (numbers >= each.low - 1e-12) & (numbers < each.high)
+        assert (each.judged, each.accepted) == (inside.sum(), accepted[inside].sum())
+        assert (each.rate, each.mean) == pytest.approx((accepted[inside].mean(), numbers[inside].mean()))
+        wilson = stats.binomtest(each.accepted, each.judged).proportion_ci(0.95, method="wilson")
+        assert (each.rate_low, each.rate_high) == pytest.approx((wilson.low, wilson.high), abs=1e-5)
+        errors += inside.sum() * abs(each.rate - each.mean)
+    if by == "prediction":
+        whole = (calibration.judged, calibration.predicted, calibration.rate, calibration.error)
+        assert whole == pytest.approx((len(table), numbers.mean(), accepted.mean(), errors / len(table)))
 
 
 def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
-    tokens = [
-        figures
-        for traced in recorded.rounds
-        for figures in zip(traced.round.draft.entropies, traced.overlap, traced.kl, strict=True)
-    ]
+    table = columns(recorded)
+    entropy, overlap, kl = table[:, :3].T
     bounds = statistics_of(recorded).bounds()
     assert bounds is not None
-    assert (bounds.tokens, bounds.c) == (len(tokens), 0.15)
-    assert sum(found.tokens for found in bounds.by_entropy) == len(tokens)
-    below = [overlap < max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, overlap, _ in tokens]
-    ratio = median((entropy + kl) / entropy for entropy, _, kl in tokens if entropy > 0.01)
-    assert (bounds.below_estimate, bounds.entropy_ratio) == pytest.approx((np.mean(below), ratio))
+    assert (bounds.tokens, bounds.c) == (len(table), 0.15)
+    each = np.array([entropy, overlap, 1 - np.sqrt(kl / 2), 1 - np.sqrt(1 - np.exp(-kl)), 1 - np.sqrt(0.15 * entropy)]).clip(0)
+    ratio = float(np.median(1 + kl[entropy > 0.01] / entropy[entropy > 0.01]))
+    assert (bounds.below_estimate, bounds.entropy_ratio) == pytest.approx(((overlap < each[4]).mean(), ratio))
     assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
-    for found in bounds.by_entropy:
-        inside = [token for token in tokens if found.low <= token[0] < found.high]
-        columns = [
-            [entropy for entropy, _, _ in inside],
-            [overlap for _, overlap, _ in inside],
-            [max(0.0, 1 - math.sqrt(kl / 2)) for _, _, kl in inside],
-            [1 - math.sqrt(1 - math.exp(-kl)) for _, _, kl in inside],
-            [max(0.0, 1 - math.sqrt(0.15 * entropy)) for entropy, _, _ in inside],
-        ]
+    assert (bounds.pinsker_gap, bounds.bretagnolle_huber_gap) == pytest.approx(
+        ((overlap - each[2]).mean(), (overlap - each[3]).mean())
+    )
+    groups = [(found, (entropy >= found.low) & (entropy < found.high)) for found in bounds.by_entropy]
+    tenths = np.array_split(np.argsort(overlap, kind="stable"), 10)
+    groups += zip(bounds.by_acceptance, tenths if len(table) % 10 == 0 else [], strict=False)
+    assert sum(found.tokens for found in bounds.by_entropy) == sum(found.tokens for found in bounds.by_acceptance) == len(table)
+    for found, inside in groups:
         shown = (found.entropy, found.acceptance, found.pinsker, found.bretagnolle_huber, found.estimate)
-        assert shown == pytest.approx(tuple(map(median, columns)))
+        assert shown == pytest.approx(tuple(np.median(each[:, inside], axis=1)))
 
 
 def test_pinsker_and_bretagnolle_huber_bound_the_true_acceptance_probability() -> None:
@@ -337,15 +307,8 @@ def test_the_histogram_of_the_entropy_ratio() -> None:
     assert (bounds.entropy_ratio, bounds.measured_c) == pytest.approx((median_ratio, (median_ratio - 1) / 2), abs=1e-6)
     certain = bounded(EQUAL)
     assert certain.pinsker_tighter is None, "both bounds are exact"
-    assert (certain.entropy_ratio, certain.measured_c, certain.entropy_ratios) == (None, None, ())
+    assert (certain.entropy_ratio, certain.measured_c, certain.entropy_ratios) == (None, None, [])
     assert bounds_of([DraftedToken(ACCEPTED, 1.0, math.nan, math.nan)], 0.15) is None
-
-
-@pytest.mark.parametrize(("count", "sizes"), [(4, [1] * 4), (10, [1] * 10), (25, [2, 3] * 5)])
-def test_sorted_tokens_are_cut_into_equal_groups(count: int, sizes: list[int]) -> None:
-    groups = bounded(*[token(1.2, overlap=number / count) for number in range(count)][::-1]).by_acceptance
-    assert [found.tokens for found in groups] == sizes
-    assert [found.low for found in groups] == [start / count for start in np.cumsum([0, *sizes[:-1]])]
 
 
 # ------------------------------------------------------------------ figures of drafts and runs
@@ -396,23 +359,17 @@ def test_runs_of_a_method_add_up(tmp_path: Path) -> None:
     assert both.summary.drafted == one.summary.drafted + other.summary.drafted
     assert len(both.tokens) == len(one.tokens) + len(other.tokens)
     assert both.speeds == pytest.approx([one.summary.tokens_per_second, other.summary.tokens_per_second])
-    assert both.summary.mean_draft_length == pytest.approx(both.summary.drafted / 98)
     assert both.mean_accepted_length == pytest.approx(both.summary.accepted / 98), "prefills have no draft"
-    assert TraceStatistics("ar").mean_accepted_length is None
 
 
 def test_another_programs_run_has_what_its_summary_tells(tmp_path: Path) -> None:
     start, *_ = traces.a_run("transformers")
     summary = {"type": "summary", "text": "abc", "token_ids": [1, 2, 3], "finish_reason": "length"}
-    summary |= {"seconds": 1.5, "target_passes": 3}
-    (run,) = read(tmp_path, start, summary)
+    (run,) = read(tmp_path, start, summary | {"seconds": 1.5, "target_passes": 3})
     assert run.notes == ["the run has no rounds: another program decoded it"]
     found = statistics_of(run).summary
     assert (found.tokens_per_second, found.block_efficiency) == (2.0, 1.0)
-    for wrong in ("1.5", -1.5, 1e12, None):
-        assert statistics_of(*read(tmp_path, start, summary | {"seconds": wrong})).summary.tokens_per_second is None, wrong
-    for value, known in ((3, 3), (2.5, 0), (True, 0), ("3", 0), (-1, 0), (10**12, 0)):
-        assert known_number({"drafted": value}, "drafted") == known, value
+    assert statistics_of(*read(tmp_path, start, summary)).summary.tokens_per_second is None
 
 
 def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify") -> Round:
@@ -421,7 +378,7 @@ def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify"
 
 
 def runs_of(*outputs: Sequence[Round]) -> Any:
-    summary = Summary("pearl", [round_ for rounds in outputs for round_ in rounds])
+    summary = Figures("pearl", [round_ for rounds in outputs for round_ in rounds])
     return accepted_runs(summary, [length for rounds in outputs for length in complete_runs(rounds)])
 
 
@@ -443,40 +400,27 @@ def test_runs_of_accepted_tokens_go_over_rounds_and_not_over_outputs() -> None:
 
 def test_beta_quantiles_are_scipys() -> None:
     rng = random.Random(3)
-    for _ in range(60):
-        alpha, beta, share = 10 ** rng.uniform(-2, 5), 10 ** rng.uniform(-2, 5), rng.choice((0.05, 0.5, 0.95))
+    for _ in range(40):
+        alpha, beta, share = 10 ** rng.uniform(-2, 4), 10 ** rng.uniform(-2, 4), rng.choice((0.05, 0.5, 0.95))
         assert beta_quantile(alpha, beta, share) == pytest.approx(stats.beta.ppf(share, alpha, beta), abs=2e-6)
 
 
 def test_posteriors_are_of_evenly_spaced_rounds_up_to_the_last(recorded: TracedRun) -> None:
     rounds = [traced.round for traced in recorded.rounds]
     found = posteriors(rounds, most=30)
-    assert 25 <= len(found) <= 30
-    assert found[-1].index == 299
-    assert len({later.index - earlier.index for earlier, later in pairwise(found)}) == 1
+    assert [each.round for each in found] == list(range(299, 0, -10))[::-1]
     state = rounds[-1].policy_state
     assert state is not None
     assert found[-1].mean == state["alpha"] / (state["alpha"] + state["beta"])
     assert found[-1].low < found[-1].mean < found[-1].high
-    assert posteriors([]) == []
 
 
-def believing(*states: dict[str, float]) -> list[Round]:
-    return [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
-
-
-def test_a_normal_posterior_has_its_own_interval() -> None:
-    states = ({"theta_hat": 0.7, "rounds": 0}, {"mean": 0.6, "deviation": 0.1}, {"mean": 0.95, "deviation": 0.2})
-    first, second = posteriors(believing(*states))
-    assert (first.index, first.mean) == (1, 0.6)
-    assert (first.low, first.high) == pytest.approx(stats.norm.ppf((0.05, 0.95), 0.6, 0.1), abs=1e-5)
+def test_a_posterior_is_normal_or_beta_with_possible_parameters() -> None:
+    normals = [{"mean": mean, "deviation": deviation} for mean, deviation in ((0.6, 0.1), (0.95, 0.2), (1.1, 0.1), (0.5, -0.1))]
+    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in ((5e-324, 1.0), (9e5, 1.0), (1.1e6, 1.0), (1.0, 1e25), (0.0, 1.0))]
+    states = [{"theta_hat": 0.7, "rounds": 0}, *normals, *betas]
+    rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
+    first, second, *others = posteriors(rounds)
+    assert [each.round for each in (first, second, *others)] == [1, 2, 5, 6]
+    assert (first.mean, first.low, first.high) == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, 0.1)), abs=1e-5)
     assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)
-
-
-def test_states_with_impossible_parameters_have_no_posterior() -> None:
-    below, above = 9.9e11, 1.1e12  # tokens that a Beta distribution's parameters may count
-    betas = [(below, 1.0), (1.0, below), (5e-324, 1.0), (above, 1.0), (1.0, above), (1e25, 3e24), (0.0, 1.0), (1.0, 0.0)]
-    normals = [(0.0, 0.0), (1.0, 1e299), (-0.1, 0.1), (1.1, 0.1), (0.5, -0.1)]
-    states = [{"alpha": alpha, "beta": beta} for alpha, beta in betas]
-    states += [{"mean": mean, "deviation": deviation} for mean, deviation in normals]
-    assert [posterior.index for posterior in posteriors(believing(*states))] == [0, 1, 2, 8, 9]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -22,9 +21,9 @@ from training_helpers import TINY, Recorder, corpus_of, invoke, objective, opene
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import kept_exit, kept_head
+from specgen.base.files import kept_part
 from specgen.base.types import Context
-from specgen.engine.parts.early_exit import make_runners
+from specgen.engine.parts.exit_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
 from specgen.train import exits
@@ -211,10 +210,10 @@ def test_a_prompt_has_one_part_however_often_it_is_used(folder: Path, tmp_path: 
     assert len(greedy) == len(set(greedy)) > 0, "a prompt is continued greedily once"
 
 
-def test_generation_keeps_to_its_time_and_memory_and_reports(
+def test_generation_keeps_to_its_time_and_memory(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By simulated clocks: one on which two complete batches would take ten times the budget, one that ticks at each reading."""
+    """By a simulated clock on which two complete batches would take ten times the budget."""
     target, now = opened(folder), 0.0
 
     run_batch = target.model.batch
@@ -232,14 +231,8 @@ def test_generation_keeps_to_its_time_and_memory_and_reports(
         made = TextGeneration(target, task, {}, Recorder(), tuple(Part))
         assert {text.greedy for text in made.run()} == {True, False}
         assert 0.2 * 200 * 0.5 < made.seconds < 0.2 * 200 * 1.1
-    observer = Recorder()
-    task = TrainingTask(tmp_path / "1", TINY, corpus=texts, clock=map(float, count()).__next__)
-    TextGeneration(target, task, {}, observer, tuple(Part)).run()
-    assert all(list(column) == sorted(column) for column in zip(*observer.generated, strict=True))
-    assert 0 < observer.generated[0][1] < 0.1
-    assert observer.generated[-1][:2] == (2, 1.0)
     per_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
-    for free, expected in ((None, 64), (2 * 64 * per_text, 64), (2 * 63 * per_text, 32), (2 * 5 * per_text, 4), (0, 2)):
+    for free, expected in ((None, 64), (2 * 63 * per_text, 32), (0, 2)):
         monkeypatch.setattr(training_texts, "free_memory", lambda _, free=free: free)
         assert largest_batch(target, 24) == expected
 
@@ -447,17 +440,13 @@ def long_fit(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("long_fit")
 def test_the_predictor_learns_what_there_is_to_learn() -> None:
-    """From the exit's state, whatever its size; from the target's state before the draft; nothing from noise."""
-    texts, outputs = made_texts(80, lambda _, exit_, __: exit_[:, 0] > -0.5)
+    """From the exit's state, whatever its size; nothing from noise."""
+    texts, outputs = made_texts(40, lambda _, exit_, __: exit_[:, 0] > -0.5)
     for text in texts:
         outputs(text.text.ids)[1].mul_(30.0)
     _, fit = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
     assert fit["ranking"] > 0.95
     assert fit["loss"] < 0.6 * fit["base_loss"]
-    texts, outputs = made_texts(120, lambda target, _, __: target[:, 0].roll(1) > -0.5)  # of the token before
-    predictor, _ = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
-    by_position = predictor.target_weights[:, 0].tolist()
-    assert by_position[0] > 4 * max(map(abs, by_position[1:]))
     texts, outputs = made_texts(24, lambda target, _, generator: torch.rand(len(target), generator=generator) < 0.75)
     _, fit = train_predictor(outputs, texts, seed=0)  # type: ignore[misc]
     assert fit["loss"] < fit["base_loss"] + 0.03
@@ -546,13 +535,13 @@ def test_the_command_trains_where_it_is_found(
     assert "Training: 100%, step 3" in result.stderr
     assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
     if kind == "eesd":
-        assert kept_exit(str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
+        assert kept_part("exit", str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
         assert line["predictor"] is True
     elif kind == "sd":
         assert Path(line["draft"]).name == "distilled"
         assert line["figures"].keys() >= {"agreement_before", "agreement", "loss", "minutes", "tokens"}
     else:
-        assert kept_head(kind, str(folder), fingerprint) == Path(line["head"])
+        assert kept_part(kind, str(folder), fingerprint) == Path(line["head"])
         assert line["kind"] == kind
     draft = str(line["draft"]) if kind == "sd" else None
     with specgen.load(str(folder), draft, device="cpu", dtype="float32") as pair:
@@ -566,26 +555,18 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("eesd", ["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
     ("eesd", ["--steps", "0"], "--steps is 0"),
     ("eesd", ["--layer", "3"], "after layer 3"),
-    ("eesd", ["--layer", "4", "--corpus", "missing.txt"], "after layer 4"),
-    ("eesd", ["--exit-layers", "3"], "--exit-layers is 3"),
     ("eesd", ["--self-text", "2"], "--self-text is 2.0"),
     ("eesd", ["--methods", "svip"], "svip has nothing to train"),
-    ("eesd", ["--methods", "esd"], "there is no method 'esd'"),
     ("eesd", ["--exit-head", "other"], "--exit-head is 'other'"),
     ("eesd", ["--corpus", "missing.txt"], "cannot read missing.txt"),
-    ("eesd", ["--prompts", "missing.yaml"], "missing.yaml"),
     ("eesd", ["--exit-layer", "x", "--steps", "3"], "--steps, --batch-size cannot be combined with --train --exit-layer"),
     ("eesd", ["--limit", "3", "-n", "9"], "--limit, --max-new-tokens cannot be combined with --train"),
     ("eesd", ["--head", "own"], "--head cannot be combined with --train"),
     ("medusa", ["--layer", "1"], "--layer cannot be combined with --train --methods medusa, which trains Medusa heads"),
-    ("medusa", ["--exit-head", "target"], "--exit-head cannot be combined"),
-    ("eagle", ["--exit-layer", "x"], "--exit-layer cannot be combined"),
     ("medusa", ["--methods", "medusa,glide"], "glide and medusa cannot be trained in one run"),
-    ("sd", ["--layer", "2"], "--layer cannot be combined with --train --methods sd, which trains a draft model"),
     ("sd", ["--self-text", "0"], "--self-text is 0"),
     ("sd", ["--prompts", "prompts.txt"], "--self-text 0.5"),
     ("sd", [], "there is no draft model to train"),
-    ("sd", ["-d", "{other}", "--out", "{folder}"], "the folder of one of the models"),
     ("sd", ["-d", "{other}", "--out", "{other}"], "the folder of one of the models"),
     ("medusa", ["--out", "{folder}"], "does not belong to a head trained by specgen"),
     ("eesd", ["-t", "{gpt2}"], "built as Llama is, and gpt2 is not"),

@@ -132,9 +132,8 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(
     to_draft = torch.tensor([*translation.target_to_draft, *[-1] * VOCABULARY])
     for text, (taught, teacher) in zip(texts, batches._taught, strict=True):
         found = predicted(target, text)
-        ids, positions = translate(translation, text.ids, min(text.prompt_length, max(1, len(text.ids) // 4)))
-        if text.prompt_length < len(text.ids):
-            ids, positions = translate(translation, text.ids, text.prompt_length)
+        is_read = text.prompt_length == len(text.ids)  # its first tokens are then taken as a prompt
+        ids, positions = translate(translation, text.ids, 1 if is_read else text.prompt_length)
         assert taught == ids
         for before, row in zip(positions, teacher, strict=True):
             if row != IGNORED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -79,27 +78,6 @@ def test_a_permuted_vocabulary_changes_no_draft(translated: Callable[[str], Pair
         for found, expected in zip(drafted, wanted, strict=True):
             assert list(found[0]) == pytest.approx(list(expected[0]), rel=1e-4)
             assert list(found[1]) == pytest.approx(list(expected[1]), rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_some_drafts_are_right(translated: Callable[[str], Pair], kind: str) -> None:
-    """So the tests above compare more than rejections."""
-    assert run(translated(kind), "sd:k=2", PROMPTS[0], max_new_tokens=40).summary["accepted"] >= 5
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs forks")
-def test_pearl_in_a_process_of_its_own(translated: Callable[[str], Pair], demo_pair: Pair) -> None:
-    """The process gets the translation with the model. Its drafts are those of a thread."""
-    here = translated("sentencepiece")
-    assert here.draft is not None
-    with specgen.load(str(demo.folder("target")), str(here.draft.folder), device="cpu", dtype="float32") as pair:
-        assert pair._worker is not None
-        for temperature in (0.0, 0.8):
-            found, wanted = (run(each, "pearl:window=3", PROMPTS[0], temperature=temperature, seed=3) for each in (pair, here))
-            assert found.token_ids == wanted.token_ids
-            assert found.summary["drafted"] == wanted.summary["drafted"] > 0
-            if not temperature:
-                assert found.token_ids == run(demo_pair, "ar", PROMPTS[0]).token_ids
 
 
 def test_the_drafts_context_limit_is_counted_in_its_own_tokens(

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding import logits_ops
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -88,25 +87,6 @@ def test_rows_are_the_restricted_distribution_and_the_whole_one(small: Translati
     assert output.logits.shape[1] == 3
 
 
-def test_signals_are_those_of_the_whole_distribution(small: Translation) -> None:
-    runner = SmallRunner(1, 4)
-    runner.table[..., 3] += 5  # the draft model means a token that the target lacks
-    q = runner.row(small.prompt(PROMPT)).softmax(dim=-1)
-    output = translated(runner, small).logits(Context(PROMPT))
-    own = output.unpenalised_part(3)
-    assert own is not None
-    token = output.logits[0].argmax()
-    names = frozenset({"entropy", "top_prob", "prob"})
-    found = logits_ops.signals(names, output.logits[0], token, unpenalised=own[0])
-    assert found["top_prob"].item() == pytest.approx(q[3].item(), rel=1e-5)
-    merged = torch.tensor([q[1] + q[2], q[0], q[3]])
-    assert found["entropy"].item() == pytest.approx(-(merged * merged.log()).sum().item(), rel=1e-4)
-    assert found["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
-    probs = output.logits[0].softmax(dim=-1)
-    drawn = logits_ops.signals(names, output.logits[0], token, probs, unpenalised=own[0])
-    assert drawn["prob"].item() == pytest.approx(max(merged[:2]).item(), rel=1e-4)
-
-
 def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
     """Also with tokens that the draft model lacks, which are run as several."""
     rng = random.Random(0)
@@ -125,35 +105,6 @@ def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
             context.extend(path[::-1] or [PROMPT[-1]])
             wanted = translated(runner, small).logits(context if path else Context(PROMPT)).logits[0]
             assert torch.equal(rows[index - start], wanted)
-
-
-def test_the_drafts_context_only_grows(small: Translation) -> None:
-    runner = CountingRunner(0, 4)
-    both, context, other = translated(runner, small), Context(PROMPT), Context([1, 1])
-    assert small.prompt(PROMPT) == [1, 0, 0, 1, 0]
-    both.logits(context, [0, 1])
-    both.logits(other)
-    context.extend([2, 0])
-    both.logits(context)
-    (first, drafted), (second, _), (third, _) = runner.calls[:3]
-    assert drafted == [1, 0]
-    assert first is third
-    both.logits(context)
-    assert first.ids == [1, 0, 0, 1, 0, 1, 0, 1]
-    assert second.ids == [0, 0]
-    del context
-    assert len(both._contexts) == 1, "contexts that are gone are not kept"
-
-
-def test_an_empty_translation_of_a_prompt_is_one_token(ending: Translation) -> None:
-    assert translated(SmallRunner(0, 4), ending)._translated(Context([])).ids == [0]
-
-
-def test_the_drafts_end_of_sequence_token_is_the_targets(ending: Translation) -> None:
-    runner = SmallRunner(3, 4)
-    q = runner.row(ending.prompt(PROMPT)).softmax(dim=-1)
-    row = translated(runner, ending).logits(Context(PROMPT)).logits[0].softmax(dim=-1)
-    assert torch.allclose(row, torch.stack([q[3], q[1], q[0]]) / (1 - q[2]), atol=1e-6)
 
 
 def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from traces import WORDS
 
-from specgen.base.energy import Energy
+from specgen.base.measuring import Energy
 from specgen.base.text import inline, json_line, one_line, streamed
-from specgen.base.types import Draft, Mode, Round, Verdict
-from specgen.pair.figures import Summary
+from specgen.base.types import Draft, Round, Verdict
+from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
@@ -134,46 +134,12 @@ def test_rounds_and_their_legend_wrap_on_narrow_terminals() -> None:
         assert all(len(line) <= width - len("  limit 5") for line in following)
 
 
-def test_a_trees_line_shows_accepted_path_and_rejected_candidates() -> None:
-    """The candidates at the position of the rejection, and `²` where the target accepted the second candidate."""
-    draft = Draft((1, 4, 2, 5, 6, 7), (-1, -1, 0, 1, 2, 2), stop_reason="limit 3")
-    refused = Round(1, "sequential", draft, Verdict((0, 2), 9, "correction"))
-    accepted = Round(2, "sequential", draft, Verdict((1, 3), 9, "bonus"))
-    lines = Screen(100).lines(refused, accepted)
-    assert lines[0].split()[2:] == ["starts", "with", "✗3|packs", "→", "baskets", "limit", "3"]
-    assert lines[1].split()[2:] == ["pencils².", "⊕", "baskets", "limit", "3"]
-
-
-def test_tokens_keep_their_styles() -> None:
-    screen = Screen(100, colours={"force_terminal": True, "color_system": "standard"})
-    screen.show(ROUNDS[2])
-    for text in ("\x1b[32mpencils. 3\x1b[0m", "\x1b[1;31m✗\x1b[0m", "\x1b[9;31mpacks\x1b[0m", "\x1b[2m of\x1b[0m"):
-        assert text in screen.out.getvalue()
-    assert "\x1b[1m→\x1b[0m baskets" in screen.out.getvalue()
-
-
-@pytest.mark.parametrize("width", [40, 79, 90])
-def test_pearls_rounds_name_their_mode_and_fit(width: int) -> None:
-    window = "window 12: a target pass takes as long as 12.3 draft passes, as measured here"
-    screen = Screen(width, parallel=True, window=window)
-    screen.legend()
-    legend = screen.lines()
-    assert " ".join(" ".join(legend).split()).endswith(window)
-    rounds = [a_round(333, range(1, size + 1), size - 1, 9, "correction", "window 9, 8 ahead") for size in range(1, 9)]
-    modes: tuple[Mode, ...] = ("pre-verify", "post-verify")
-    lines = screen.lines(*(replace(round_, mode=mode) for mode in modes for round_ in rounds))[len(legend) :]
-    assert max(map(len, lines)) <= width
-    assert all(line.startswith(("333  p", " " * 18)) for line in lines), "the console wrapped no line again"
-    if width == 90:
-        assert re.split("  {2,}", lines[1]) == ["333  pre", "1/2  starts ✗with → baskets", "window 9, 8 ahead"]
-
-
 # ------------------------------------------------------------------ footers
 
 
-def a_summary(mode: Any = "sequential") -> Summary:
+def a_summary(mode: Any = "sequential") -> Figures:
     """51 tokens, 43 of 53 accepted, in 9 passes; with one rejection."""
-    summary = Summary("svip")
+    summary = Figures("svip")
     seconds = {"prefill": 0.0, "draft": 0.3, "verify": 0.53, "sample": 0.03, "other": 0.02}
     summary.add(replace(a_round(0, [1] * 53, 43, 1, "correction", seconds=seconds), mode=mode))
     for index in range(1, 8):
@@ -216,7 +182,7 @@ def test_footers_show_what_a_run_has() -> None:
     summary.add_energy(Energy("unavailable", reason="no counter"))
     assert summary.joules_per_token is None
     assert "J/token" not in footer(summary, [], 120).plain
-    plain = Summary("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
+    plain = Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
     assert footer(plain, [], 100).plain == "ar  1 token  2.0 tokens/s"
 
 

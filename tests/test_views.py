@@ -31,7 +31,7 @@ from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme, tune_report
 from specgen.view.comparison import page
-from specgen.view.html import compare_page
+from specgen.view.pages import comparison_page
 
 GOLDEN = Path(__file__).parent / "golden"
 TRACE = GOLDEN / "trace.jsonl"  # of four methods: chains, all that can be recorded, PEARL, lossy trees
@@ -67,7 +67,7 @@ def compare_text(width: int) -> str:
 
 
 def compare_html() -> str:
-    return without_style("".join(compare_page.page(comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare")))
+    return without_style("".join(comparison_page(comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare")))
 
 
 def tuned(width: int) -> str:
@@ -189,7 +189,7 @@ def test_every_line_fits_its_width(width: int) -> None:
     }
     for name, text in found.items():
         assert max(map(len, text.splitlines()), default=0) <= width, name
-    assert found["trace"].count("where the time went") == 4
+    assert found["trace"].count("Where the time went") == 4
     for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):  # no name is cut
         assert re.search(rf"^{name}( |$)", found["comparison"], flags=re.MULTILINE)
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from specgen.engine.spread.collectives import Ranks
+from specgen.engine.spread.ranks import Group
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(Group):
     """One of several threads that share `shared`."""
 
     def __init__(self, rank: int, size: int, shared: tuple[threading.Barrier, dict[int, Any]]) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, rank)
         self._barrier, self._given = shared
         self.sums = 0
 
@@ -37,9 +37,6 @@ class ThreadRanks(Ranks):
     def gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor] | None:
         found = self.all(tensor)
         return found if self.rank == 0 else None
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self.all(tensor)[0])
 
 
 def run_on(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:

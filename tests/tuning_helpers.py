@@ -12,10 +12,10 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome
-from specgen.tune.simulation import run_seed
+from specgen.tune.simulator import run_seed
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]
@@ -24,14 +24,11 @@ PairOf = Callable[[str, str], Pair]
 TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
 
 
-def really(
-    pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY, repeat: int | None = None
-) -> Summary:
-    """Real runs on all prompts. With `repeat`, each has the seed of the simulated run on the same prompt."""
-    summary = Summary(name)
+def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Figures:
+    """Real runs on all prompts, each with the seed of the simulated run on it."""
+    summary = Figures(name)
     for number, prompt in enumerate(PROMPTS):
-        params = sampling if repeat is None else replace(sampling, seed=run_seed(number, repeat))
-        for round_ in pair.rounds(prompt, name, params, **given):
+        for round_ in pair.rounds(prompt, name, replace(sampling, seed=run_seed(number, sampling.seed or 0)), **given):
             summary.add(round_)
     return summary
 

@@ -8,7 +8,7 @@ VIEWS = Selection("test_views.py")
 TRACES = Selection("test_traces.py")
 UI = Selection("test_ui.py")
 COMPARED = Selection("test_compare_views.py")
-HOSTILE = Selection("test_hostile_text.py")
+HOSTILE = Selection("test_safe_text.py")
 
 STATISTICS = [
     *mutants(
@@ -16,8 +16,8 @@ STATISTICS = [
         TRACES,
         (
             "low and high end of the acceptance interval swapped",
-            "return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))",
-            "return min(1.0, (centre + half) / (1 + z * z / n)), max(0.0, (centre - half) / (1 + z * z / n))",
+            "for sign in (-1, 1))",
+            "for sign in (1, -1))",
         ),
         (
             "entropy over entropy instead of cross-entropy over entropy",
@@ -32,8 +32,8 @@ STATISTICS = [
         ),
         (
             "a bin's mean is of the accepted alone",
-            "fmean(each.number for each in group)",
-            "fmean(each.number * each.accepted for each in group)",
+            "fmean(number for number, _ in group)",
+            "fmean(number * is_accepted for number, is_accepted in group)",
         ),
     ),
     *mutants(
@@ -55,8 +55,8 @@ STATISTICS = [
         ),
         (
             "a draft's mean entropy with that of unverified tokens",
-            "entropies = [round_.draft.entropies[node] for node in (*path, *rejected)]",
-            "entropies = list(round_.draft.entropies)",
+            "entropies = [draft.entropies[node] for node in (*path, *rejected)]",
+            "entropies = list(draft.entropies)",
         ),
         ("a run of accepted tokens goes on after a rejection", "yield accepted\n            accepted = 0", "yield accepted"),
         (
@@ -96,15 +96,15 @@ SHOWN = [
         ("the bar is heavy to the high end", "for value in (low, high))", "for value in (high, high))"),
         (
             "the first method is the best",
-            "is_best = entry is top",
-            "is_best = entry is shown[0]",
+            "if entry is top and (column",
+            "if entry.is_reference and (column",
         ),
     ),
     *mutants(
         "view/comparison.py",
         VIEWS,
-        ("the most important column is dropped first", "kept.remove(max(kept,", "kept.remove(min(kept,"),
-        ("seconds and share of different phases", "summary.phase_seconds[phase]:.2f", "summary.phase_seconds['draft']:.2f"),
+        ("the most important column is dropped first", "first = max(kept,", "first = min(kept,"),
+        ("seconds and share of different phases", "(summary.phase_seconds[phase],", "(summary.phase_seconds['draft'],"),
     ),
     *mutants(
         "view/tune_report.py",
@@ -116,18 +116,14 @@ SHOWN = [
         ),
     ),
     *mutants(
-        "view/html/charts.py",
+        "view/templates/charts.html.j2",
         VIEWS,
-        ("an interval upside down", "self.y(point[3]):.1f", "self.y(point[1]):.1f"),
-        ("the parts of the time bar lie on each other", "        start += width\n", "        start = width\n"),
-        ("a line through the wrong heights", "100 * self.y(share) / self.height:.2f}", "100 * (1 - share):.2f}"),
+        ("an interval upside down", 'y1="{{ "%.1f"|format(chart.y(point[3])) }}"', 'y1="{{ "%.1f"|format(chart.y(point[1])) }}"'),
+        ("the parts of the time bar lie on each other", "place.x = place.x + share", "place.x = share"),
+        ("a line through the wrong heights", "100 * chart.y(y) / chart.height) }}", "100 * (1 - y)) }}"),
     ),
-    *mutants(
-        "view/html/charts.py",
-        HOSTILE,
-        ("control characters in a tooltip", "else inline(each) for each in inside", "else each for each in inside"),
-    ),
-    *mutants("view/html/page.py", COMPARED, ("a page without escaping", "autoescape=True", "autoescape=False")),
+    *mutants("view/pages.py", HOSTILE, ("control characters in a tooltip", "else inline(str(value))", "else str(value)")),
+    *mutants("view/pages.py", COMPARED, ("a page without escaping", "autoescape=True", "autoescape=False")),
 ]
 
 VIEW_MUTANTS: list[Mutant] = [*STATISTICS, *SHOWN]

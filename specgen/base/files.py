@@ -206,33 +206,22 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
     return data_folder() / "pairs" / f"{names}-{target_fingerprint}"
 
 
-def exit_folder(target: str, target_fingerprint: str) -> Path:
-    """The folder for a target's exit layer: a trained layer after the target's first layers, so that they can draft. It does not
-    depend on the draft model."""
-    return pair_folder(target, target_fingerprint, None)
+def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
+    """The folder for a target's trained part of a kind: `exit` (a layer after the target's first layers, which can draft), or a
+    head, `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
+    own = pair_folder(target, target_fingerprint, None)
+    return own if kind == "exit" else own / "heads" / kind
 
 
-def kept_exit(target: str, target_fingerprint: str) -> Path | None:
-    """The folder with the exit layer that was trained on this machine for a target with these weights. None if there is none."""
-    return _kept(exit_folder(target, target_fingerprint), target_fingerprint, EXIT_WEIGHTS)
-
-
-def head_folder(kind: str, target: str, target_fingerprint: str) -> Path:
-    """The folder for a target's trained head of a kind: `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
-    return pair_folder(target, target_fingerprint, None) / "heads" / kind
-
-
-def kept_head(kind: str, target: str, target_fingerprint: str) -> Path | None:
-    """The folder with the head that was trained on this machine for a target with these weights. None if there is none."""
-    return _kept(pair_folder(target, target_fingerprint, None), target_fingerprint, f"heads/{kind}/{HEAD_DESCRIPTION}")
-
-
-def _kept(own: Path, target_fingerprint: str, name: str) -> Path | None:
-    """The folder with the file `name` of a target: in its folder `own`, or in that of the same weights under another name."""
-    if (own / name).is_file():
-        return (own / name).parent
-    others = own.parent.glob(f"*-{target_fingerprint}/{name}")  # such as another path
-    return next((path.parent for path in sorted(others)), None)
+def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
+    """The folder with the part that was trained on this machine for a target with these weights, also under another name, such as
+    another path. None if there is none."""
+    own, name = (
+        pair_folder(target, target_fingerprint, None),
+        EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}",
+    )
+    others = sorted(own.parent.glob(f"*-{target_fingerprint}/{name}"))
+    return next((path.parent for path in (own / name, *others) if path.is_file()), None)
 
 
 def readable(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The installation and the machine on which measurements are made: versions, processor, memory. Imports no torch."""
+"""The installation, the machine on which measurements are made, and torchrun's processes. Imports no torch."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def compare(
             repeats,
             sampling.params(),
             chat,
-            options.recorded(output.record),
+            output.record is not None,
             output.perplexity or (recorded is not None and recorded.has("perplexity")),
             output.energy or (recorded is not None and recorded.has("energy")),
         )

@@ -151,10 +151,10 @@ class Comparison:
         return errors
 
     def _page(self, shown: views.Report) -> Iterator[str]:
-        from specgen.view.html import compare_page
+        from specgen.view.pages import comparison_page
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-        return compare_page.page(shown, _machine(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
+        return comparison_page(shown, _machine(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
 
     def _exit_code(self, made: Sequence[MethodResult]) -> int:
         """Returns the exit code. Prints an error for each method whose output differs from plain decoding's, or if there are none

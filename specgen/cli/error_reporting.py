@@ -58,7 +58,7 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
     """
     from rich.text import Text
 
-    from specgen.view.theme import console
+    from specgen.view.theme import console, labelled
 
     out = console(stderr=True, no_color=no_color)
     if not out.is_terminal:
@@ -67,12 +67,11 @@ def report(error: SpecgenError, *, no_color: bool = False) -> None:
         except OSError:  # nothing can be reported; the exit code says that it failed
             _silence(sys.stderr)
         return
-    lead = "error: "
+    label = Text("error:", "bad")
     for part in filter(None, (error.message, error.hint)):
-        for line in Text(_brief(part)).wrap(out, max(20, min(out.width, 100) - len(lead))):
-            line.rstrip()
-            out.print(Text().append(lead, "bad" if lead.strip() else "none").append_text(line))
-            lead = " " * len(lead)
+        for line in labelled(label, Text(_brief(part)), min(out.width, 100), len("error: ")):
+            out.print(line)
+        label = Text()
 
 
 def _brief(message: str) -> str:
@@ -96,7 +95,9 @@ def _wrong_value(error: Exception) -> SpecgenError | None:
     option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if option is None or checks is None:
         return None
-    return SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).partition(",")[0])
+    return SpecgenError(
+        f"{option.opts[0]} is {checks()[0]['input']!r}", str(error).removeprefix("Value error, ").partition(",")[0]
+    )
 
 
 def system_error(error: OSError) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +50,7 @@ def generate(
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.records import TraceWriter
     from specgen.view import theme
-    from specgen.view.methods import method_card
+    from specgen.view.pair_report import method_card
     from specgen.view.progress import Progress
 
     if help_method:
@@ -59,9 +58,9 @@ def generate(
         return None
     models = profile_lookup.with_exit(models, profile)
     params, given = sampling.params(stop or ()), parse_pairs(settings or [])
-    chosen = _method(method, models, given)
+    chosen = _method(method, models)
     by_text = methods.resolve(chosen, given).drafts_text
-    record = options.recorded(output.record)
+    record = output.record is not None
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
     text = _prompt(prompt, system, chat=chat)
@@ -90,11 +89,10 @@ def generate(
         return _run(run, OutputWriter(pair, request, run, output, choice.tuned, trace), Progress(err, quiet=quiet))
 
 
-def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) -> Method:
-    """Returns the requested method, or the default one if `name` is None. `given` are the user's settings.
+def _method(name: str | None, models: ModelOptions) -> Method:
+    """Returns the requested method, or the default one if `name` is None.
 
-    Raises SpecgenError if the name is followed by settings, and if the method needs a draft model, a trained exit layer or a
-    trained head that is missing.
+    Raises SpecgenError if the name is followed by settings, and if the method needs a draft model that is missing.
     """
     name = methods.DEFAULT_METHOD if name is None else name
     bare, *with_settings = name.split(":")
@@ -102,8 +100,7 @@ def _method(name: str | None, models: ModelOptions, given: Mapping[str, str]) ->
         hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
         raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
     chosen = methods.find(name)
-    needs_part = (chosen.needs_exit_layer and "exit" not in given) or (chosen.head and "head" not in given)
-    if (chosen.needs_draft_model and not models.has_draft) or (needs_part and models.lacks(chosen.needs)):
+    if chosen.needs_draft_model and not models.has_draft:
         raise chosen.without_part(models.target)
     return chosen
 

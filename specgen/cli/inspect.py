@@ -79,7 +79,7 @@ def inspect(
 
 def _list_methods(display: options.OutputOptions) -> None:
     from specgen.view import theme
-    from specgen.view.methods import method_card, method_line
+    from specgen.view.pair_report import method_card, method_line
 
     out = theme.console(no_color=display.no_color)
     for method in methods.METHODS.values():

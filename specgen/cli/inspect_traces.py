@@ -79,10 +79,10 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), number))
     if html is not None:
-        from specgen.view.html import trace_page
+        from specgen.view.pages import trace_page
 
         made_with = f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"
-        write_pieces(html, trace_page.page(shown, made_with))
+        write_pieces(html, trace_page(shown, made_with))
         if not display.quiet:
             theme.console(stderr=True, no_color=display.no_color).print(f"page written to {html}")
     elif not display.json:
@@ -114,7 +114,6 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
     statistics = TraceStatistics(run.method)
     statistics.add(run)
     rounds = [traced.round for traced in run.rounds]
-    posterior = map(asdict, posteriors(rounds))
     return {
         "type": "inspect",
         "trace": str(path),
@@ -125,5 +124,5 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
         **statistics.as_dict(),
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
-        "posterior": [{"round": each.pop("index"), **each} for each in posterior],
+        "posterior": list(map(asdict, posteriors(rounds))),
     }

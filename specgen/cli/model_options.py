@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import kept_exit, kept_head
 from specgen.base.interrupts import interrupts
 from specgen.base.types import check_backend, check_draft_dtype
 from specgen.cli.options import model
-from specgen.methods.method import EXIT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,15 +74,6 @@ class ModelOptions:
             return weights_fingerprint(folder) if (folder / "config.json").is_file() else None
         except SpecgenError:
             return None
-
-    def lacks(self, kind: str) -> bool:
-        """Whether it is known before loading that the target has no trained part of this kind: none is named, and none was
-        trained here for these weights. False where it is not known, as for a target on the hub."""
-        named = self.exit_layer if kind == EXIT else self.head
-        fingerprint = None if named is not None or self.target is None else self.local_fingerprint
-        if fingerprint is None or self.target is None:
-            return False
-        return (kept_exit(self.target, fingerprint) if kind == EXIT else kept_head(kind, self.target, fingerprint)) is None
 
     @property
     def probably_on_cpu(self) -> bool:

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -79,7 +79,7 @@ FixedSeed = Annotated[int | None, sampling(metavar="N", help="The seed for sampl
 Category = Annotated[str | None, typer.Option(metavar="NAME")]
 CompareChat = Annotated[bool, typer.Option(help="Format each prompt with the model's chat template.")]
 Trace = Annotated[Path | None, shown(metavar="FILE.jsonl")]
-Record = Annotated[list[str] | None, shown(metavar="distributions")]
+Record = Annotated[Literal["distributions"] | None, shown(metavar="distributions")]
 Perplexity = Annotated[bool, shown()]
 Energy = Annotated[bool, shown()]
 
@@ -148,7 +148,7 @@ class CompareOutput:
     def __post_init__(self) -> None:
         if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
             raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
-        if recorded(self.record) and self.trace_path is None:
+        if self.record is not None and self.trace_path is None:
             raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
 
     @property
@@ -216,11 +216,3 @@ def _name(text: str) -> str:
 
 def _path(text: str) -> Path:
     return Path(_name(text))
-
-
-def recorded(names: list[str] | None) -> bool:
-    """Whether `--record distributions` is given. Raises SpecgenError for any other value of `--record`."""
-    for name in names or []:
-        if name != "distributions":
-            raise SpecgenError(f"--record is {name!r}", "The only value is --record distributions")
-    return bool(names)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError
+from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
 from specgen.pair import records as traces
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
 
@@ -40,7 +40,7 @@ class OutputWriter:
         self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
-        self._summary = Summary(request.method.name)
+        self._summary = Figures(request.method.name)
         self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import EXIT_WEIGHTS, head_folder, make_writable_folder, pair_folder
+from specgen.base.files import EXIT_WEIGHTS, make_writable_folder, pair_folder, part_folder
 from specgen.base.interrupts import interrupts
 from specgen.base.text import print_json, print_result
 from specgen.cli.error_reporting import INTERRUPTED
@@ -309,7 +309,7 @@ def _output_folder(request: TrainRequest, target: LoadedModel, draft: LoadedMode
         raise SpecgenError(f"the exit layer is {exit_layer}, and --out is not given", "Name a folder: --out DIR")
     fingerprint = weights_fingerprint(target.folder)
     if request.part in HEADS:
-        return head_folder(request.part.method, target.name, fingerprint)
+        return part_folder(request.part.method, target.name, fingerprint)
     folder = pair_folder(target.name, fingerprint, None if draft is None else draft.name)
     return folder if draft is None else folder / "distilled"
 

@@ -25,7 +25,7 @@ from specgen.cli.model_options import ModelOptions, open_pair, show_overlap
 from specgen.cli.output_checks import check_outputs
 from specgen.compare.prompts import load_prompts
 from specgen.tune import export as exports
-from specgen.tune.request import BY_SPEED, Objective
+from specgen.tune.outcome import BY_SPEED, Objective
 from specgen.view import tune_report as view
 from specgen.view.progress import Progress, TuneProgress
 
@@ -136,7 +136,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
                 return
         show_overlap(pair, err, quiet=quiet)
         from specgen.tune import profile as profiles
-        from specgen.tune.request import Deadline, TuningRequest
+        from specgen.tune.outcome import Deadline, TuningRequest
         from specgen.tune.tuner import tune
 
         key = profiles.profile_key_of(pair)
@@ -172,7 +172,7 @@ def tune_pair(models: ModelOptions, request: TuneRequest, err: Console, *, quiet
 def _rounded(models: ModelOptions, pair: Pair) -> Iterator[Pair | None]:
     """Yields the pair with its draft's weights rounded to int8; None if the user chose the draft's dtype, or it cannot gain."""
     from specgen.pair.loading import with_draft_dtype
-    from specgen.tune.draft_dtypes import worth_rounding
+    from specgen.tune.tuner import worth_rounding
 
     rounded = None
     if models.draft_dtype is None and worth_rounding(pair):

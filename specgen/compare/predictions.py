@@ -29,9 +29,8 @@ class PassCosts:
     target: Mapping[int, float]
 
     def target_pass(self, tokens: int) -> float:
-        """Seconds of a target pass over `tokens` tokens, linearly interpolated between the measured numbers of tokens. Above the
-        largest measured number, the time of the largest."""
-        return Curve(self.target).at(min(tokens, max(self.target)))
+        """Seconds of a target pass over `tokens` tokens, linearly interpolated between the measured numbers of tokens."""
+        return Curve(self.target).at(tokens)
 
     def as_dict(self) -> dict[str, Any]:
         return {"draft": self.draft, "target": {str(width): seconds for width, seconds in sorted(self.target.items())}}

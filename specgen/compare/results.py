@@ -18,7 +18,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
 from specgen.methods.method import WITHOUT_A_DRAFT
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 
 RESAMPLES = 2000
@@ -130,7 +130,7 @@ class MethodResult:
     """
 
     spec: MethodSpec
-    summary: Summary
+    summary: Figures
     prompts: int = 0
     speedup: float | None = None
     low: float | None = None
@@ -177,7 +177,7 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
     for spec in config.specs:
         own, failure = median_runs(results, spec.written, repeats), results.failures.get(spec.written)
         if failure is not None or not own:
-            made.append(MethodResult(spec, Summary(spec.name), failure=failure))
+            made.append(MethodResult(spec, Figures(spec.name), failure=failure))
             continue
         found = sorted(results.differences.items())
         differences = [difference for key, difference in found if key[0] == spec.written and key[1:] in repeats]
@@ -215,7 +215,7 @@ def _result(
     plain decoding's, None if outputs are not compared. Both may also cover prompts that are not in `own`; these are ignored.
     `resamples` is the number of bootstrap samples for the confidence interval of the speedup.
     """
-    summary = Summary(spec.name)
+    summary = Figures(spec.name)
     for run in own.values():
         summary.include(run.line)
     pairs = [(run.tokens, run.seconds, reference[index].tokens, reference[index].seconds) for index, run in own.items()]

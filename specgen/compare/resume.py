@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
-from specgen.base.energy import Energy
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import versions
+from specgen.base.measuring import Energy
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
 from specgen.compare.runner import Runner

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.energy import energy_meter_for
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
+from specgen.base.measuring import energy_meter_for
 from specgen.base.types import Round, SamplingParams
 from specgen.compare.baselines import run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec
@@ -30,7 +30,7 @@ from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records as traces
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.request import RESERVED
 from specgen.traces.reader import TracedRound, TracedRun
 
@@ -212,7 +212,7 @@ class Runner:
         self.pair.prepare(request)
         run = self.pair.run(request)
         self.pair.forget()
-        summary, rounds, counted = Summary(spec.name), list[Round](), dict[str, Any]()
+        summary, rounds, counted = Figures(spec.name), list[Round](), dict[str, Any]()
         if self._meter is not None:
             self._meter.start()
         if spec.is_baseline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from specgen.base.prefill_progress import prefill_reports
+from specgen.base.measuring import prefill_reports
 from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
 
@@ -29,6 +29,7 @@ class CachedPrefix:
 
     def __init__(self, cache: Cache, rope_boundary: int | None, *, exact: bool = False) -> None:
         self.cache = cache
+        self.gathers = [cache.gather]  # functions that move what is kept of accepted nodes of a tree
         self._rope_boundary, self._is_exact = rope_boundary, exact
         self.clear()
 
@@ -87,7 +88,8 @@ class CachedPrefix:
         length = len(path)
         self.draft = NO_NODES
         if path[-1] != length - 1:
-            self.cache.gather([self.committed + node for node in path], self.committed)
+            for gather in self.gathers:
+                gather([self.committed + node for node in path], self.committed)
         self.committed += length
         if isinstance(cached.parents, range):
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.base.timing import timed
+from specgen.base.measuring import timed
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference

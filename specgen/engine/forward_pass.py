@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,9 +36,10 @@ NO_NODES = TreeNodes([], chain_parents(0))
 
 
 class Cache(Protocol):
-    """A KV cache with one entry per token in each layer. The first `length` entries are valid when a forward pass begins.
+    """A KV cache with one entry per token of each sequence in each layer. The first `length` entries are valid.
 
-    Buffers that are allocated later have room for at least `capacity` tokens.
+    Forward passes write after the first `length` entries and leave `length` as it is. Buffers that are allocated later have room
+    for at least `capacity` tokens.
     """
 
     length: int
@@ -49,11 +50,11 @@ class Cache(Protocol):
 
         `indices` must be ascending, and no entry may move to a higher index.
         """
+        ...
 
-
-@runtime_checkable
-class ReadableCache(Protocol):
-    """A KV cache whose entries another model can read."""
+    def keep_sequences(self, kept: Sequence[int]) -> None:
+        """Drops all sequences but those with the indices `kept`, which must be ascending."""
+        ...
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the keys and of the values of a layer's first `count` entries.
@@ -89,6 +90,28 @@ class ForwardPass(NamedTuple):
     @property
     def is_chain(self) -> bool:
         return isinstance(self.draft.parents, range)
+
+
+class BatchPass(NamedTuple):
+    """One forward pass over n tokens of each of several sequences.
+
+    `ids` and `positions` are [batch, n]. `visible` [batch, n, keys] is true where a token may see a key; the model applies its
+    sliding windows itself, by `key_positions` [batch, keys], the positions of the keys' tokens. The keys are those in `cache`,
+    followed by those of the n tokens; without a cache (None) they are those of the n tokens alone.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+    key_positions: torch.Tensor
+    cache: Any = None
+
+
+def text_pass(ids: torch.Tensor) -> BatchPass:
+    """Returns the pass over one text from its beginning, without a cache. `ids` [n] are the text's token ids."""
+    positions = torch.arange(len(ids), device=ids.device)[None]
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
+    return BatchPass(ids[None], positions, causal[None], positions)
 
 
 class ModelOutput(NamedTuple):

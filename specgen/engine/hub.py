@@ -1,12 +1,11 @@
 """Finds a model's files in a local folder, or in a Hugging Face repository, which is downloaded unless it is cached.
 
-huggingface_hub takes 0.3 seconds to import, so it is imported only where a download may be necessary.
+huggingface_hub takes 0.3 seconds to import, so it is imported only for models that are no local folder.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from specgen.base.errors import RunError, SpecgenError
 
 GGUF_HINT = "llama.cpp runs GGUF files: specgen tune --export llama.cpp prints its options. Here, name the safetensors model"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
 
 
@@ -46,9 +44,7 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
         raise SpecgenError(f"{name} is a file", GGUF_HINT if name.endswith(".gguf") else "Name the folder that contains it")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
-    is_fixed = offline or _is_commit(revision or "") or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    found = _cached(name, revision) if is_fixed and not remote_code else None  # otherwise the hub may have a newer commit
-    return found or _download(name, revision, offline, remote_code, announce)
+    return _download(name, revision, offline, remote_code, announce)
 
 
 def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]) -> Path:
@@ -57,50 +53,18 @@ def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
 
 
-def _is_commit(revision: str) -> bool:
-    return re.fullmatch("[0-9a-f]{40}", revision) is not None
-
-
-def _cached(name: str, revision: str | None) -> Path | None:
-    """Returns the folder of a complete snapshot in Hugging Face's cache. None if there is none, or if it is not certain."""
-    revision = revision or "main"
-    if not _is_id(name) or ".." in revision or revision.startswith("/"):
-        return None  # huggingface_hub says what is wrong with it
-    try:
-        repository = _cache_folder() / f"models--{name.replace('/', '--')}"
-        commit = revision if _is_commit(revision) else (repository / "refs" / revision).read_text(encoding="ascii").strip()
-        folder = repository / "snapshots" / commit
-        interrupted = any((repository / "blobs").glob("*.incomplete"))
-        return folder if commit and not interrupted and _is_complete(folder) else None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def cached_snapshots(name: str) -> list[Path]:
     """Returns the folders of all versions of a model that are in Hugging Face's cache, complete or not."""
-    return list(_cache_folder().glob(f"models--{name.replace('/', '--')}/snapshots/*")) if _is_id(name) else []
-
-
-def _is_id(name: str) -> bool:
-    return re.fullmatch(r"([\w.-]+/)?[\w.-]+", name, re.ASCII) is not None
+    is_id = re.fullmatch(r"([\w.-]+/)?[\w.-]+", name, re.ASCII) is not None
+    return list(_cache_folder().glob(f"models--{name.replace('/', '--')}/snapshots/*")) if is_id else []
 
 
 def _cache_folder() -> Path:
-    """The cache folder for models, chosen by the same environment variables as in huggingface_hub."""
+    """The cache folder for models, chosen by the same environment variables as in huggingface_hub, which need not be imported."""
     found = os.environ.get("XDG_CACHE_HOME", str(Path("~", ".cache")))
     found = os.environ.get("HF_HOME", str(Path(found, "huggingface")))
     found = os.environ.get("HUGGINGFACE_HUB_CACHE", str(Path(found, "hub")))  # the older name
     return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", found))).expanduser()
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a snapshot has a configuration, a tokenizer and all its weights. An interrupted download may lack some of them."""
-    if not (folder / "config.json").is_file() or not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
-        return False
-    if (folder / "model.safetensors").is_file():
-        return True
-    shards = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"].values()
-    return all((folder / shard).is_file() for shard in shards) and bool(shards)
 
 
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:

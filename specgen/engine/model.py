@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specgen.engine.batch_pass import BatchCache, BatchPass
-from specgen.engine.forward_pass import Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
@@ -19,11 +18,11 @@ NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states 
 class ModelShape:
     """The sizes of a model.
 
-    `intermediate_size` is the width of the MLPs, None if the config states none. `context_limit` is the longest context in
-    tokens, `NO_LIMIT` if the config states none. `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other
-    rotary frequencies, None for other models. `dtype` names the weights' dtype, None if the config does not. `tied`: the head's
-    weights are the embedding's. `default_eos` is the config's end-of-sequence id or ids; where config.json is silent, the
-    family's default.
+    `intermediate_size` is the width of the MLPs, None if the config states none. `vocab_size` is the number of token ids, which
+    have an embedding and a logit each. `context_limit` is the longest context in tokens, `NO_LIMIT` if the config states none.
+    `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other rotary frequencies, None for other models.
+    `dtype` names the weights' dtype, None if the config does not. `tied`: the head's weights are the embedding's. `default_eos`
+    is the config's end-of-sequence id or ids; where config.json is silent, the family's default.
     """
 
     model_type: str
@@ -90,9 +89,8 @@ def _context(config: Any) -> tuple[int, int | None]:
 class Model(Protocol):
     """A model with its weights, on one device, to which outputs are moved if its layers are on several.
 
-    `shape` is an `Architecture` if the model's family is one that the native decoder knows. `num_embeddings` is the number of
-    token ids that the model has embeddings for, `vocab_size` the number of logits per position. `exact`: a token's logits have
-    the same bits whichever tokens are run with it, in drafts without trees.
+    `shape` is an `Architecture` if the model's family is one that the native decoder knows. `exact`: a token's logits have the
+    same bits whichever tokens are run with it, in drafts without trees.
     """
 
     @property
@@ -103,12 +101,6 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-    @property
-    def num_embeddings(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
     @property
     def exact(self) -> bool: ...
@@ -137,7 +129,7 @@ class Model(Protocol):
         """
         ...
 
-    def batch_cache(self, sequences: int) -> BatchCache:
+    def batch_cache(self, sequences: int) -> Cache:
         """Returns an empty KV cache for so many sequences, for all layers."""
         ...
 

@@ -101,7 +101,7 @@ class ModelRunner:
         cache: Cache | None = None,
     ) -> None:
         self.context_limit = model.shape.context_limit
-        self.num_embeddings, self.vocab_size = model.num_embeddings, model.vocab_size
+        self.num_embeddings = self.vocab_size = model.shape.vocab_size
         self.device = model.device
         self.cache = model.new_cache() if cache is None else cache
         self._forward = model.forward() if forward is None else forward

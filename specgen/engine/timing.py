@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from specgen.base.timing import timed
+from specgen.base.measuring import timed
 from specgen.base.types import Context
 from specgen.engine.devices import synchronizer
 from specgen.engine.model_runner import ModelRunner

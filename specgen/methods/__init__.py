@@ -75,11 +75,6 @@ def signals_of(settings: Settings) -> Signals:
     return POLICIES[settings.policy].signals_with(settings.values) if settings.policy is not None else frozenset()
 
 
-def is_random(settings: Settings) -> bool:
-    """Whether the length policy with these settings draws random numbers; false without a policy."""
-    return settings.policy is not None and POLICIES[settings.policy].random
-
-
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     """Returns the definitions of all settings of `method` with the length policy `policy`, by name.
 

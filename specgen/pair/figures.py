@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
 
-from specgen.base.energy import Energy
+from specgen.base.measuring import Energy
 from specgen.base.types import PHASES, Round
 
 _COUNTS: Mapping[str, Callable[[Round], int]] = {
@@ -28,7 +28,7 @@ _METRICS = (
 
 
 @dataclass(slots=True)
-class Summary:
+class Figures:
     """Counts tokens, target passes and seconds over the rounds of one or more runs, and computes metrics from them. More rounds
     or whole runs can be added. Rates are fractions from 0 to 1, None if nothing was drafted.
 

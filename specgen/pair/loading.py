@@ -192,7 +192,7 @@ def _load(
     if machine.launch() is not None:
         if placement is not None:
             raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
-        from specgen.engine.spread.ranks import load_distributed
+        from specgen.engine.spread.shards import load_distributed
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)

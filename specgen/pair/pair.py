@@ -32,7 +32,7 @@ from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import TRIAL_ROUNDS, DraftingKnowledge
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.measurements import Key, Measurements
 from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
@@ -52,7 +52,7 @@ class Pair:
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
-        self._target_runner = target.runner(target.penalties(target.device, target.model.vocab_size))
+        self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
         self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
@@ -99,7 +99,7 @@ class Pair:
         self.prepare(request)
         run = self.run(request)
         rounds = list(run.rounds())
-        summary = Summary(request.method.name, rounds)
+        summary = Figures(request.method.name, rounds)
         if perplexity or not request.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
         text = request.text(self.tokenizer, summary.token_ids)

@@ -17,7 +17,7 @@ from specgen.engine.parts.weights import KINDS, Kind
 from specgen.methods.method import DRAFT_MODEL, NOTHING, SKIPPED_LAYERS, Method
 
 _ALL: tuple[Kind, ...] = ("exit", *KINDS)
-_MODULES = {"exit": "early_exit", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}
+_MODULES = {"exit": "exit_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}
 
 
 def kind_for(method: Method) -> str:

@@ -3,6 +3,8 @@ the acceptance probability and SVIP's estimate of it.
 
 p is the target's distribution and q the draft's, both at temperature 1 and without penalties. H(q) is q's entropy and H(q,p) =
 H(q) + KL(q||p) the cross-entropy, in nats. A token's acceptance probability is sum(min(p, q)). Imports no torch.
+
+The fields of the records are the keys of `specgen inspect --json`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from specgen.base.types import Round, TokenStatus
 
@@ -24,6 +26,8 @@ _RATIO_EDGES = (*(1 + number / 10 for number in range(21)), math.inf)  # of H(q,
 _GROUPS = 10  # of tokens sorted by acceptance probability
 _Z95 = 1.959964
 _Item = TypeVar("_Item")
+Judged = tuple[float, bool]
+"""A number known before a token (or the level of a tree) was verified, and whether it was accepted."""
 
 
 class DraftedToken(NamedTuple):
@@ -32,8 +36,9 @@ class DraftedToken(NamedTuple):
 
     status: TokenStatus
     entropy: float
-    overlap: float
-    kl: float
+    overlap: float = math.nan
+    kl: float = math.nan
+    text: str = ""
 
     @property
     def is_recorded(self) -> bool:
@@ -41,43 +46,23 @@ class DraftedToken(NamedTuple):
         return not math.isnan(self.entropy + self.overlap + self.kl)
 
 
-class Judged(NamedTuple):
-    """A number known before a token (or the level of a tree) was verified, and whether it was accepted."""
-
-    number: float
-    accepted: bool
-
-
 @dataclass(frozen=True, slots=True)
 class AcceptanceBin:
-    """How many of the `verified` tokens of a group were accepted.
+    """How many of the `judged` tokens of a group were accepted.
 
     Tokens are grouped by a number, the draft's entropy in nats or the predicted acceptance, that is at least `low` and below
-    `high`; `mean` is its mean.
+    `high`; `mean` is its mean. `rate` is the share that was accepted, `rate_low` and `rate_high` are the ends of its 95 % Wilson
+    confidence interval.
     """
 
     low: float
     high: float
-    verified: int
+    judged: int
     accepted: int
     mean: float
-
-    @property
-    def rate(self) -> float:
-        return self.accepted / self.verified
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Both ends of the 95 % Wilson confidence interval of the acceptance rate."""
-        n, p, z = self.verified, self.rate, _Z95
-        centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers for `specgen inspect --json`."""
-        low, high = self.interval
-        counts = {"low": self.low, "high": self.high, "judged": self.verified, "accepted": self.accepted}
-        return {**counts, "rate": self.rate, "rate_low": low, "rate_high": high}
+    rate: float
+    rate_low: float
+    rate_high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +77,7 @@ class Calibration:
     predicted: float
     rate: float
     error: float
-    bins: tuple[AcceptanceBin, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers for `specgen inspect --json`."""
-        bins = [{**found.as_dict(), "predicted": found.mean} for found in self.bins]
-        return {"judged": self.judged, "predicted": self.predicted, "rate": self.rate, "error": self.error, "bins": bins}
+    bins: list[AcceptanceBin]
 
 
 def grouped(
@@ -117,10 +97,14 @@ def grouped(
 
 def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float]) -> list[AcceptanceBin]:
     """Returns the acceptance rate in each range of the judged tokens' numbers. Ranges without tokens are left out."""
-    return [
-        AcceptanceBin(low, high, len(group), sum(each.accepted for each in group), fmean(each.number for each in group))
-        for low, high, group in grouped(judged, lambda each: each.number, edges)
-    ]
+    found = []
+    for low, high, group in grouped(judged, lambda each: each[0], edges):
+        n, accepted = len(group), sum(is_accepted for _, is_accepted in group)
+        rate, square = accepted / n, _Z95 * _Z95 / n
+        half = _Z95 * math.sqrt(rate * (1 - rate) / n + square / (4 * n))
+        ends = (max(0.0, min(1.0, (rate + square / 2 + sign * half) / (1 + square))) for sign in (-1, 1))
+        found.append(AcceptanceBin(low, high, n, accepted, fmean(number for number, _ in group), rate, *ends))
+    return found
 
 
 def judged_predictions(round_: Round) -> Iterator[Judged]:
@@ -132,21 +116,17 @@ def judged_predictions(round_: Round) -> Iterator[Judged]:
     judged = accepted + (round_.verdict.source == "correction")
     for position, probability in enumerate(round_.draft.predicted[:judged]):
         if not math.isnan(probability):
-            yield Judged(probability, position < accepted)
+            yield probability, position < accepted
 
 
 def calibration_of(predictions: Sequence[Judged]) -> Calibration | None:
     """Compares predictions with what happened. Intervals without predictions are left out; None without predictions."""
     if not predictions:
         return None
-    bins = tuple(acceptance_bins(predictions, _TENTHS))
-    return Calibration(
-        len(predictions),
-        fmean(prediction.number for prediction in predictions),
-        fmean(prediction.accepted for prediction in predictions),
-        sum(found.verified * abs(found.mean - found.rate) for found in bins) / len(predictions),
-        bins,
-    )
+    bins = acceptance_bins(predictions, _TENTHS)
+    predicted, rate = (fmean(column) for column in zip(*predictions, strict=True))
+    error = sum(found.judged * abs(found.mean - found.rate) for found in bins) / len(predictions)
+    return Calibration(len(predictions), predicted, rate, error, bins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +166,9 @@ class Bounds:
     `by_entropy` has medians for ranges of the entropy (Figure 2, top). `by_acceptance` has medians for groups of equal size of
     the tokens sorted by their acceptance probability, lowest first (Figure 4).
     `pinsker_gap` and `bretagnolle_huber_gap` are the mean distances from the bounds up to the acceptance probability, and
-    `pinsker_higher` is the share of tokens for which Pinsker's bound is the higher of the two (Appendix B).
+    `pinsker_higher` is the share of tokens for which Pinsker's bound is the higher of the two (Appendix B). `pinsker_tighter`
+    says how much smaller the mean distance of Pinsker's bound is: 0.1 is 10 % smaller. Negative if it is larger; None if
+    Bretagnolle and Huber's bound is exact.
     """
 
     tokens: int
@@ -197,17 +179,10 @@ class Bounds:
     pinsker_gap: float
     bretagnolle_huber_gap: float
     pinsker_higher: float
-    entropy_ratios: tuple[RatioBin, ...]
-    by_entropy: tuple[BoundsBin, ...]
-    by_acceptance: tuple[BoundsBin, ...]
-
-    @property
-    def pinsker_tighter(self) -> float | None:
-        """How much smaller the mean distance of Pinsker's bound is than that of Bretagnolle and Huber's: 0.1 is 10 % smaller.
-
-        Negative if it is larger; None if Bretagnolle and Huber's bound is exact.
-        """
-        return 1 - self.pinsker_gap / self.bretagnolle_huber_gap if self.bretagnolle_huber_gap > 0 else None
+    pinsker_tighter: float | None
+    entropy_ratios: list[RatioBin]
+    by_entropy: list[BoundsBin]
+    by_acceptance: list[BoundsBin]
 
 
 def pinsker(divergence: float) -> float:
@@ -239,40 +214,31 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> Bounds | None:
     recorded = sorted((token for token in tokens if token.is_recorded), key=lambda token: token.overlap)
     if not recorded:
         return None
-    count = len(recorded)
+    count, groups = len(recorded), min(_GROUPS, len(recorded))
     ratios = [1 + token.kl / token.entropy for token in recorded if token.entropy > LEAST_ENTROPY]
+    counts = {low: len(found) for low, _, found in grouped(ratios, lambda ratio: ratio, _RATIO_EDGES)}
     ratio = median(ratios) if ratios else None
-    groups = min(_GROUPS, count)
-    sorted_groups = [recorded[group * count // groups : (group + 1) * count // groups] for group in range(groups)]
+    gap, other_gap = (fmean(token.overlap - bound(token.kl) for token in recorded) for bound in (pinsker, bretagnolle_huber))
+    equal = [recorded[group * count // groups : (group + 1) * count // groups] for group in range(groups)]
+
+    def medians(low: float, high: float, group: Sequence[DraftedToken]) -> BoundsBin:
+        rows = (
+            (token.entropy, token.overlap, pinsker(token.kl), bretagnolle_huber(token.kl), estimate(token.entropy, c))
+            for token in group
+        )
+        return BoundsBin(low, high, len(group), *map(median, zip(*rows, strict=True)))
+
     return Bounds(
         tokens=count,
         c=c,
         below_estimate=fmean(token.overlap < estimate(token.entropy, c) for token in recorded),
         entropy_ratio=ratio,
         measured_c=None if ratio is None else (ratio - 1) / 2,
-        pinsker_gap=fmean(token.overlap - pinsker(token.kl) for token in recorded),
-        bretagnolle_huber_gap=fmean(token.overlap - bretagnolle_huber(token.kl) for token in recorded),
+        pinsker_gap=gap,
+        bretagnolle_huber_gap=other_gap,
         pinsker_higher=fmean(pinsker(token.kl) > bretagnolle_huber(token.kl) for token in recorded),
-        entropy_ratios=_histogram(ratios),
-        by_entropy=tuple(_bounds_bin(*found, c) for found in grouped(recorded, lambda token: token.entropy, ENTROPY_EDGES)),
-        by_acceptance=tuple(_bounds_bin(group[0].overlap, group[-1].overlap, group, c) for group in sorted_groups),
+        pinsker_tighter=1 - gap / other_gap if other_gap > 0 else None,
+        entropy_ratios=[RatioBin(low, high, counts.get(low, 0)) for low, high in pairwise(_RATIO_EDGES)] if ratios else [],
+        by_entropy=[medians(*found) for found in grouped(recorded, lambda token: token.entropy, ENTROPY_EDGES)],
+        by_acceptance=[medians(group[0].overlap, group[-1].overlap, group) for group in equal],
     )
-
-
-def _bounds_bin(low: float, high: float, tokens: Sequence[DraftedToken], c: float) -> BoundsBin:
-    return BoundsBin(
-        low,
-        high,
-        len(tokens),
-        median(token.entropy for token in tokens),
-        median(token.overlap for token in tokens),
-        median(pinsker(token.kl) for token in tokens),
-        median(bretagnolle_huber(token.kl) for token in tokens),
-        median(estimate(token.entropy, c) for token in tokens),
-    )
-
-
-def _histogram(ratios: Sequence[float]) -> tuple[RatioBin, ...]:
-    """Counts ratios of cross-entropy to entropy in ranges of 0.1; empty without ratios."""
-    counts = {low: len(found) for low, _, found in grouped(ratios, lambda ratio: ratio, _RATIO_EDGES)}
-    return tuple(RatioBin(low, high, counts.get(low, 0)) for low, high in pairwise(_RATIO_EDGES)) if ratios else ()

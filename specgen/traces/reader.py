@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
 _SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
@@ -65,11 +65,24 @@ class TracedRun:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the run ended. None if it was cut off."""
-        return None if self.summary is None else cast(FinishReason, self.summary["finish_reason"])
+        return None if self.summary is None else self.summary["finish_reason"]
 
-    def fold(self) -> Summary:
-        """Computes the summary from the rounds, so that it also exists for a run that was cut off."""
-        return Summary(self.method, (traced.round for traced in self.rounds))
+    def fold(self) -> Figures:
+        """Returns the run's figures, computed from its rounds, so that they also exist for a run that was cut off."""
+        figures = Figures(self.method)
+        self.add_to(figures)
+        return figures
+
+    def add_to(self, figures: Figures) -> None:
+        """Adds the run's rounds, or if another program decoded it, which writes no rounds, what its summary line says."""
+        for traced in self.rounds:
+            figures.add(traced.round)
+        if not self.rounds and self.summary is not None:
+            keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
+            line: dict[str, Any] = {name: self.summary.get(name, 0) for name in keys}
+            figures.include(
+                line | {"rounds": line["target_passes"], "token_ids": self.summary["token_ids"], "phase_seconds": None}
+            )
 
     def texts(self) -> dict[int, str]:
         """The texts of all drafted, correction and bonus tokens in the run, by token id."""
@@ -82,6 +95,8 @@ class TracedRun:
 
 
 _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 _Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
 
@@ -117,9 +132,9 @@ class _RoundLine(BaseModel):
     overlap: _Figures = None
     kl: _Figures = None
     policy: dict[str, Any] | None = None
-    target_passes: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    unjudged: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-    seconds: dict[str, Annotated[float, Field(ge=0, lt=1e12)]]
+    target_passes: Annotated[_Count, Field(ge=1)] = 1
+    unjudged: _Count = 0
+    seconds: dict[str, _Seconds]
 
 
 class _SummaryLine(BaseModel):
@@ -127,6 +142,11 @@ class _SummaryLine(BaseModel):
     text: str
     token_ids: list[_TokenId]
     finish_reason: FinishReason
+    drafts: _Count = 0
+    drafted: _Count = 0
+    accepted: _Count = 0
+    target_passes: _Count = 0
+    seconds: _Seconds = 0.0
 
 
 _LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminator="type")]
@@ -218,12 +238,12 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
     }
     chain = range(-1, count - 1)
     parents = chain if line.parents == list(chain) else tuple(line.parents)  # a range saves memory
+    predicted = figures["predicted"]
     verdict = Verdict(_path(line, where), line.token_id, line.source)
-    draft = Draft(line.draft_ids, parents, None, figures["entropies"], figures["top_probs"], line.stop_reason)
-    if predicted := figures["predicted"]:
-        if len(predicted) != draft.levels:
-            _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
-        draft = replace(draft, predicted=predicted)
+    known = figures["entropies"], figures["top_probs"], line.stop_reason
+    draft = Draft(line.draft_ids, parents, None, *known, predicted=predicted)
+    if predicted and len(predicted) != draft.levels:
+        _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
         seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
@@ -242,9 +262,9 @@ def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
         depth = depths.get(parent)
         if depth is not None and line.accepted_ids[depth : depth + 1] == [token]:
             depths[node] = depth + 1
-    if len(line.accepted_ids) not in depths.values():
+    node = next((node for node, depth in depths.items() if depth == len(line.accepted_ids)), -2)
+    if node == -2:
         _refuse(where, "accepted_ids has tokens that were not drafted")
-    node = next(node for node, depth in depths.items() if depth == len(line.accepted_ids))
     path: list[int] = []
     while node >= 0:
         path.append(node)
@@ -253,4 +273,4 @@ def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(cast(float, value)) < 1e300  # false for infinities
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # false for infinities

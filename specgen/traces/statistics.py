@@ -7,16 +7,14 @@ target's distribution and q the draft's. Entropies and divergences are in nats. 
 
 from __future__ import annotations
 
-import itertools
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import StatisticsError, correlation, fmean, median, pstdev
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from specgen.base.types import Round, TokenStatus
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.traces.acceptance import (
     ENTROPY_EDGES,
     AcceptanceBin,
@@ -33,7 +31,7 @@ from specgen.traces.acceptance import (
 from specgen.traces.reader import TracedRound, TracedRun
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
-_LARGEST = 1e12  # of a Beta distribution's parameters, which count tokens
+_LARGEST = 1e6  # of a Beta distribution's parameters, which count tokens
 _Z90 = 1.644854
 
 
@@ -64,10 +62,10 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """What a bandit policy believes about the acceptance probability after round `index`: the mean of its posterior, and both
-    ends of the central 90 % interval."""
+    """What a bandit policy believes about the acceptance probability after a round: the mean of its posterior, and both ends of
+    the central 90 % interval."""
 
-    index: int
+    round: int
     mean: float
     low: float
     high: float
@@ -97,7 +95,7 @@ class AcceptedRuns:
     The theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
     deviation of the runs' lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
 
-    `Summary.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
+    `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
     """
 
     complete: int
@@ -110,7 +108,7 @@ class AcceptedRuns:
     unfinished: int
 
 
-def accepted_runs(summary: Summary, lengths: Sequence[int]) -> AcceptedRuns | None:
+def accepted_runs(summary: Figures, lengths: Sequence[int]) -> AcceptedRuns | None:
     """Returns the statistics of the complete runs with these lengths; None if nothing was rejected.
 
     `summary` counts the accepted tokens and the rejections of the same outputs, unfinished runs included.
@@ -128,14 +126,13 @@ class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
     def __init__(self, method: str) -> None:
-        self.summary = Summary(method)
+        self.summary = Figures(method)
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
-        self.has_distributions = False  # overlap and KL(q||p) were recorded for at least one round
         self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens
         self.runs = 0
-        self.lengths, self.accepted_lengths = array("l"), array("l")  # tokens per round, without prefills
-        self.accepted_runs = array("l")  # accepted tokens before each rejection
+        self.lengths: list[tuple[int, int]] = []  # drafted and accepted tokens of each round that is no prefill
+        self.accepted_runs: list[int] = []  # accepted tokens before each rejection
         self.branches = False  # drafts are trees, or several chains at once
         self.speeds: list[float] = []  # tokens per second of each run
         self.c = AUTHORS_C  # SVIP's constant: the first run's setting c, or if it has none AUTHORS_C
@@ -144,41 +141,30 @@ class TraceStatistics:
         self.runs += 1
         if self.runs == 1:
             self.c = setting(run, "c") or AUTHORS_C
-        tokens, seconds = self.summary.new_tokens, self.summary.seconds
+        run.add_to(self.summary)
+        self.accepted_runs += complete_runs(traced.round for traced in run.rounds)
+        if speed := run.fold().tokens_per_second:
+            self.speeds.append(speed)
         for traced in run.rounds:
-            self.summary.add(traced.round)
             self._add_draft(traced)
-        self.accepted_runs.extend(complete_runs(traced.round for traced in run.rounds))
-        if not run.rounds and run.summary is not None:  # decoded by another program, which writes no rounds
-            keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
-            line: dict[str, Any] = {name: known_number(run.summary, name) for name in keys}
-            line |= {"rounds": line["target_passes"], "token_ids": run.summary["token_ids"]}
-            self.summary.include(line | {"phase_seconds": {"other": line["seconds"]}})
-        if self.summary.seconds > seconds:
-            self.speeds.append((self.summary.new_tokens - tokens) / (self.summary.seconds - seconds))
 
     def _add_draft(self, traced: TracedRound) -> None:
-        draft = traced.round.draft
-        self.branches |= not draft.is_chain
-        if traced.round.index:
-            self.lengths.append(len(draft.tokens))
-            self.accepted_lengths.append(len(traced.round.verdict.path))
-        self.predictions += judged_predictions(traced.round)
-        if draft.entropies:
-            self.has_distributions |= bool(traced.overlap)
-            unknown = [math.nan] * len(draft.entropies)
-            figures = zip(traced.round.statuses, draft.entropies, traced.overlap or unknown, traced.kl or unknown, strict=True)
-            self.tokens += itertools.starmap(DraftedToken, figures)
-            self._add_outcome(traced.round)
-
-    def _add_outcome(self, round_: Round) -> None:
-        """Adds a round's draft to `drafts`, unless one of the entropies of its verified tokens is unknown.
+        """Adds a round's draft: to `drafts` unless one of the entropies of its verified tokens is unknown.
 
         Children of a node of a draft tree share a distribution, so of several rejected ones the first counts.
         """
-        path, statuses = round_.verdict.path, round_.statuses
+        draft, path, statuses = traced.round.draft, traced.round.verdict.path, traced.round.statuses
+        self.branches |= not draft.is_chain
+        if traced.round.index:
+            self.lengths.append((len(statuses), len(path)))
+        self.predictions += judged_predictions(traced.round)
+        if not draft.entropies:
+            return
+        unknown = [math.nan] * len(statuses)
+        figures = statuses, draft.entropies, traced.overlap or unknown, traced.kl or unknown, traced.draft_texts
+        self.tokens += map(DraftedToken, *figures)
         rejected = [statuses.index(TokenStatus.REJECTED)] if TokenStatus.REJECTED in statuses else []
-        entropies = [round_.draft.entropies[node] for node in (*path, *rejected)]
+        entropies = [draft.entropies[node] for node in (*path, *rejected)]
         if entropies and not math.isnan(mean := fmean(entropies)):
             self.drafts.append(DraftOutcome(mean, len(statuses), len(path)))
 
@@ -194,7 +180,7 @@ class TraceStatistics:
     def acceptance_by_entropy(self) -> list[AcceptanceBin]:
         """Returns the acceptance rate of verified tokens for each range of the draft's entropy (SVIP, Figure 2, top)."""
         verified = (token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
-        return acceptance_bins((Judged(each.entropy, each.status is TokenStatus.ACCEPTED) for each in verified), ENTROPY_EDGES)
+        return acceptance_bins(((each.entropy, each.status is TokenStatus.ACCEPTED) for each in verified), ENTROPY_EDGES)
 
     def accepted_length_by_entropy(self) -> list[LengthBin]:
         """Returns the accepted tokens per draft for each range of the draft's mean entropy (SVIP, Figures 2, bottom, and 8).
@@ -234,42 +220,37 @@ class TraceStatistics:
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
-        bounds, runs, calibration = self.bounds(), self.runs_of_accepted(), self.calibration()
+        calibration = _plain(self.calibration())
+        for found in calibration["bins"] if calibration else ():
+            found["predicted"] = found.pop("mean")
         return {
             **figures,
             "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
-            "accepted_runs": None if runs is None else asdict(runs),
-            "acceptance_by_entropy": [_without_infinity(found.as_dict().items()) for found in self.acceptance_by_entropy()],
-            "accepted_length_by_entropy": [
-                asdict(found, dict_factory=_without_infinity) for found in self.accepted_length_by_entropy()
-            ],
+            "accepted_runs": _plain(self.runs_of_accepted()),
+            "acceptance_by_entropy": _plain(self.acceptance_by_entropy()),
+            "accepted_length_by_entropy": _plain(self.accepted_length_by_entropy()),
             "length_correlation": self.length_correlation(),
-            "calibration": None if calibration is None else calibration.as_dict(),
-            "bounds": None
-            if bounds is None
-            else {**asdict(bounds, dict_factory=_without_infinity), "pinsker_tighter": bounds.pinsker_tighter},
+            "calibration": calibration,
+            "bounds": _plain(self.bounds()),
         }
+
+
+def _plain(found: Any) -> Any:
+    """Returns a record or a list of records as JSON values. JSON has no infinity: the upper edge of the last range is None."""
+    if isinstance(found, list):
+        return [_plain(each) for each in found]
+    return None if found is None else asdict(found, dict_factory=_finite)
+
+
+def _finite(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if value == math.inf else value for name, value in items}
 
 
 def setting(run: TracedRun, name: str) -> float | None:
     """Returns the run's setting `name` if it is a finite number, otherwise None."""
     value = run.start["settings"].get(name)
     return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
-
-
-def known_number(line: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of `name` in a summary line written by another program, 0 if it is missing or not a plausible number. The
-    trace reader does not check these keys."""
-    value = line.get(name)
-    is_number = type(value) is int or (type(value) is float and name == "seconds")
-    return value if is_number and 1e-30 <= cast(float, value) < 1e12 else 0
-
-
-def _without_infinity(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the items as a dictionary in which infinity (the upper edge of the last entropy range) is replaced by None, because
-    JSON has no infinity."""
-    return {name: None if value == math.inf else value for name, value in items}
 
 
 def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
@@ -304,34 +285,20 @@ def beta_quantile(alpha: float, beta: float, share: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        if _beta_below(alpha, beta, middle) < share:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _beta_below(alpha, beta, middle) < share else (low, middle)
     return (low + high) / 2
 
 
 def _beta_below(a: float, b: float, x: float) -> float:
-    """The probability that Beta(a, b) is below x: the regularised incomplete beta function, computed by its continued fraction
-    (Lentz's method)."""
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    if x < (a + 1) / (a + b + 2):
-        return front * _beta_fraction(a, b, x) / a
-    return 1 - front * _beta_fraction(b, a, 1 - x) / b
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    tiny = 1e-300
-    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
-    value = d
-    for m in range(1, 400):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            c = (1 + term / c) or tiny
-            d = 1 / ((1 + term * d) or tiny)
-            value *= c * d
-        if abs(c * d - 1) < 1e-10:
-            break
-    return value
+    """The probability that Beta(a, b) is below x: the regularised incomplete beta function, by its power series, whose terms fall
+    from the first one on below the mean (Abramowitz and Stegun, 26.5.4)."""
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_below(b, a, 1 - x)
+    log_term = math.lgamma(a + b) - math.lgamma(a + 1) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    total = term = math.exp(log_term)
+    number = 0
+    while term > 1e-9 * total:
+        term *= x * (a + b + number) / (a + 1 + number)
+        total += term
+        number += 1
+    return total

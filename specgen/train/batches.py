@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from specgen.engine.batch_pass import BatchPass
+from specgen.engine.forward_pass import BatchPass
 from specgen.train.corpus import Part
 from specgen.train.task import TrainingTask
 

@@ -102,7 +102,7 @@ class DraftObjective(Objective):
 
     def check(self, task: TrainingTask) -> None:
         if self.draft.translation is not None:
-            check_overlap(self.draft.translation, task, self.draft.model.num_embeddings)
+            check_overlap(self.draft.translation, task, self.draft.model.shape.vocab_size)
 
     def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
         """Has the target predict after the tokens of its texts and, unless there are prompts, of twice as many corpus texts."""

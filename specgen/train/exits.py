@@ -16,19 +16,19 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.batch_pass import BatchPass, text_pass
+from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.early_exit import make_runners
 from specgen.engine.parts.exit_layers import (
     ExitLayers,
+    ExitWeights,
     check_exit_depth,
     check_exit_layers,
     default_exit_depth,
     known_architecture,
+    make_runners,
 )
 from specgen.engine.parts.trained_part import ExitDescription, open_part, replace_predictor, round_as_saved, save_exit
-from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import Part

@@ -66,7 +66,7 @@ def _layer_config(target: LoadedModel) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_size,
         "max_position_embeddings": shape.context_limit,
-        "vocab_size": target.model.vocab_size,
+        "vocab_size": target.model.shape.vocab_size,
         "tie_word_embeddings": False,
     }
 

@@ -57,7 +57,7 @@ class Objective(ABC):
     def __init__(self, target: LoadedModel) -> None:
         """Raises SpecgenError if this cannot be trained for the target; before any text is generated."""
         self.target, self.model = target, target.model
-        self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.vocab_size
+        self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}

@@ -19,8 +19,8 @@ import torch
 
 from specgen.base.errors import SpecgenError, nan_logits
 from specgen.base.files import write_whole
-from specgen.engine.batch_pass import BatchPass, text_pass
 from specgen.engine.devices import free_memory
+from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.inference_mode import inference
 from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part, parts_of
 from specgen.train.divergence import most_probable

@@ -35,7 +35,7 @@ from specgen.train.texts import PredictedText, Text
 MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
 _MAX_UNWRITABLE = 0.01  # of the training text's tokens
 _CHECKED_TOKENS = 20_000
-_READ_CONTEXT = 0.25  # of a corpus text: the share at its beginning that is translated as a prompt
+_READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
 _HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
 
 

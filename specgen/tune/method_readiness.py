@@ -61,7 +61,7 @@ def readiness(target: PreparedModel, parts: TrainedParts, *, has_draft: bool, by
 def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, Readiness]:
     """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
     shape, cpu = target.shape, torch.device("cpu")
-    sizes = SimpleNamespace(shape=shape, vocab_size=shape.vocab_size, num_embeddings=shape.vocab_size, device=cpu)
+    sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded = SimpleNamespace(name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes)
     store = PartStore(cast("LoadedModel", unloaded), is_bundled=target.source.label == "demo/target")
     if parts.exit_layer is not None:
@@ -100,25 +100,28 @@ def _readiness(
     return Readiness(True)
 
 
-def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
-    """Returns for each method whether it can run on the loaded pair.
+def obstacle(pair: Pair, name: str) -> SpecgenError | None:
+    """Returns the error with which the method cannot be prepared for decoding with the loaded pair; None if it can."""
+    method = methods.METHODS[name]
+    # settings that are `auto` by default would have to be measured: they are given
+    given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
+    given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
+    if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
+        given |= {"translation": "text"}
+    try:
+        pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))
+    except SpecgenError as error:
+        return error
+    return None
 
-    It corrects `found`, which was read from the files: a method that cannot be prepared for decoding is not ready, with the
-    error.
-    """
-    checked = {}
-    for name, method in methods.METHODS.items():
-        try:
-            # settings that are `auto` by default would have to be measured: they are given
-            given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
-            given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
-            if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
-                given |= {"translation": "text"}
-            pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))
-            checked[name] = found[name]
-        except SpecgenError as error:
-            checked[name] = Readiness(False, error.message, error.hint) if found[name].ready else found[name]
-    return checked
+
+def planned(pair: Pair, found: Mapping[str, Readiness]) -> dict[str, Readiness]:
+    """Returns for each method whether it can run on the loaded pair: `found`, which was read from the files, corrected."""
+    errors = {name: obstacle(pair, name) for name in methods.METHODS}
+    return {
+        name: found[name] if error is None or not found[name].ready else Readiness(False, error.message, error.hint)
+        for name, error in errors.items()
+    }
 
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:

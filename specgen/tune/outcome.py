@@ -1,17 +1,26 @@
-"""Candidates (methods with settings and speeds), their selection, and the result of a tuning. Imports no torch."""
+"""What a tuning is asked for, the settings that it tries, and its result. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from specgen.base.settings import written
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.methods import METHODS
-from specgen.tune.candidates import GivenSettings, distance_from_defaults
+from specgen.methods import METHODS, POLICIES, known_settings
+from specgen.methods.method import Grid
 
+if TYPE_CHECKING:
+    from specgen.compare.prompts import Prompt
+
+GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed"]
 PLAIN = "ar"
 AS_FAST = 0.97  # settings with at least this share of the best expected speed count as equally fast
@@ -19,6 +28,165 @@ EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a 
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
 PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
+LEAST_PERCENTAGE = 100  # from here on, a bound of the perplexity is taken for a percentage without its sign
+ClockFunction = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A time limit: the moment when `clock`, which returns seconds, reads `at`.
+
+    Tests pass a clock that counts how often it is read.
+    """
+
+    at: float
+    clock: ClockFunction = time.perf_counter
+
+    @classmethod
+    def after(cls, seconds: float, clock: ClockFunction = time.perf_counter) -> Deadline:
+        return cls(clock() + seconds, clock)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, negative after it."""
+        return self.at - self.clock()
+
+    def share(self, fraction: float) -> Deadline:
+        """Returns an earlier deadline: the moment when `fraction` of the time that is left now has passed."""
+        now = self.clock()
+        return Deadline(now + fraction * (self.at - now), self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """How the settings of lossy methods are chosen, by their output's perplexity under the target and by their speed.
+
+    With `lowest_perplexity` the settings of the lowest perplexity are chosen (MTAD, Appendix F). Otherwise the fastest of those
+    whose perplexity is at most `bound`, or `bound` times plain decoding's if `is_relative`.
+    """
+
+    lowest_perplexity: bool = False
+    bound: float = 1.0
+    is_relative: bool = True
+
+    @classmethod
+    def parse(cls, objective: str, max_perplexity: str | None) -> Objective:
+        """Reads the options `--objective` and `--max-perplexity` (None: not given). Raises SpecgenError if one is wrong."""
+        if objective not in ("speed", "perplexity"):
+            raise SpecgenError(f"--objective is {objective!r}", "It has to be speed or perplexity")
+        if max_perplexity is None:
+            return cls(objective == "perplexity")
+        if objective == "perplexity":
+            hint = "It bounds the perplexity where --objective is speed"
+            raise SpecgenError("--max-perplexity cannot be combined with --objective perplexity", hint)
+        number = max_perplexity.strip().removesuffix("%")
+        is_relative = number != max_perplexity.strip()
+        try:
+            bound = float(number) / (100 if is_relative else 1)
+        except ValueError:
+            bound = math.nan
+        if not (0 if is_relative else 1) < bound < math.inf:
+            hint = "Give a number above 1, or a percentage of plain decoding's such as 105%"
+            raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
+        if not is_relative and bound >= LEAST_PERCENTAGE:
+            hint = f"A perplexity has to be below {LEAST_PERCENTAGE}; write {number}% for a percentage of plain decoding's"
+            raise SpecgenError(f"--max-perplexity is {max_perplexity}", hint)
+        return cls(bound=bound, is_relative=is_relative)
+
+    def limit(self, plain_perplexity: float) -> float:
+        """Returns the largest perplexity that is accepted, from plain decoding's."""
+        if self.lowest_perplexity:
+            return math.inf
+        return self.bound * plain_perplexity if self.is_relative else self.bound
+
+    def in_words(self, plain_perplexity: float) -> str:
+        return (
+            "lowest perplexity" if self.lowest_perplexity else f"speed at a perplexity up to {self.limit(plain_perplexity):.3f}"
+        )
+
+
+BY_SPEED = Objective()
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRequest:
+    """What to tune, on which prompts and until when.
+
+    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template. `objective` says how the
+    settings of lossy methods are chosen.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    deadline: Deadline
+    names: Sequence[str] | None = None
+    chat: bool = False
+    objective: Objective = BY_SPEED
+
+    @property
+    def seeded_sampling(self) -> SamplingParams:
+        """`sampling` with seed 0 if it has no seed."""
+        return replace(self.sampling, seed=self.sampling.seed or 0)
+
+
+class TuningObserver(Protocol):
+    """Receives a text when a step begins (`doing`) and when it ends (`done`). It is not called while something is timed."""
+
+    def doing(self, what: str) -> None: ...
+
+    def done(self, what: str) -> None: ...
+
+
+SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded and not method.stands_for)
+"""The methods whose drafts are chains of one drafter: a round costs the same for all that draft alike. Others are searched: the
+rounds of each shape of a tree, of several drafts or of beams are timed."""
+SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
+
+
+def grid(name: str) -> list[GivenSettings]:
+    """Returns all combinations of settings that are tried for the method `name`: the defaults, then those near them.
+
+    These differ in one setting. The others are shuffled: a search that runs out of time has then tried some from the whole
+    range. The values are those in `Method.grids`; without any, those that the settings of its length policy list
+    (`Setting.tuned`).
+    """
+    method = METHODS[name]
+    grids = method.grids
+    if grids is None:
+        assert method.policy is not None
+        grids = [{setting: known.tuned for setting, known in POLICIES[method.policy].settings.items() if known.tuned}]
+    found = _combinations(grids)
+    Random(0).shuffle(found)
+    return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
+
+
+def searched_grid(name: str) -> list[GivenSettings]:
+    """Returns the settings of trees that are searched besides for a method whose other drafts are chains."""
+    return _combinations(METHODS[name].searched_grids)
+
+
+def _combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
+    return [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
+
+
+def distance_from_defaults(name: str, settings: GivenSettings) -> int:
+    """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
+    method = METHODS[name]
+    policy = settings.get("policy", method.policy)
+    known = known_settings(method, None if policy is None else str(policy))
+    own = [key not in known or known[key].default != value for key, value in settings.items() if key != "policy"]
+    return (policy != method.policy) + sum(own)
+
+
+def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:
+    """Yields (method, settings): the first settings of every method, then the second of every method, and so on.
+
+    A search that runs out of time has then tried some settings of every method.
+    """
+    for position in range(max(map(len, grids.values()), default=0)):
+        for name, settings in grids.items():
+            if position < len(settings):
+                yield name, settings[position]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,70 +1,53 @@
 """Tunes a pair of target and draft model: finds the fastest method and settings on this machine.
 
-The steps: record the target's output and the drafts, measure the costs of rounds, simulate all settings, search draft trees and
-beams, run the most promising methods on the real models, choose. Each step takes a share of the time that is left.
+The steps: record the target's output, measure the costs of rounds, simulate all settings, run the most promising methods on the
+real models, choose. Each step takes a share of the time that is left.
+
+A draft with rounded weights (`--draft-dtype int8`) is tried too: rounding makes a draft pass shorter where it is bound by memory,
+and some of what it drafts worse. Both are measured, and simulated runs of one method say which draft gives the larger speedup
+over plain decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
-from specgen.methods.method import training_command
-from specgen.pair.pair import capture_passes, draft_worker, has_flexible_window, pass_costs, runners
-from specgen.pair.request import typical_length
-from specgen.tune import draft_dtypes
-from specgen.tune.candidates import SEARCHED, SIMULATED, grid, searched_grid
-from specgen.tune.confirmation import FEWEST_PROMPTS, confirm
-from specgen.tune.outcome import PLAIN, Candidate, TuningOutcome, by_speed, counted, plain_of, shortlist
-from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, mean_acceptance, record_reference
-from specgen.tune.request import TuningObserver, TuningRequest
-from specgen.tune.round_timing import measure_costs
-from specgen.tune.settings_search import expected, search, simulate_grids, tuned_skips
-from specgen.tune.simulated_runs import SimulatedRuns
-from specgen.tune.simulation import PairMeasurements, run_seed
+from specgen.pair.pair import capture_passes
+from specgen.tune.method_readiness import obstacle
+from specgen.tune.outcome import (
+    AS_FAST,
+    PLAIN,
+    SEARCHED,
+    SIMPLE,
+    Candidate,
+    Deadline,
+    TuningOutcome,
+    by_speed,
+    counted,
+    grid,
+    plain_of,
+    searched_grid,
+    shortlist,
+)
+from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference
+from specgen.tune.settings_search import FEWEST_PROMPTS, SOME, best_of_each, confirm, expected, search, tuned_skips
+from specgen.tune.simulator import Simulator, run_seed
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
+    from specgen.tune.outcome import TuningObserver, TuningRequest
 
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS = 0.15, 0.28, 0.2, 0.45, 0.6, 0.4
+RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS, ROUNDED, COMPARED = 0.15, 0.28, 0.3, 0.5, 0.6, 0.4, 0.7, 0.1
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
-_DRAFTER_LABELS = {"model": "the draft's", "exit": "the exit layer's"}
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The methods to tune, grouped by how they are tuned.
-
-    `simulated` methods are simulated on recorded drafts. `searched` methods (trees, several drafts, beams) run their real
-    drafters. `skips`: whether to search for layers to skip (`selfsd`). `left_out` gives the reason for each method that cannot be
-    tuned.
-    """
-
-    simulated: Sequence[str]
-    searched: Sequence[str]
-    skips: bool
-    left_out: Mapping[str, str]
-
-    def without(self, failures: Mapping[str, str]) -> Selection:
-        """Returns the selection without the simulated methods that failed.
-
-        `failures` has the reason for each drafter (`model`, `exit`) or kind of rounds (such as `parallel`, PEARL) that failed.
-        """
-        reasons = {
-            name: failures[kind]
-            for name in self.simulated
-            for kind in (methods.METHODS[name].cost_kind, methods.METHODS[name].drafts)
-            if kind in failures
-        }
-        return replace(
-            self, simulated=[name for name in self.simulated if name not in reasons], left_out={**self.left_out, **reasons}
-        )
+LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
+_DRAFTERS = {"model": ("sd", "the draft's"), "exit": ("eesd-fixed", "the exit layer's")}  # a method that drafts so, and in words
 
 
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
@@ -73,23 +56,28 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: 
     Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
     mostly before anything is measured.
     """
-    _check_named(request.names, select_methods(pair, request.names).left_out)
-    selection, measurements = measure_pair(pair, request, observer)
-    _check_named(request.names, selection.left_out)
-    draft_dtype = None
-    if rounded is not None and (names := draft_dtypes.methods_with_draft(selection.simulated)):
-        again = replace(request, names=names, deadline=request.deadline.share(draft_dtypes.SHARE))
+    names, left_out = select_methods(pair, request.names)
+    _check_named(request.names, left_out)
+    references = record_references(pair, request, observer)
+    simulator, acceptance, failures = measure_pair(pair, names, references, request, request.deadline, observer)
+    names, left_out = [name for name in names if name not in failures], {**left_out, **failures}
+    _check_named(request.names, left_out)
+    draft_dtype, with_draft = None, [name for name in names if methods.METHODS[name].needs_draft_model and name in SIMPLE]
+    if rounded is not None and with_draft:
         assert rounded.draft is not None
+        dtype = rounded.draft.dtype_name
         try:
-            _, with_rounded = measure_pair(rounded, again, observer, measurements.references)
-            if draft_dtypes.is_faster(with_rounded, measurements, names, request.deadline, observer, rounded.draft.dtype_name):
-                pair, draft_dtype = rounded, rounded.draft.dtype_name
-                measurements = draft_dtypes.merged(measurements, with_rounded)
+            deadline = request.deadline.share(ROUNDED)
+            other, share, _ = measure_pair(rounded, [PLAIN, *with_draft], references, request, deadline, observer)
+            if is_faster(other, simulator, (share, acceptance), with_draft, request.deadline.share(COMPARED), observer, dtype):
+                other.costs = {**simulator.costs, **other.costs}
+                pair, simulator, draft_dtype, acceptance = rounded, other, dtype, share
         except SpecgenError as error:
-            selection = replace(selection, left_out={**selection.left_out, f"{rounded.draft.dtype_name} draft": error.message})
-    outcome = choose_method(pair, request, selection, measurements, observer)
-    _check_named(request.names, outcome.left_out)
-    return replace(outcome, draft_dtype=draft_dtype)
+            left_out[f"{dtype} draft"] = error.message
+    candidates, reasons = choose_settings(pair, request, names, simulator, observer)
+    left_out |= reasons
+    _check_named(request.names, left_out)
+    return replace(outcome_of(simulator, candidates, request.sampling, left_out, acceptance), draft_dtype=draft_dtype)
 
 
 def _check_named(names: Sequence[str] | None, left_out: Mapping[str, str]) -> None:
@@ -101,14 +89,14 @@ def _check_named(names: Sequence[str] | None, left_out: Mapping[str, str]) -> No
         raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
 
-def select_methods(pair: Pair, names: Sequence[str] | None) -> Selection:
-    """Returns which of the methods `names` (None: all) can be tuned for this pair. Plain decoding is always included."""
+def select_methods(pair: Pair, names: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """Returns which of the methods `names` (None: all) can be tuned for this pair, and why others cannot.
+
+    Plain decoding is always included.
+    """
     wanted = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
     reasons = {name: reason for name in wanted if (reason := _obstacle(pair, name, named=names is not None)) is not None}
-    usable = [name for name in wanted if name not in reasons]
-    return Selection(
-        [name for name in usable if name in SIMULATED], [name for name in usable if name in SEARCHED], "selfsd" in usable, reasons
-    )
+    return [name for name in wanted if name not in reasons and not methods.METHODS[name].stands_for], reasons
 
 
 def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
@@ -116,57 +104,50 @@ def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
     method = methods.METHODS[name]
     if method.is_yardstick:
         return "it is always slower than plain decoding" if named else None
-    if method.uses_draft_model and pair.draft is None:
+    if method.skips_layers and not named:
+        return f"its layers are searched for only with --methods {name}"
+    if method.uses_draft_model and pair.draft is None:  # also if copying would do
         return "there is no draft model"
     if method.uses_draft_model and pair.draft is not None and pair.draft.refusal is not None:
         return pair.draft.refusal.message
-    if method.needs_exit_layer and pair.parts.load("exit") is None:
-        return str(pair.parts.refusal("exit") or "there is no exit layer (specgen tune --train)")
-    if method.head and pair.parts.find(method.head) is None:
-        return str(pair.parts.refusal(method.head) or f"there is no head ({training_command(method.head, None)})")
-    if name == "eesd-cali" and not pair.parts.has_predictor():
-        return "the exit layer has no predictor"
-    if name == "selfsd" and not named:
-        return "its layers are searched for only with --methods selfsd"
-    return None
+    error = obstacle(pair, name)
+    return None if error is None else error.message
 
 
-def measure_pair(
-    pair: Pair, request: TuningRequest, observer: TuningObserver, references: Sequence[ReferenceOutput] | None = None
-) -> tuple[Selection, PairMeasurements]:
-    """Records the target's output and the drafts, and measures the costs of rounds. `references` are outputs recorded before.
+def worth_rounding(pair: Pair) -> bool:
+    """Whether the draft model is so large that its passes may be bound by reading its weights."""
+    if pair.draft is None or pair.draft.refusal is not None:  # no tuned method runs one whose tokens cannot be translated
+        return False
+    return sum(path.stat().st_size for path in pair.draft.folder.glob("*.safetensors")) >= LEAST_BYTES
 
-    Returns the methods to tune, without those that could not be measured, and the measurements.
+
+def is_faster(
+    rounded: Simulator,
+    stored: Simulator,
+    accepted: tuple[float | None, float | None],
+    names: Sequence[str],
+    deadline: Deadline,
+    observer: TuningObserver,
+    dtype: str,
+) -> bool:
+    """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
+
+    `accepted` are the shares of the rounded and of the stored draft's tokens that the target accepts. One of the methods `names`
+    is simulated with both drafts and the same settings, and compared by its largest speedups over plain decoding.
     """
-    selection, sampling = select_methods(pair, request.names), request.seeded_sampling
-    if "pearl" in selection.simulated:  # a draft process that starts during a measurement would slow it
-        observer.doing("waiting for the draft's process")
-        try:
-            pair.prepare(pair.request([1], "pearl", SamplingParams(max_new_tokens=1), window=1))
-        except SpecgenError as error:
-            selection = selection.without({"parallel": error.message})
-    if references is None:
-        references = record_references(pair, request, observer)
-        tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
-        observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
-    observer.doing("recording what the draft model drafts")
-    drafts, failures = record_drafts(pair, selection, references, sampling)
-    selection = selection.without(failures)
-    accepted = [f"{mean:.0%} of {_DRAFTER_LABELS[drafter]} tokens" for drafter, mean in mean_acceptance(drafts).items()]
-    if accepted:
-        observer.done(f"the target accepts {' and '.join(accepted)}")
-    kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in selection.simulated))
-    measured = measure_costs(pair, kinds, references, sampling, request.deadline.share(COSTS), observer.doing)
-    observer.done(measured.description)
-    flags = pair.parts.has_predictor(), has_flexible_window(pair, sampling)
-    overlap = None
-    if "parallel" in measured.costs and draft_worker(pair).kind == "stream":
-        overlap = pass_costs(pair, typical_length(len(references[0].prompt_ids), references[0].limit), sampling)
-    measurements = PairMeasurements(
-        references, drafts, measured.costs, measured.slowdown, *flags, temperature=sampling.temperature, parallel_costs=overlap
-    )
-    pair.measurements.tuned_costs = measured.costs
-    return selection.without(measured.failures), measurements
+    name, both, best = "sd" if "sd" in names else names[0], (rounded, stored), [0.0, 0.0]
+    plain = [expected(each, PLAIN, {}).predicted for each in both]
+    for tried, settings in enumerate(grid(name)):
+        if tried and deadline.left < 0:
+            break
+        best = [max(known, expected(each, name, settings).predicted) for known, each in zip(best, both, strict=True)]
+    speedups = [speed / slow for speed, slow in zip(best, plain, strict=True)]
+    better = AS_FAST * speedups[0] > speedups[1]
+    figures = [
+        f"{speedup:.2f}× expected with {share or 0:.0%} accepted" for speedup, share in zip(speedups, accepted, strict=True)
+    ]
+    observer.done(f"{dtype} draft: {figures[0]}, else {figures[1]}: {'taken' if better else 'not taken'}")
+    return better
 
 
 def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
@@ -188,112 +169,142 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
             references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
+    tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
+    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
     return references
 
 
-def record_drafts(
-    pair: Pair, selection: Selection, references: Sequence[ReferenceOutput], sampling: SamplingParams
-) -> tuple[dict[str, list[RecordedDrafts]], dict[str, str]]:
-    """Records what each drafter (`model`: the draft model, `exit`: the exit layer) drafts along each reference output.
+def measure_pair(
+    pair: Pair,
+    names: Sequence[str],
+    references: Sequence[ReferenceOutput],
+    request: TuningRequest,
+    deadline: Deadline,
+    observer: TuningObserver,
+) -> tuple[Simulator, float | None, dict[str, str]]:
+    """Measures the costs of rounds of the methods `names`.
 
-    Returns the recorded drafts by drafter, and for each drafter that failed the reason.
+    Returns what simulates runs with these costs, the mean probability that the target accepts a drafted token (None without
+    drafts), and why methods could not be measured.
     """
-    drafters = {methods.METHODS[name].drafts for name in selection.simulated}
-    recorders, drafts, failures = {}, {}, {}
-    target, draft = runners(pair)
-    if "model" in drafters and draft is not None:
-        recorders["model"] = Recorder(target, draft, sampling)
-    if "exit" in drafters and pair.parts.load("exit") is not None:
-        early = pair.parts.runners(methods.METHODS["eesd"])
-        predictor = None if early.predictor is None else early.predictor.predictor
-        recorders["exit"] = Recorder(early.target, early.draft, sampling, predictor=predictor)
-    for drafter, recorder in recorders.items():
+    sampling, failures = request.seeded_sampling, dict[str, str]()
+    kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in names if name in SIMPLE))
+    kinds = list(dict.fromkeys(["echo", *kinds]))
+    if "parallel" in kinds:  # a draft process that starts during a measurement would slow it
+        observer.doing("waiting for the draft's process")
         try:
-            drafts[drafter] = [recorder.record(reference) for reference in references]
+            pair.prepare(pair.request([1], "pearl", SamplingParams(max_new_tokens=1), window=1))
         except SpecgenError as error:
-            failures[drafter] = error.message
-    return drafts, failures
+            kinds.remove("parallel")
+            failures["parallel"] = error.message
+    observer.doing("running the draft model on the target's output")
+    simulator = Simulator(pair, references, sampling, {}, clock=request.deadline.clock)
+    accepted: dict[str, float] = {}
+    for drafter in dict.fromkeys(methods.METHODS[name].drafts for name in names if name in SIMPLE):
+        if drafter in _DRAFTERS:
+            try:
+                if (share := simulator.acceptance(_DRAFTERS[drafter][0])) is not None:
+                    accepted[drafter] = share
+            except SpecgenError as error:
+                failures[drafter] = error.message
+    if shares := [f"{share:.0%} of {_DRAFTERS[drafter][1]} tokens" for drafter, share in accepted.items()]:
+        observer.done(f"the target accepts {' and '.join(shares)}")
+    timed = [kind for kind in kinds if kind not in failures]
+    simulator.costs, not_timed = measure_costs(pair, timed, references, sampling, deadline.share(COSTS), observer.doing)
+    target = simulator.costs["echo"].verification_cost
+    length = min(target.curves)
+    wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
+    observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
+    pair.measurements.tuned_costs = simulator.costs
+    failures |= not_timed
+    rows = {name: methods.METHODS[name] for name in names if name in SIMPLE}
+    reasons = {name: failures[kind] for name, row in rows.items() for kind in (row.cost_kind, row.drafts) if kind in failures}
+    return simulator, next(iter(accepted.values()), None), reasons
 
 
-def choose_method(
-    pair: Pair, request: TuningRequest, selection: Selection, measurements: PairMeasurements, observer: TuningObserver
-) -> TuningOutcome:
-    """Simulates and searches settings, runs the most promising methods on the real models, and returns the outcome."""
-    deadline = request.deadline
-    grids = simulate_grids(measurements, selection.simulated, deadline.share(SIMULATION), observer.doing)
-    candidates, left_out = grids.candidates, {**selection.left_out, **grids.left_out}
+def choose_settings(
+    pair: Pair, request: TuningRequest, names: Sequence[str], simulator: Simulator, observer: TuningObserver
+) -> tuple[Sequence[Candidate], dict[str, str]]:
+    """Simulates settings of the methods `names`, and runs the most promising methods on the real models.
+
+    Returns each method with its best settings, the fastest expected one first, and why methods or settings were left out.
+    """
+    deadline, objective = request.deadline, request.objective
+    tried, failed = search(
+        simulator,
+        {name: grid(name) for name in names if name in SIMPLE},
+        deadline.share(SIMULATION),
+        observer.doing,
+        at_least_one=True,
+    )
+    candidates, left_out = best_of_each(tried, failed, None, objective)
+    left_out |= {SOME: failed[SOME]} if SOME in failed else {}
     if speculating := len(candidates) - 1:  # without plain decoding, which has one setting
-        simulated = f"{counted(grids.tried - 1, 'setting')} of {counted(speculating, 'method')}"
-        observer.done(f"{simulated} simulated; best: {candidates[0].written}")
-    candidates, reasons = _search_shapes(pair, request, selection, measurements, candidates, observer)
+        count = sum(map(len, tried.values())) - 1
+        observer.done(f"{counted(count, 'setting')} of {counted(speculating, 'method')} simulated; best: {candidates[0].written}")
+    candidates, reasons = _search_shapes(request, names, simulator, candidates, observer)
     left_out |= reasons
-    if selection.skips:
+    if "selfsd" in names:
         observer.doing("searching for layers to skip")
         try:
-            found = tuned_skips(pair, measurements.references, SKIPS * deadline.left)
+            found = tuned_skips(pair, simulator.references, SKIPS * deadline.left)
             candidates = by_speed([*candidates, found])
             observer.done(f"{counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
         except SpecgenError as error:
             left_out["selfsd"] = error.message
     eligible = [each for each in candidates if each.name != PLAIN and (each.lossless or each.name in (request.names or ()))]
-    candidates, reasons = confirm(pair, request, candidates, shortlist(eligible), observer)
-    return outcome_of(measurements, candidates, request.sampling, {**left_out, **reasons})
+    confirmed, failures = confirm(pair, request, candidates, shortlist(eligible), observer)
+    return confirmed, {**left_out, **failures}
 
 
 def _search_shapes(
-    pair: Pair,
-    request: TuningRequest,
-    selection: Selection,
-    measurements: PairMeasurements,
-    candidates: Sequence[Candidate],
-    observer: TuningObserver,
-) -> tuple[Sequence[Candidate], Mapping[str, str]]:
-    """Searches settings of draft trees, several drafts and beams on a few of the prompts.
+    request: TuningRequest, names: Sequence[str], simulator: Simulator, candidates: Sequence[Candidate], observer: TuningObserver
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Simulates settings of draft trees, several drafts and beams on a few of the prompts, evenly spread over the categories.
 
     Returns all candidates (methods with settings), those found here included, and why methods have none.
     """
-    grids = {name: settings for name in selection.simulated if (settings := searched_grid(name))}
-    grids |= {name: grid(name) for name in selection.searched}
+    grids = {name: settings for name in names if name in SIMPLE and (settings := searched_grid(name))}
+    grids |= {name: grid(name) for name in names if name in SEARCHED}
     if not grids:
-        return candidates, {}
-    few = _spread(measurements.references, SEARCH_PROMPTS)
-    runs = SimulatedRuns(pair, few, request.seeded_sampling, measurements.costs["echo"], clock=request.deadline.clock)
-    share = SEARCH_ALONE if list(selection.simulated) == [PLAIN] else SEARCH
-    result = search(runs, grids, request.deadline.share(share), observer.doing, request.objective)
-    plain_on_few = expected(replace(measurements, references=few), PLAIN, {}).predicted
-    scale = plain_of(candidates).predicted / plain_on_few
+        return list(candidates), {}
+    objective, count = request.objective, len(simulator.references)
+    numbers = range(0, count, max(1, count // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
+    share = SEARCH_ALONE if not set(names) & set(SIMPLE) - {PLAIN} else SEARCH
+    tried, failed = search(simulator, grids, request.deadline.share(share), observer.doing, numbers=numbers)
+    any_lossy = any(tried[name] for name in grids if not methods.METHODS[name].lossless)
+    perplexity = simulator.plain_perplexity(numbers) if any_lossy else None
+    best, left_out = best_of_each(tried, failed, perplexity, objective)
     merged = {candidate.name: candidate for candidate in candidates}
-    for found in result.candidates:
+    scale = plain_of(candidates).predicted / expected(simulator, PLAIN, {}, numbers).predicted
+    for found in best:
         found = replace(found, predicted=found.predicted * scale)
         if (known := merged.get(found.name)) is not None:  # sd: chains were simulated before
-            tried = known.tried + found.tried
-            found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=tried)
+            together = known.tried + found.tried
+            found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=together)
         merged[found.name] = found
-    merged[PLAIN] = replace(merged[PLAIN], perplexity=result.plain_perplexity)
-    if result.tried:
-        best = f"; best: {result.candidates[0].written}" if result.candidates else ""
-        plain_perplexity = result.plain_perplexity
-        lossy = "" if plain_perplexity is None else f", lossy ones by {request.objective.in_words(plain_perplexity)}"
-        observer.done(f"{counted(result.tried, 'shape')} of trees, drafts and beams simulated{lossy}{best}")
-    left_out = {f"{name} with width" if name == "sd" else name: why for name, why in result.left_out.items()}
-    return by_speed(list(merged.values())), left_out
-
-
-def _spread(references: Sequence[ReferenceOutput], count: int) -> Sequence[ReferenceOutput]:
-    """Returns at most `count` of the references, evenly spaced, because prompts of one category follow each other."""
-    return references[:: max(1, len(references) // count)][:count]
+    merged[PLAIN] = replace(merged[PLAIN], perplexity=perplexity)
+    if total := sum(map(len, tried.values())):
+        lossy = "" if perplexity is None else f", lossy ones by {objective.in_words(perplexity)}"
+        named = f"; best: {best[0].written}" if best else ""
+        observer.done(f"{counted(total, 'shape')} of trees, drafts and beams simulated{lossy}{named}")
+    reasons = {f"{name} with width" if name == "sd" else name: why for name, why in left_out.items()}
+    return by_speed(list(merged.values())), reasons
 
 
 def outcome_of(
-    measurements: PairMeasurements, candidates: Sequence[Candidate], sampling: SamplingParams, left_out: Mapping[str, str]
+    simulator: Simulator,
+    candidates: Sequence[Candidate],
+    sampling: SamplingParams,
+    left_out: Mapping[str, str],
+    acceptance: float | None = None,
 ) -> TuningOutcome:
     """Returns the outcome: the candidates, the measured costs and the acceptance, which explain the choice."""
-    model = None
-    draft = measurements.costs.get("model", measurements.costs.get("exit"))
+    model, costs = None, simulator.costs
+    draft = costs.get("model", costs.get("exit"))
     if draft is not None:
         length = min(draft.verification_cost.curves)
-        widths = {width: measurements.costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
+        widths = {width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
         model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
-    probability = next(iter(mean_acceptance(measurements.drafts).values()), None)
-    costs = {kind: cost.as_dict() for kind, cost in measurements.costs.items()}
-    return TuningOutcome(candidates, sampling, len(measurements.references), costs, model, probability, left_out)
+    saved = {kind: cost.as_dict() for kind, cost in costs.items()}
+    return TuningOutcome(candidates, sampling, len(simulator.references), saved, model, acceptance, left_out)

@@ -137,6 +137,15 @@ def sentences(report: Report, hidden: Collection[str] = ()) -> list[Text]:
     return said
 
 
+def verdict(report: Report) -> str:
+    """Returns the page's headline: the result in words, or that a method which should be lossless gave other output."""
+    broken = [result.spec.written for result in report.made if result.broken]
+    if broken:
+        return f"{broken[0]} does not give the target's own output"
+    found = _conclusion(report)
+    return "Nothing to compare with plain decoding" if found is None else found.plain.removesuffix(".")
+
+
 def _conclusion(report: Report) -> Text | None:
     made, greedy = report.made, report.results.config.sampling.greedy
     top = best(made)
@@ -213,55 +222,50 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
     """Returns the table of speeds, and the keys of the columns that were left out because the terminal is narrow.
 
     Its lines have at most `width` cells, unless a method's name alone is longer. Columns with the highest `priority` are left out
-    first, and columns of priority 0 never. With `by_category` each method also has a line per category of prompts.
+    first, and columns of priority 0 never; names that take much of the width get lines of their own. With `by_category` each
+    method also has a line per category of prompts.
     """
-    shown, absent = ranked_rows(results, by_category=by_category), not_run(results)
+    shown, absent, top = ranked_rows(results, by_category=by_category), not_run(results), best(results)
     columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
-    sizes = {column.key: column_width([*column.title.split("\n"), *map(column.text, shown)]) for column in columns}
-    sizes[_BAR.key] = SHORTEST_BAR
-    longest = max(sizes[_NAME.key], column_width(one_line(names[0]) for names, _ in absent if len(names) == 1))
-    for lead in (longest, 0) if longest <= width * WIDEST_NAME else (0,):  # 0: names get lines of their own
-        sizes[_NAME.key] = lead
-        kept = list(columns)
-        while (room := width + GAP - sum(GAP + sizes[each.key] for each in kept)) < 0 and any(each.priority for each in kept):
-            kept.remove(max(kept, key=lambda column: column.priority))
+    longest = column_width([*map(_NAME.text, shown), "method", *(one_line(names[0]) for names, _ in absent if len(names) == 1)])
+    fastest = max((entry.high or entry.speedup or 0.0 for entry in shown), default=0.0)
+
+    def lines(kept: Sequence[Column], cells: int) -> list[Text]:
+        rows = [[Text(column.title.split("\n")[level], "quiet") for column in kept] for level in (0, 1)]
+        for entry in shown:
+            rows.append([_cell(column, entry, top) for column in kept if column is not _BAR])
+            if _BAR in kept:
+                rows[-1].append(_bar(entry, cells, fastest, is_best=entry is top))
+        for row in rows if _NAME in kept else ():
+            row[0].align("left", longest)
+        return table(rows, [number for number, each in enumerate(kept) if each.is_interval or each in (_NAME, _OUTPUT, _BAR)])
+
+    for kept in (columns, columns[1:]) if longest <= width * WIDEST_NAME else (columns[1:],):
+        indent = 0 if _NAME in kept else GAP
+        while (room := width - indent - column_width(lines(kept, SHORTEST_BAR))) < 0 and any(each.priority for each in kept):
+            first = max(kept, key=lambda column: column.priority)
+            kept = [each for each in kept if each is not first]
         if room >= 0:
             break
-    hidden = [column.key for column in columns if column not in kept and column is not _BAR]
-    kept = kept if lead else kept[1:]
-    top = best(results)
-    fastest = max((entry.high or entry.speedup or 0.0 for entry in shown), default=0.0)
-    rows = [
-        [Text(column.title.split("\n")[level].ljust(lead * (column is _NAME)), "quiet") for column in kept] for level in (0, 1)
-    ]
-    for entry in shown:
-        is_best = entry is top
-        rows.append([Text(column.text(entry), _style(column, entry, is_best=is_best)) for column in kept])
-        if _BAR in kept:
-            rows[-1][-1] = _bar(entry, min(LONGEST_BAR, room + SHORTEST_BAR), fastest, is_best=is_best)
-    lines = table(rows, [number for number, each in enumerate(kept) if each.is_interval or each in (_NAME, _OUTPUT, _BAR)])
-    if not lead:
-        names = [Text(_NAME.text(entry), _style(_NAME, entry, is_best=entry is top)) for entry in shown]
-        indented = [Text(" " * GAP).append_text(line) for line in lines]
-        lines = [*indented[:2], *(each for pair in zip(names, indented[2:], strict=True) for each in pair)]
+    made = lines(kept, min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
+    if indent:
+        own = [Text(), Text(), *(_cell(_NAME, entry, top) for entry in shown)]
+        pairs = zip(own, (Text(" " * GAP).append_text(line) for line in made), strict=True)
+        made = [each for number, pair in enumerate(pairs) for each in pair[number < 2 :]]
     for written, reason in absent:
-        lines += labelled(Text(", ".join(written)), _reason(reason), width, lead + GAP)
-    return lines, hidden
+        why = Text(reason, "quiet")
+        why.highlight_words([NOT_RUN], "strong")
+        made += labelled(Text(", ".join(written)), why, width, GAP if indent else longest + GAP)
+    return made, [column.key for column in columns if column not in (*kept, _BAR, _NAME)]
 
 
-def _style(column: Column, entry: MethodResult, *, is_best: bool) -> str:
-    if is_best and (column.is_speed or column is _NAME) and not column.is_interval:
-        return "strong"
-    if column is _OUTPUT and not entry.category and entry.broken:
-        return "bad"
-    is_quiet = entry.category or column.is_interval or (column is _OUTPUT and entry.is_reference)
-    return "quiet" if is_quiet else "none"
-
-
-def _reason(reason: str) -> Text:
-    if not reason.startswith(NOT_RUN):
-        return Text(reason, "quiet")
-    return Text().append(NOT_RUN, "strong").append(reason.removeprefix(NOT_RUN))
+def _cell(column: Column, entry: MethodResult, top: MethodResult | None) -> Text:
+    style = "quiet" if entry.category or column.is_interval or (column is _OUTPUT and entry.is_reference) else "none"
+    if entry is top and (column.is_speed or column is _NAME) and not column.is_interval:
+        style = "strong"
+    elif column is _OUTPUT and not entry.category and entry.broken:
+        style = "bad"
+    return Text(column.text(entry), style)
 
 
 def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> Text:
@@ -269,11 +273,9 @@ def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> T
 
     The bar is thick up to the low end of the speedup's interval and thin from there to the high end.
     """
-    if entry.speedup is None or fastest <= 0:
-        return Text()
-    low = entry.speedup if entry.low is None else entry.low
-    high = entry.speedup if entry.high is None else entry.high
-    heavy, light = (round(2 * cells * value / fastest) for value in (low, high))
+    speedup = entry.speedup or 0.0
+    low, high = (speedup if end is None else end for end in (entry.low, entry.high))
+    heavy, light = (round(2 * cells * value / (fastest or 1.0)) for value in (low, high))
     halves = "H" * heavy + "L" * (light - heavy)
     glyphs = {"HH": "━", "HL": "╾", "H": "╸", "LL": "─", "L": "╴"}
     drawn = "".join(glyphs[left + right] for left, right in zip_longest(halves[::2], halves[1::2], fillvalue=""))
@@ -284,32 +286,23 @@ def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> T
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
 
-    Cells have seconds and the share of the whole time, or the share alone where `width` is small. If there is no room for names
-    either, they get lines of their own.
+    Cells have seconds and the share of the whole time, or the share alone where `width` is small, and fewer phases where it is
+    smaller. transformers reports no phases. Names that take much of the width get lines of their own.
     """
     shown = ranked_rows(results)
-    for with_seconds, has_names, phases in (
-        (True, True, PHASES),
-        (False, True, PHASES),
-        (True, False, PHASES),
-        (False, False, PHASES),
-        (False, False, _MAIN_PHASES),
-    ):
-        rows = [["method" if has_names else "", *phases, "all"]]
+    for with_seconds, phases in ((True, PHASES), (False, PHASES), (False, _MAIN_PHASES)):
+        rows: list[list[str | Text]] = [[*phases, "all"]]
         for entry in shown:
-            cells = [_phase_cell(entry, phase, with_seconds=with_seconds) for phase in phases]
-            rows.append([entry.name if has_names else "", *cells, f"{entry.summary.seconds:.2f} s"])
-        lines = table(rows)
+            summary = entry.summary
+            taken = ((summary.phase_seconds[phase], f"{summary.share_of_time(phase):.0%}") for phase in phases)
+            cells = [f"{seconds:.2f} {share:>4}" if with_seconds else share for seconds, share in taken]
+            rows.append([*("" if summary.unsplit_seconds else cell for cell in cells), f"{summary.seconds:.2f} s"])
+        named = table([[name, *row] for name, row in zip(["method", *(entry.name for entry in shown)], rows, strict=True)])
+        lines = table(rows, ())
+        if column_width(named) <= width:
+            lines = named
+            break
+        lines = [lines[0], *(each for entry, line in zip(shown, lines[1:], strict=True) for each in (Text(entry.name), line))]
         if column_width(lines) <= width:
             break
-    if not has_names:
-        lines = [lines[0], *(each for entry, line in zip(shown, lines[1:], strict=True) for each in (Text(entry.name), line))]
     return [Text(f"Where the time goes{', in seconds and shares' * with_seconds}"), Text(), *lines]
-
-
-def _phase_cell(entry: MethodResult, phase: str, *, with_seconds: bool) -> str:
-    summary = entry.summary
-    if summary.unsplit_seconds:  # transformers reports no phases
-        return ""
-    share = f"{summary.share_of_time(phase):.0%}"
-    return f"{summary.phase_seconds[phase]:.2f} {share:>4}" if with_seconds else share

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
 
 from rich.console import Console
@@ -18,8 +19,8 @@ from rich.text import Text
 
 from specgen.base.text import inline, streamed
 from specgen.base.types import Round, TokenStatus
-from specgen.pair.figures import Summary
-from specgen.view.theme import ThemedConsole, one_line_text, wrapped
+from specgen.pair.figures import Figures
+from specgen.view.theme import ThemedConsole, counted, one_line_text, wrapped
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
 MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown after a round's number
@@ -37,9 +38,6 @@ _STYLES: Mapping[Kind, str] = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-_FOOTER_STYLES = {"name": "strong", "shares": "quiet"}
 
 
 class Detokenizer(Protocol):
@@ -63,7 +61,7 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self._detokenizer, self._stop = detokenizer, stop
-        self._held: list[Piece] = []
+        self._held: list[tuple[str, bool]] = []  # characters, and whether they were drafted
         self._ended = False
         self.text = ""
 
@@ -71,37 +69,36 @@ class AnswerText:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
-            self._held.append(Piece(self._detokenizer.push(token), drafted=position < accepted))
-        return self._release(max((_overlap(self._held_text, stop) for stop in self._stop), default=0))
+            self._hold(self._detokenizer.push(token), drafted=position < accepted)
+        return self._release(max((_overlap(self._held, stop) for stop in self._stop), default=0))
 
     def finish(self) -> list[Piece]:
         """Returns the text that was held back, at the end of generation."""
-        self._held.append(Piece(self._detokenizer.flush(), drafted=False))
+        self._hold(self._detokenizer.flush(), drafted=False)
         return self._release(0)
 
-    @property
-    def _held_text(self) -> str:
-        return "".join(piece.text for piece in self._held)
+    def _hold(self, text: str, *, drafted: bool) -> None:
+        self._held += [(character, drafted) for character in text]
 
     def _release(self, kept: int) -> list[Piece]:
         """Returns the held text but for its last `kept` characters. A stop string and all text after it are dropped."""
-        text = self._held_text
+        text = _joined(self._held)
         starts = [text.index(stop) for stop in self._stop if stop in text]
         room = 0 if self._ended else min(starts, default=len(text) - kept)
         self._ended |= bool(starts)
-        shown, held = [], []
-        for piece, drafted in self._held:
-            shown += [Piece(piece[:room], drafted)] if piece[:room] else []
-            held += [Piece(piece[room:], drafted)] if piece[room:] else []
-            room = max(0, room - len(piece))
-        self._held = [] if self._ended else held
-        self.text += "".join(piece.text for piece in shown)
-        return shown
+        shown, self._held = self._held[:room], self._held[room:]
+        self.text += text[:room]
+        return [Piece(_joined(group), drafted) for drafted, group in groupby(shown, key=itemgetter(1))]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` with which `stop` begins, shorter than `stop` itself."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+def _joined(held: Iterable[tuple[str, bool]]) -> str:
+    return "".join(character for character, _ in held)
+
+
+def _overlap(held: Sequence[tuple[str, bool]], stop: str) -> int:
+    """Returns the length of the longest end of the held text with which `stop` begins, shorter than `stop` itself."""
+    end = _joined(held[-len(stop) + 1 :]) if len(stop) > 1 else ""
+    return next((size for size in range(len(end), 0, -1) if end.endswith(stop[:size])), 0)
 
 
 class AnswerView:
@@ -125,12 +122,12 @@ class AnswerView:
             sys.stdout.flush()
             return
         styled = Text()
-        for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
-            shown = streamed("".join(piece.text for piece in group))
-            if not self._begun and not styled:
+        for piece in pieces:
+            shown = streamed(piece.text)
+            if not self._begun:
                 shown = shown.removeprefix(" ")  # it separates the first word from the prompt, which is not shown
-            styled.append(shown, "token.accepted" if drafted else "token.target")
-        self._begun = True
+            self._begun = True
+            styled.append(shown, "token.accepted" if piece.drafted else "token.target")
         self._console.stream(styled)
 
     def end(self) -> None:
@@ -157,16 +154,11 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     candidate at its position, then the rejected candidates as `a|b`.
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
-    if line:
-        line[0] = Part(line[0].text.removeprefix(" "), line[0].kind)
-        line = line if line[0].text else line[1:]
-    if round_.verdict.token is not None:
-        own = shown([round_.verdict.token])
-        if round_.verdict.source is None:
-            line.append(Part(own.removeprefix(" "), "own"))
-        else:
-            line += [Part(" ", "space"), Part(_MARKS[round_.verdict.source], "mark"), Part(own, "own")]
-    return line
+    token, source = round_.verdict.token, round_.verdict.source
+    if token is not None:
+        line += [] if source is None else [Part(" ", "space"), Part(_MARKS[source], "mark")]
+        line.append(Part(shown([token]), "own"))
+    return [Part(line[0].text.removeprefix(" "), line[0].kind), *line[1:]] if line else []
 
 
 def reason(round_: Round, prompt_length: int) -> str:
@@ -176,14 +168,14 @@ def reason(round_: Round, prompt_length: int) -> str:
     `prompt_length`.
     """
     if round_.mode == "prefill":
-        return f"prompt, {prompt_length:,} token{'s' * (prompt_length != 1)}"
+        return f"prompt, {counted(prompt_length, 'token')}"
     return round_.draft.stop_reason or ""
 
 
 def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     line: list[Part] = []
     statuses = zip(round_.draft.tokens, round_.statuses, strict=True)
-    for status, group in groupby(statuses, key=lambda entry: entry[1]):
+    for status, group in groupby(statuses, key=itemgetter(1)):
         text = shown([token for token, _ in group])
         if status is TokenStatus.REJECTED:
             line += [Part(" " * (text[:1] == " "), "space"), Part("✗", "cross")]
@@ -193,20 +185,16 @@ def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    draft = round_.draft
-    line: list[Part] = []
-    accepted, children = set(round_.verdict.path), Counter[int]()
-    for node, parent in enumerate(draft.parents):
-        children[parent] += 1
-        if node not in accepted:
-            continue
-        rank = children[parent]  # among its siblings
-        line.append(Part(shown([draft.tokens[node]]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
-    rejected = [draft.tokens[node] for node, status in enumerate(round_.statuses) if status is TokenStatus.REJECTED]
-    if rejected:
-        line += [Part(" ", "space"), Part("✗", "cross")]
-        line.append(Part("|".join(shown([token]).removeprefix(" ") for token in rejected), "rejected"))
-    return line
+    draft, ranks = round_.draft, Counter[int]()
+    line, rejected = [], []
+    for node, (token, parent, status) in enumerate(zip(draft.tokens, draft.parents, round_.statuses, strict=True)):
+        ranks[parent] += 1
+        rank = ranks[parent]  # among its siblings
+        if node in round_.verdict.path:
+            line.append(Part(shown([token]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
+        elif status is TokenStatus.REJECTED:
+            rejected.append(shown([token]).removeprefix(" "))
+    return line + [Part(" ", "space"), Part("✗", "cross"), Part("|".join(rejected), "rejected")] * bool(rejected)
 
 
 class RoundsView:
@@ -234,33 +222,28 @@ class RoundsView:
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
-        line = Text()
-        line.append("accepted", "token.accepted").append("   ")
-        line.append("✗", "mark.rejected").append("rejected", "token.rejected").append("   ")
-        line.append("discarded", "token.discarded").append("   ")
-        line.append("→", "mark").append("correction", "token.target").append("   ")
-        line.append("⊕", "mark").append("bonus", "token.target")
-        key = Text("3/5 accepted of drafted", "quiet")
-        if line.cell_len + 3 + key.cell_len <= self._console.width:
-            self._console.print(line.append("   ").append_text(key))
-        else:
-            self._print_wrapped(line)
-            self._print_wrapped(key)
-        if self._branches:
-            self._print_wrapped(Text("a|b: candidates for one position   ²: the second one was accepted", "quiet"))
-        if self._parallel:
-            modes = "pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"
-            for text in filter(None, (modes, self._window)):
-                self._print_wrapped(Text(text, "quiet"))
-
-    def _print_wrapped(self, line: Text) -> None:
-        for part in wrapped(line, self._console.width):
-            self._console.print(part)
+        shown: tuple[tuple[str, Kind], ...] = (
+            ("accepted", "accepted"),
+            ("   ", "space"),
+            ("✗", "cross"),
+            ("rejected", "rejected"),
+        )
+        shown += (("   ", "space"), ("discarded", "discarded"), ("   ", "space"), ("→", "mark"), ("correction", "own"))
+        shown += (("   ", "space"), ("⊕", "mark"), ("bonus", "own"))
+        line, key = Text.assemble(*((text, _STYLES[kind]) for text, kind in shown)), Text("3/5 accepted of drafted", "quiet")
+        fits = line.cell_len + 3 + key.cell_len <= self._console.width
+        more = ["a|b: candidates for one position   ²: the second one was accepted"] * self._branches
+        more += ["pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"] * self._parallel
+        more += [self._window] * (self._parallel and bool(self._window))
+        legend = [line.append("   ").append_text(key)] if fits else [line, key]
+        for each in (*legend, *(Text(text, "quiet") for text in more)):
+            for part in wrapped(each, self._console.width):
+                self._console.print(part)
 
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
-        text = self._tokens(round_)
+        text = Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
         why = one_line_text(Text(reason(round_, self._prompt_length), "quiet"))
         width = self._console.width
         column = width - self._lead
@@ -277,61 +260,52 @@ class RoundsView:
         for line in lines[1:]:
             self._console.print(Text(" " * self._lead).append_text(line))
 
-    def _tokens(self, round_: Round) -> Text:
-        """Returns the drafted tokens, each in the style of its status (such as accepted), and then the target's own token."""
-        return Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
-
     def _shown(self, tokens: Sequence[int]) -> str:
         if tokens and tokens[-1] in self._eos_ids:
             return (self._shown(tokens[:-1]) if tokens[:-1] else "") + "<eos>"
         return inline(self._text_of(tokens))
 
 
-def footer(summary: Summary, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
+_SHORTER = ("a pass", "shares", "shares", "runs", "ties", "tokens", "name", "a pass", "accepted", "energy", "perplexity", "speed")
+
+
+def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
     """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, parts of it are shortened or left out, but never `notes` or `tuned`. `tuned` has, in
     words, the method and the settings that `specgen tune` saved, empty where they are not used. `mono` says that the output has
     no colours: the line then also gives the number of tokens that the target chose itself.
     """
-    name = (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else "")
-    tokens = f"{summary.new_tokens:,} token{'s' * (summary.new_tokens != 1)}"
+    rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
+    tokens, name = counted(summary.new_tokens, "token"), (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else "")
     own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
-    figures = {"name": name, "tokens": tokens + own, **_figures(summary)}
-    words = "wait" if summary.parallel else "draft"
-    shorter = [
-        ("a pass", figures["a pass"].replace("tokens ", "")),
-        ("shares", f"{summary.share_of_time('draft'):.0%} {words} {summary.share_of_time('verify'):.0%} verify"),
-        ("shares", ""),
-        ("runs", ""),
-        ("ties", ""),
-        ("tokens", tokens),
-        ("name", name if notes or tuned else ""),
-        *((figure, "") for figure in ("a pass", "accepted", "energy", "perplexity", "speed")),
-    ]
-    for figure, text in [("name", name), *shorter]:
-        if figures[figure]:
-            figures[figure] = text
-        line = Text("  ").join(Text(text, _FOOTER_STYLES.get(figure, "none")) for figure, text in figures.items() if text)
+    draft, policy, verify = (f"{summary.share_of_time(phase):.0%}" for phase in ("draft", "policy", "verify"))
+    drafting, short = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")
+    also = f" and {policy} length policy" if summary.share_of_time("policy") >= 0.01 else ""
+    idle = energy.idle_watts or 0.0 if energy else 0.0
+    forms = {
+        "name": [name] if notes or tuned else [name, ""],
+        "tokens": [tokens + own, tokens],
+        "speed": _forms(summary.tokens_per_second, "{:.1f} tokens/s"),
+        "perplexity": _forms(summary.perplexity, "perplexity {:.2f}"),
+        "energy": _forms(summary.joules_per_token, f"{{:.3g}} J/token above {idle:.3g} W idle"),
+        "accepted": _forms(rate, "{:.0%} accepted"),
+        "a pass": _forms(None if rate is None else summary.block_efficiency, "{:.2f} tokens a pass", "{:.2f} a pass"),
+        "runs": _forms(run if summary.parallel else None, "{:.1f} per rejection"),
+        "ties": _forms(summary.ties or None, f"{counted(summary.ties, 'tie')} in the target's logits"),
+        "shares": _forms(rate, f"{draft} {drafting}{also}, {verify} verifying", f"{draft} {short} {verify} verify"),
+    }
+    for figure in (None, *_SHORTER):
+        if figure is not None:
+            forms[figure] = forms[figure][1:] or forms[figure]
+        styles = {"name": "strong", "shares": "quiet"}
+        line = Text("  ").join(Text(texts[0], styles.get(key, "none")) for key, texts in forms.items() if texts[0])
         if line.cell_len <= width:
             break
     line.highlight_words(["accepted"], "token.accepted")  # the green word explains the colour of accepted tokens
     return line
 
 
-def _figures(summary: Summary) -> dict[str, str]:
-    """Returns the numbers that follow the token count, as unshortened text under their names; empty where a number is unknown."""
-    rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
-    joules, drafting = summary.joules_per_token, "waiting for the draft" if summary.parallel else "drafting"
-    policy = f" and {share:.0%} length policy" if (share := summary.share_of_time("policy")) >= 0.01 else ""
-    shares = f"{summary.share_of_time('draft'):.0%} {drafting}{policy}, {summary.share_of_time('verify'):.0%} verifying"
-    return {
-        "speed": f"{summary.tokens_per_second:.1f} tokens/s" if summary.tokens_per_second else "",
-        "perplexity": "" if summary.perplexity is None else f"perplexity {summary.perplexity:.2f}",
-        "energy": f"{joules:.3g} J/token above {energy.idle_watts:.3g} W idle" if joules is not None and energy else "",
-        "accepted": "" if rate is None else f"{rate:.0%} accepted",
-        "a pass": "" if rate is None else f"{summary.block_efficiency:.2f} tokens a pass",
-        "runs": f"{run:.1f} per rejection" if summary.parallel and run is not None else "",
-        "ties": f"{summary.ties} tie{'s' * (summary.ties != 1)} in the target's logits" if summary.ties else "",
-        "shares": "" if rate is None else shares,
-    }
+def _forms(value: float | None, *templates: str) -> list[str]:
+    """Returns the forms of a figure, from the longest to none at all. None: it is not known."""
+    return [""] if value is None else [*(template.format(value) for template in templates), ""]

@@ -1,9 +1,11 @@
-"""The report of `specgen inspect` on a pair of models: whether they fit together, their speed, which methods can run."""
+"""What `specgen inspect` says about a pair of models (whether they fit together, their speed, which methods can run) and about
+methods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -11,6 +13,8 @@ from rich.text import Text
 from specgen.base.text import inline, one_line
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
+from specgen.methods import available_policies, known_settings
+from specgen.methods.method import Method
 from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no dra
 _UNLESS = ", unless the draft was trained on the target's tokens"
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
+Fact = tuple[str, str | Mapping[str, Iterable[str]]]
+"""A label with its text, or a table: the cells of each row under the row's heading. Without a label: more on the fact above."""
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
@@ -39,18 +45,11 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     """
     yield from _models(report, width)
     yield Text()
-    if report.tokenizers is not None and report.draft is not None:
-        yield from _tokenizers(report.tokenizers, report.target, report.draft, report.speedup_model, width)
-    for label, memory in _memory(report):
-        yield from _line(label, memory, width)
-    yield from _placement(report, width)
-    yield from _line("✓ context", _context(report), width)
-    yield from _engine(report, width)
-    if report.speedup_model is not None:
-        yield from _costs(report.speedup_model, report.parallel_costs, width)
-        yield from _pays(report.speedup_model, width)
-        if report.tokenizers is not None and report.tokenizers.overlap is not None:
-            yield from _common_pays(report.tokenizers.overlap, report.speedup_model, width)
+    for label, found in facts(report):
+        if isinstance(found, str):
+            yield from labelled(_label(label), Text(found, "none" if label else "quiet"), width, _LEAD)
+        else:
+            yield from _table(found, width)
     yield Text()
     yield from _methods(report.methods, width)
     if next_step:
@@ -58,48 +57,59 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
         yield from labelled(Text("next"), Text(next_step, "command"), width, 6)
 
 
-def _line(label: str, text: str, width: int, *, style: str = "none") -> list[Text]:
-    """Returns a label with the text to its right, wrapped to `width` cells. The label's first character (✓) is coloured."""
-    return labelled(_label(label), Text(text, style), width, _LEAD)
+def facts(report: PairReport) -> Iterator[Fact]:
+    """Yields what is known about a pair, from its files and by measuring, in the order of the report."""
+    model = report.speedup_model
+    if report.tokenizers is not None and report.draft is not None:
+        yield from _tokenizers(report.tokenizers, report.target, report.draft, model)
+    yield from _memory(report)
+    yield from _placement(report)
+    yield "✓ context", _context(report)
+    yield from _engine(report)
+    if model is not None:
+        yield from _costs(model, report.parallel_costs)
+        yield from _pays(model)
+        if report.tokenizers is not None and report.tokenizers.overlap is not None:
+            yield from _common_pays(report.tokenizers.overlap, model)
 
 
 def _label(label: str) -> Text:
+    """Returns a label whose first character (✓) is coloured."""
     return Text().append(label[:1], _STYLES.get(label[:1], "none")).append(label[1:])
 
 
+def _roles(report: PairReport) -> dict[str, ModelFacts]:
+    return {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
+
+
 def _models(report: PairReport, width: int) -> list[Text]:
-    models = {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
-    rows = [[Text(role, "strong"), *map(Text, _columns(model))] for role, model in models.items()]
+    rows: list[list[str | Text]] = []
+    for role, model in _roles(report).items():
+        shape, parameters = f"{model.layers} layers × {model.hidden:,}", f"{_count(model.parameters)} parameters"
+        rows.append([Text(role, "strong"), one_line(model.name), parameters, shape, model.dtype, _size(model.weight_bytes)])
     lines = table([[""] * 6, *rows], left=range(6))[1:]
     if column_width(lines) <= width:
         return lines
-    return [line for role, *cells in rows for line in labelled(role, Text("  ").join(cells), width, 8)]
+    return [
+        line for role, *cells in rows for line in labelled(Text(str(role), "strong"), Text("  ".join(map(str, cells))), width, 8)
+    ]
 
 
-def _columns(model: ModelFacts) -> list[str]:
-    shape = f"{model.layers} layers × {model.hidden:,}"
-    return [one_line(model.name), f"{_count(model.parameters)} parameters", shape, model.dtype, _size(model.weight_bytes)]
-
-
-def _tokenizers(
-    found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, model: SpeedupModel | None, width: int
-) -> Iterator[Text]:
+def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, model: SpeedupModel | None) -> Iterator[Fact]:
     if found.overlap is not None:
-        label = "· tokenizer" if found.overlap.is_low else "✓ tokenizer"
-        yield from _line(label, f"another; {common_tokens(found.overlap)}", width)
-        yield from _line("", covered_share(found.overlap), width)
+        yield "· tokenizer" if found.overlap.is_low else "✓ tokenizer", f"another; {common_tokens(found.overlap)}"
+        yield "", covered_share(found.overlap)
         if model is None and (hint := advice(found.overlap)) is not None:
-            yield from _line("", hint, width, style="quiet")
+            yield "", hint
         return
     if found.refusal is not None:
-        yield from _line("✗ tokenizer", found.refusal, width)
-        yield from _line("", f"{found.shared:,} tokens have the same id in both", width, style="quiet")
+        yield "✗ tokenizer", found.refusal
+        yield "", f"{found.shared:,} tokens have the same id in both"
         for difference in found.differences:
-            ours, theirs = (
-                "no token" if token is None else f"“{inline(token)}”" for token in (difference.target, difference.draft)
-            )
-            yield from _line("", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft", width, style="quiet")
-        yield from _line("", f"use {UNTRANSLATED}", width, style="quiet")
+            pair = (difference.target, difference.draft)
+            ours, theirs = ("no token" if token is None else f"“{inline(token)}”" for token in pair)
+            yield "", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft"
+        yield "", f"use {UNTRANSLATED}"
         return
     text = f"the same, {found.target_size:,} tokens"
     if not found.target_size == found.draft_size == found.shared:
@@ -107,25 +117,26 @@ def _tokenizers(
     if target.table_rows != found.target_size or draft.table_rows != found.draft_size:
         sizes = " and ".join(f"{size:,}" for size in dict.fromkeys((target.table_rows, draft.table_rows)))
         text += f" (tables of {sizes} rows: padded)"
-    yield from _line("✓ tokenizer", text, width)
+    yield "✓ tokenizer", text
     if found.probe is not None:
         probe, target_ids, draft_ids = found.probe
         pairs = enumerate(zip(target_ids, draft_ids, strict=False))
         position = next((at for at, (one, other) in pairs if one != other), min(len(target_ids), len(draft_ids)))
-        text = f"but they split “{inline(probe)}” differently, from token {position + 1} on: only the target's way is used"
-        yield from _line("", text, width, style="quiet")
+        yield "", f"but they split “{inline(probe)}” differently, from token {position + 1} on: only the target's way is used"
 
 
-def _memory(report: PairReport) -> list[tuple[str, str]]:
-    """Returns a label and a text for the memory of both models, or for that of each if they are on different devices."""
+def _memory(report: PairReport) -> Iterator[tuple[str, str]]:
+    """Yields the memory of both models, or of each if they are on different devices."""
     target, draft, placement, longest = report.target, report.draft, report.placement, report.context_limit
     models = [target] if draft is None else [target, draft]
     if placement is not None and len(placement.stages) > 1:
         text = _needed(models, longest)[2]
-        return [("✓ memory", f"{text}; the plan for {placement.context:,} tokens on {len(placement.stages)} devices:")]
-    if draft is None or draft.device == target.device or placement is not None:
-        return [_fitting(models, longest, report.free_bytes)]
-    return [_fitting([target], longest, report.free_bytes), _fitting([draft], longest, report.draft_free_bytes)]
+        yield "✓ memory", f"{text}; the plan for {placement.context:,} tokens on {len(placement.stages)} devices:"
+    elif draft is None or draft.device == target.device or placement is not None:
+        yield _fitting(models, longest, report.free_bytes)
+    else:
+        yield _fitting([target], longest, report.free_bytes)
+        yield _fitting([draft], longest, report.draft_free_bytes)
 
 
 def _needed(models: Sequence[ModelFacts], longest: int | None) -> tuple[int, int, str]:
@@ -150,13 +161,12 @@ def _fitting(models: Sequence[ModelFacts], longest: int | None, free: int | None
     return "✓ memory", f"{text}: room for about {tokens:,} tokens" if room < cache else text
 
 
-def _placement(report: PairReport, width: int) -> Iterator[Text]:
+def _placement(report: PairReport) -> Iterator[Fact]:
     """Yields a line for each device of a plan for several, and what follows from there being several."""
     if report.ranks is not None:
         part = _size(report.target.weight_bytes // report.ranks)
-        text = f"torchrun's {report.ranks} processes each hold about {part} of the target"
         eager = "" if report.target.device == "cpu" else "; passes run without CUDA graphs"
-        yield from _line("", text + eager, width)
+        yield "", f"torchrun's {report.ranks} processes each hold about {part} of the target{eager}"
     if report.placement is None or len(report.placement.stages) == 1:
         return
     count, last = report.target.layers, report.placement.device
@@ -168,11 +178,10 @@ def _placement(report: PairReport, width: int) -> Iterator[Text]:
             parts.append(f"cache {_size(stage.cache_bytes)}, for passes {_size(stage.working_bytes)}")
         if stage.draft_bytes:
             parts.append(f"draft {_size(stage.draft_bytes)}")
-        yield from _line("", f"{stage.device}: {', '.join(parts)}; {_size(stage.left)} of {_size(stage.free)} left", width)
+        yield "", f"{stage.device}: {', '.join(parts)}; {_size(stage.left)} of {_size(stage.free)} left"
     if report.placement.layer_devices is not None:
-        text = "passes go through these devices one after the other, without CUDA graphs"
         slow = "; the layers on the CPU take most of the time" if str(last) == "cpu" else ""
-        yield from _line("", text + slow, width, style="quiet")
+        yield "", f"passes go through these devices one after the other, without CUDA graphs{slow}"
 
 
 def _context(report: PairReport) -> str:
@@ -184,15 +193,13 @@ def _context(report: PairReport) -> str:
     return text
 
 
-def _engine(report: PairReport, width: int) -> Iterator[Text]:
+def _engine(report: PairReport) -> Iterator[Fact]:
     """Yields lines about what runs each model, and about what was chosen when the models were loaded."""
-    models = {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
-    label = "· engine"
-    texts = {role: _running(model) for role, model in models.items()}
-    for text in dict.fromkeys(texts.values()):
-        roles = " and ".join(role for role, of_role in texts.items() if of_role == text)
-        yield from _line(label, f"{roles}: {text}", width)
-        label = ""
+    texts: dict[str, list[str]] = {}
+    for role, model in _roles(report).items():
+        texts.setdefault(_running(model), []).append(role)
+    for number, (text, roles) in enumerate(texts.items()):
+        yield "" if number else "· engine", f"{' and '.join(roles)}: {text}"
     if report.choices is None:
         return
     for role, choices in report.choices.products.items():
@@ -200,16 +207,13 @@ def _engine(report: PairReport, width: int) -> Iterator[Text]:
         reasons = dict.fromkeys(choice.reason for choice in choices if choice.reason is not None)
         rounded = [choice for choice in choices if choice.quantised is not None]
         done = f"{len(rounded)} of {len(choices)} shapes rounded to {rounded[0].quantised}" if rounded else ""
-        text = f"{role}: weights of {done or f'{len(packed)} of {len(choices)} shapes packed for oneDNN'}" + (
-            f" (the others: {', '.join(reasons)})" if reasons else ""
-        )
-        if (rows := report.choices.padded_to[role]) > 1:
-            text += f", passes padded to {rows} tokens"
-        yield from _line("", text, width, style="quiet")
-    threads = report.choices.threads
-    if threads is not None:
+        text = f"{role}: weights of {done or f'{len(packed)} of {len(choices)} shapes packed for oneDNN'}"
+        text += f" (the others: {', '.join(reasons)})" if reasons else ""
+        rows = report.choices.padded_to[role]
+        yield "", text + (f", passes padded to {rows} tokens" if rows > 1 else "")
+    if (threads := report.choices.threads) is not None:
         times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
-        yield from _line("· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else ""), width)
+        yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
 
 
 def _running(model: ModelFacts) -> str:
@@ -218,58 +222,48 @@ def _running(model: ModelFacts) -> str:
     return text if model.tokenizer_fallback is None else f"{text}; tokenizer of transformers ({model.tokenizer_fallback})"
 
 
-def _costs(model: SpeedupModel, parallel: ParallelCosts | None, width: int) -> Iterator[Text]:
+def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
     target = model.target_seconds
     single, five = target[1], min(5, max(target))
     text = f"a target pass takes {_duration(single)}"
     if model.draft_seconds:
         text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
-    text += f"; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
-    yield from _line("✓ cost", text, width)
+    yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
     widths = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if tokens in target]
-    yield from _table({"tokens": map(str, widths), "a pass": (f"{target[tokens] / single:.2f}×" for tokens in widths)}, width)
+    yield "", {"tokens": map(str, widths), "a pass": (f"{target[tokens] / single:.2f}×" for tokens in widths)}
     if parallel is not None:
         text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
-        text += f"PEARL's window is {parallel.window.size}"
-        text += f"; {parallel.remark}" if parallel.remark else ""
-        yield from _line("", text, width)
+        yield "", f"{text}PEARL's window is {parallel.window.size}" + (f"; {parallel.remark}" if parallel.remark else "")
 
 
-def _pays(model: SpeedupModel, width: int) -> Iterator[Text]:
+def _pays(model: SpeedupModel) -> Iterator[Fact]:
     rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
-        yield from _line("✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save", width)
+        yield "✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save"
         return
-    yield from _line("✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:", width)
+    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
     listed = {k: rates[k] for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15) if k in rates}
     shown = ("never" if rate is None else f"{rate:.0%}" for rate in listed.values())
-    yield from _table({"length": map(str, listed), "pays from": shown}, width)
-    yield from _line("", "at the best draft length, where each token is accepted with the same probability:", width)
+    yield "", {"length": map(str, listed), "pays from": shown}
+    yield "", "at the best draft length, where each token is accepted with the same probability:"
     best = [model.best(acceptance) for acceptance in ACCEPTANCES]
-    columns = {
-        "acceptance": (f"{acceptance:.0%}" for acceptance in ACCEPTANCES),
-        "speedup": (f"{speedup:.2f}×" for _, speedup in best),
-        "length": (str(k) for k, _ in best),
-    }
-    yield from _table(columns, width)
+    acceptances, speedups = (f"{acceptance:.0%}" for acceptance in ACCEPTANCES), (f"{speedup:.2f}×" for _, speedup in best)
+    yield "", {"acceptance": acceptances, "speedup": speedups, "length": (str(k) for k, _ in best)}
 
 
-def _common_pays(overlap: TokenOverlap, model: SpeedupModel, width: int) -> Iterator[Text]:
+def _common_pays(overlap: TokenOverlap, model: SpeedupModel) -> Iterator[Fact]:
     """Yields lines that say whether drafts in the tokens that both tokenizers have are likely to pay."""
     if (found := best_speedup(overlap, model)) is None:
         return
     pays, text = found
-    yield from _line("✓ tokens" if pays else "· tokens", text, width)
+    yield "✓ tokens" if pays else "· tokens", text
     if (hint := advice(overlap, pays=pays)) is not None:
-        yield from _line("", hint, width, style="quiet")
+        yield "", hint
 
 
-def _table(rows: Mapping[str, Iterator[str]], width: int) -> Iterator[Text]:
-    """Yields the lines of a table; `rows` has the cells of each row under the row's heading.
-
-    A table wider than `width` cells is broken into several blocks of columns, one below the other.
-    """
+def _table(rows: Mapping[str, Iterable[str]], width: int) -> Iterator[Text]:
+    """Yields the lines of a table. One wider than `width` cells is broken into several blocks of columns, one below the other."""
     cells = {heading: list(values) for heading, values in rows.items()}
     fitting = max(1, (width - _LEAD) // _CELL)
     for start in range(0, max(map(len, cells.values())), fitting):
@@ -304,17 +298,13 @@ def _names(names: Sequence[str], room: int) -> str:
 
 
 def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return str(number)
+    units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
+    return next((f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number))
 
 
 def _size(count: int) -> str:
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1024:,.0f} KiB"
+    size, unit = next((each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB"))
+    return f"{count / size:,.{0 if unit == 'KiB' else 1}f} {unit}"
 
 
 def _duration(seconds: float) -> str:
@@ -358,3 +348,43 @@ def notice(overlap: TokenOverlap) -> str:
     """Returns one line for a run that is about to begin."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
+
+
+def method_line(method: Method) -> dict[str, Any]:
+    """Returns the JSON line of a decoding method. A setting's `low` or `high` is None where its values have no such bound."""
+    settings = {
+        name: {
+            "default": setting.default,
+            "help": setting.help,
+            "low": setting.low if math.isfinite(setting.low) else None,
+            "high": setting.high if math.isfinite(setting.high) else None,
+            "choices": list(setting.choices),
+        }
+        for name, setting in known_settings(method, method.policy).items()
+    }
+    return {
+        "type": "method",
+        "name": method.name,
+        "paper": method.paper,
+        "lossless": method.lossless,
+        "needs_draft_model": method.needs_draft_model,
+        "needs_exit_layer": method.needs_exit_layer,
+        "policy": method.policy,
+        "policies": available_policies(method) if method.any_policy else [],
+        "settings": settings,
+    }
+
+
+def method_card(console: Console, method: Method) -> None:
+    """Prints a decoding method's name, its paper and whether it is lossless, then a line per setting with its default value."""
+    head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
+    head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
+    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, "a trained head": method.head}
+    console.print(head.append("".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"))
+    if method.any_policy:
+        policies = ", ".join(available_policies(method))
+        fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
+        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings{fixed}", "quiet"))
+    for name, setting in known_settings(method, method.policy).items():
+        default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))

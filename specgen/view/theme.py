@@ -31,32 +31,33 @@ PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 SHORTEST_WRAP = 12  # cells
 GAP = 2  # cells between the columns of a table
 _GREY = [(0x59, 0x60, 0x69)] * 16
-_PICTURE = Path(__file__).with_name("picture.svg")  # a format string for Rich's `export_svg`
+_PICTURE = Path(__file__).with_name("templates") / "picture.svg"  # a format string for Rich's `export_svg`
 BACKGROUNDS = {
     "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
 }
-_STYLES = {
-    "token.accepted": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
-    "token.rejected": {"ansi": "red strike", "dark": "#ff7b72 strike", "light": "#b3261e strike", "mono": "strike"},
-    "token.discarded": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
-    "token.target": {"ansi": "none", "dark": "none", "light": "none", "mono": "underline"},
-    "mark": {"ansi": "bold", "dark": "bold", "light": "bold", "mono": "bold"},
-    "mark.rejected": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
-    "quiet": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
-    "strong": {"ansi": "bold", "dark": "bold", "light": "bold", "mono": "bold"},
-    "good": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "none"},
-    "command": {"ansi": "bold", "dark": "bold #79c0ff", "light": "bold #0550ae", "mono": "bold"},
-    "bar": {"ansi": "none", "dark": "#79c0ff", "light": "#0969da", "mono": "none"},
-    "bar.best": {"ansi": "green", "dark": "#56d364", "light": "#116329", "mono": "bold"},
-    "bar.plain": {"ansi": "dim", "dark": "#8b949e", "light": "#656d76", "mono": "dim"},
-    "bad": {"ansi": "bold red", "dark": "bold #ff7b72", "light": "bold #b3261e", "mono": "bold"},
+_LOOKS = {  # of each style in each of the flavours
+    "token.accepted": ("green", "#56d364", "#116329", "none"),
+    "token.rejected": ("red strike", "#ff7b72 strike", "#b3261e strike", "strike"),
+    "token.discarded": ("dim", "#8b949e", "#656d76", "dim"),
+    "token.target": ("none", "none", "none", "underline"),
+    "mark": ("bold",) * 4,
+    "mark.rejected": ("bold red", "bold #ff7b72", "bold #b3261e", "bold"),
+    "quiet": ("dim", "#8b949e", "#656d76", "dim"),
+    "strong": ("bold",) * 4,
+    "good": ("green", "#56d364", "#116329", "none"),
+    "command": ("bold", "bold #79c0ff", "bold #0550ae", "bold"),
+    "bar": ("none", "#79c0ff", "#0969da", "none"),
+    "bar.best": ("green", "#56d364", "#116329", "bold"),
+    "bar.plain": ("dim", "#8b949e", "#656d76", "dim"),
+    "bad": ("bold red", "bold #ff7b72", "bold #b3261e", "bold"),
 }
+FLAVOURS = ("ansi", "dark", "light", "mono")
 
 
 def theme(flavour: str) -> Theme:
     """Returns the Rich theme of a flavour (colour scheme). Styles that specgen does not define are Rich's defaults."""
-    return Theme({name: Style.parse(styles[flavour]) for name, styles in _STYLES.items()})
+    return Theme({name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()})
 
 
 def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: bool) -> str:
@@ -68,7 +69,7 @@ def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: boo
     if no_color or environment.get("NO_COLOR"):
         return "mono"
     requested = environment.get("SPECGEN_THEME", "").lower()
-    if requested in ("ansi", "dark", "light", "mono"):
+    if requested in FLAVOURS:
         return requested if requested in ("ansi", "mono") or many_colours else "ansi"
     background = environment.get("COLORFGBG", "").rpartition(";")[2]
     if not many_colours or not background.isdecimal():
@@ -85,8 +86,12 @@ class ThemedConsole(Console):
     """Rich's console, through which all text for a person passes. No control character in a text reaches the terminal: only the
     styles and the cursor movements that the program makes do.
 
-    Writing to a pipe whose reader has closed it raises BrokenPipeError.
+    `flavour` is its colour scheme. Rich's markup and emoji codes are printed as they are. Writing to a pipe whose reader
+    has closed it raises BrokenPipeError.
     """
+
+    def __init__(self, flavour: str, **options: Any) -> None:
+        super().__init__(theme=theme(flavour), highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one becomes a symbol."""
@@ -195,24 +200,13 @@ def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
     return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
 
 
-def recorder(width: int, flavour: str) -> Console:
-    """Returns a Rich console that records what is printed, so that its `export_svg` can draw it.
+def recorder(width: int, flavour: str) -> ThemedConsole:
+    """Returns a console that records what is printed, so that its `export_svg` can draw it.
 
     `width` is in cells. `flavour` is the name of a colour scheme (see above).
     """
-    return ThemedConsole(
-        record=True,
-        width=width,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        theme=theme(flavour),
-        highlight=False,
-        markup=False,
-        emoji=False,
-        legacy_windows=False,
-        _environ={},
-    )
+    shown = {"width": width, "file": io.StringIO(), "force_terminal": True, "color_system": "truecolor", "_environ": {}}
+    return ThemedConsole(flavour, record=True, legacy_windows=False, **shown)
 
 
 def width(console: Console) -> int:
@@ -223,17 +217,8 @@ def width(console: Console) -> int:
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
     """Returns a console for specgen's output, in the flavour (colour scheme) that the environment variables choose.
 
-    It prints colours on a terminal only. Rich's markup and emoji codes in a text are printed as they are.
+    It prints colours on a terminal only.
     """
     many_colours = Console(stderr=stderr, **options).color_system in ("256", "truecolor")
     chosen = flavour(os.environ, no_color=no_color, many_colours=many_colours)
-    return ThemedConsole(
-        stderr=stderr,
-        theme=theme(chosen),
-        no_color=True if chosen == "mono" else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=True,
-        **options,
-    )
+    return ThemedConsole(chosen, stderr=stderr, no_color=True if chosen == "mono" else None, soft_wrap=True, **options)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.machine import WAIT_PASSIVELY
-from specgen.base.prefill_progress import prefill_reports
+from specgen.base.measuring import prefill_reports
 from specgen.workers.shared import SIZE, SharedWords
 
 _POLL = 1e-3  # seconds between two looks at the shared memory

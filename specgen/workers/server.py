@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.prefill_progress import prefill_reports
+from specgen.base.measuring import prefill_reports
 from specgen.base.settings import Settings
 from specgen.base.types import Context
 from specgen.decoding.drafting import ModelDrafter, Setup

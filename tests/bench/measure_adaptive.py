@@ -1,8 +1,8 @@
 """Does `adaptive` reach the best length policy in hindsight? Not a test: `python tests/bench/measure_adaptive.py` prints tables.
 
 Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each drafted token the draft cost and
-the verification cost. For each drafter, what it drafts at every position of the target's outputs is recorded once. On these
-drafts all fixed settings of `sd`, `confidence`, `svip` and `heuristic` are simulated, and `adaptive` for each draft cost. The
+the verification cost. For each drafter, all fixed settings of `sd`, `confidence`, `svip` and `heuristic` are simulated after the
+target's outputs, and `adaptive` for each draft cost. The
 table has, for each cost, the speedup over plain decoding of the best fixed setting in hindsight, of svip, sd:k=5 and
 adaptive, and adaptive's speedup divided by the best one's.
 
@@ -31,10 +31,10 @@ from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
-from specgen.pair.figures import Summary
-from specgen.pair.pair import Pair, runners
-from specgen.tune.recorded_drafts import RecordedDrafts, Recorder, ReferenceOutput, record_reference
-from specgen.tune.simulation import PairMeasurements, simulate
+from specgen.pair.figures import Figures
+from specgen.pair.pair import Pair
+from specgen.tune.round_timing import record_reference
+from specgen.tune.simulator import Simulator
 
 METHODS = {"model": "sd", "near": "sd", "unrelated": "sd", "exit": "eesd-fixed", "lookup": "lookup"}
 POLICY = "adaptive"
@@ -52,7 +52,7 @@ class Costs:
     draft: float
     verify: float
 
-    def speedup(self, summary: Summary, runs: int) -> float:
+    def speedup(self, summary: Figures, runs: int) -> float:
         """Returns tokens per unit of cost. The pass over the prompt, one in each of `runs` runs, is not counted."""
         passes = summary.rounds - runs
         return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 class Measurement:
-    """One drafter's recorded drafts on some prompts, and what the length policies make of them."""
+    """One drafter on some prompts, and what the length policies make of its drafts."""
 
     def __init__(self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path) -> None:
         self._drafter, self._prompts, self._folder, self._noise = drafter, prompts, folder, options.noise
@@ -104,19 +104,23 @@ class Measurement:
         self._is_real, self._given = options.real, dict(setting.split("=", 1) for setting in options.set)
 
     def show(self) -> None:
-        """Records, simulates and prints one table."""
-        references, drafts = self._record()
-        fixed = {name: self._simulate(references, drafts, given, self._costs[0]) for name, given in self._fixed()}
+        """Simulates and prints one table."""
+        with self._open() as pair:
+            self._show(self._simulated(pair))
+
+    def _show(self, simulator: Simulator) -> None:
+        runs = len(self._samplings)
+        fixed = {name: self._simulate(simulator, given, self._costs[0]) for name, given in self._fixed()}
         sampling = self._samplings[0]
-        amount = f"{len(self._prompts)} prompts, {len(references)} runs, {fixed['sd:k=5'].new_tokens} tokens"
+        amount = f"{len(self._prompts)} prompts, {runs} runs, {fixed['sd:k=5'].new_tokens} tokens"
         print(f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, verification cost {self._costs[0].verify:g}")
         print(f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} {POLICY:>9} {'ratio':>6} {'drafted':>8}")
         for costs in self._costs:
-            speedups = {name: costs.speedup(summary, len(references)) for name, summary in fixed.items()} | {PLAIN: 1.0}
+            speedups = {name: costs.speedup(summary, runs) for name, summary in fixed.items()} | {PLAIN: 1.0}
             best = max(speedups, key=lambda name: speedups[name])
             given = {"policy": POLICY, "draft_cost": costs.draft, "verify_cost": costs.verify, **self._given}
-            found = self._simulate(references, drafts, given, costs)
-            own = costs.speedup(found, len(references))
+            found = self._simulate(simulator, given, costs)
+            own = costs.speedup(found, runs)
             svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
             row = f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} {speedups['sd:k=5']:7.3f} {own:9.3f}"
             print(f"{row} {own / speedups[best]:6.3f} {found.drafted / max(found.rounds, 1):8.2f}", flush=True)
@@ -136,28 +140,23 @@ class Measurement:
             tuned = POLICIES[policy].settings["threshold"].tuned
             yield from ((f"{policy}:threshold={value}", {"policy": policy, "threshold": value}) for value in tuned)
 
-    def _record(self) -> tuple[list[ReferenceOutput], list[RecordedDrafts]]:
-        """Returns the target's output in each run, and what the drafter drafts at its positions (nothing for prompt lookup)."""
-        references, drafts = [], []
-        with self._open() as pair:
-            for number, sampling in enumerate(self._samplings):
-                text = self._prompts[number % len(self._prompts)].text
-                references.append(record_reference(pair, pair.tokenizer.encode(text), sampling))
-                if self._drafter != "lookup":
-                    drafts.append(_recorder(pair, self._drafter, sampling).record(references[-1]))
-        return references, drafts
+    def _simulated(self, pair: Pair) -> Simulator:
+        """Returns what simulates the drafter after the target's output in each run."""
+        references = []
+        for number, sampling in enumerate(self._samplings):
+            ids = pair.tokenizer.encode(self._prompts[number % len(self._prompts)].text)
+            references.append(record_reference(pair, ids, sampling))
+        return Simulator(pair, references, self._samplings[0], {})
 
-    def _simulate(
-        self, references: Sequence[ReferenceOutput], drafts: Sequence[RecordedDrafts], given: Given, costs: Costs
-    ) -> Summary:
+    def _simulate(self, simulator: Simulator, given: Given, costs: Costs) -> Figures:
         method = methods.find(self._method)
-        tables = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
-        return simulate(PairMeasurements(references, {method.drafts: drafts}, tables), method.name, given)
+        simulator.costs = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
+        return simulator.run(method.name, given)
 
     def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
         """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
         for name, given in compared.items():
-            summary = Summary(name)
+            summary = Figures(name)
             with self._open() as pair:  # a new one, so that nothing was learned yet
                 for number, sampling in enumerate(self._samplings):
                     text = self._prompts[number % len(self._prompts)].text
@@ -182,13 +181,6 @@ class Measurement:
             else:
                 _write_noisy(draft, changed, keep=0.0, noise=1.0)
         return specgen.load(str(target), str(changed), device="cpu", dtype="float32")
-
-
-def _recorder(pair: Pair, drafter: str, sampling: SamplingParams) -> Recorder:
-    if drafter != "exit":
-        return Recorder(*runners(pair), sampling, sampling.seed or 0)
-    early = pair.parts.runners(methods.find(METHODS[drafter]))
-    return Recorder(early.target, early.draft, sampling, sampling.seed or 0)
 
 
 def _write_noisy(model: Path, copy: Path, *, keep: float, noise: float) -> None:

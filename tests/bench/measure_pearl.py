@@ -22,7 +22,7 @@ from specgen.base.types import Round, SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.methods.pearl_schedule import Parallel
-from specgen.pair.figures import Summary
+from specgen.pair.figures import Figures
 from specgen.pair.pair import pass_costs
 
 PLAIN, AUTO = "ar", "pearl"
@@ -51,17 +51,19 @@ def allowed_seconds(rounds: Sequence[Round], log: PassLog, costs: ParallelCosts)
 
 
 @dataclass(slots=True)
-class Figures:
+class MethodFigures:
     """What a method took: in all, and by category; `ratios` are speeds relative to plain decoding, one for each prompt."""
 
-    overall: Summary
-    by_category: dict[str, Summary] = field(default_factory=dict)
+    overall: Figures
+    by_category: dict[str, Figures] = field(default_factory=dict)
     ratios: list[float] = field(default_factory=list)
 
 
-def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, Figures]:
+def measure(
+    pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams
+) -> dict[str, MethodFigures]:
     """Decodes each prompt with each method in turn; the first prompt once more before, to warm up."""
-    figures = {name: Figures(Summary(name)) for name in names}
+    figures = {name: MethodFigures(Figures(name)) for name in names}
     reached: list[float] = []
     for position, prompt in enumerate([prompts[0], *prompts]):
         taken, outputs = {}, {}
@@ -75,11 +77,11 @@ def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt],
                 decoding = replace(decoding, check=cast("Any", log))
             pair.forget()
             rounds = list(decoding.rounds())
-            run = Summary(name, rounds)
+            run = Figures(name, rounds)
             taken[name], outputs[name] = run.seconds, run.token_ids
             if not position:
                 continue
-            for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Summary(name))):
+            for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Figures(name))):
                 for round_ in rounds:
                     summary.add(round_)
             if decoding.costs is not None and len(rounds) > 1:
@@ -94,7 +96,7 @@ def measure(pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt],
     return figures
 
 
-def table(figures: Mapping[str, Figures]) -> list[str]:
+def table(figures: Mapping[str, MethodFigures]) -> list[str]:
     """A line for each method, and the speeds by category where there are several."""
     categories = sorted({name for found in figures.values() for name in found.by_category})
     shown = categories if len(categories) > 1 else []

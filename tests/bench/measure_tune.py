@@ -20,15 +20,11 @@ from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
 from specgen.pair.pair import Pair
-from specgen.tune.candidates import SEARCHED, SIMULATED, grid, searched_grid
-from specgen.tune.outcome import TuningOutcome
-from specgen.tune.request import Deadline, TuningRequest
-from specgen.tune.simulated_runs import SimulatedRuns
-from specgen.tune.simulation import simulate
-from specgen.tune.tuner import choose_method, measure_pair
+from specgen.tune.outcome import SEARCHED, SIMPLE, Deadline, TuningOutcome, TuningRequest, grid, searched_grid
+from specgen.tune.tuner import choose_settings, measure_pair, outcome_of, record_references, select_methods
 
 HELD_OUT = ("news", "chat")
-METHODS = [name for name in (*SIMULATED, *SEARCHED) if name != "ar"]
+METHODS = [name for name in (*SIMPLE, *SEARCHED) if name != "ar"]
 
 
 class Steps:
@@ -57,10 +53,13 @@ def main() -> None:
         pair.warm_up()
         start = time.perf_counter()
         request = TuningRequest(known, sampling, Deadline(start + options.budget))
-        selection, measurements = measure_pair(pair, request, Steps())
-        outcome = choose_method(pair, request, selection, measurements, Steps())
+        chosen, left_out = select_methods(pair, None)
+        references = record_references(pair, request, Steps())
+        simulator, acceptance, _ = measure_pair(pair, chosen, references, request, request.deadline, Steps())
+        candidates, _ = choose_settings(pair, request, chosen, simulator, Steps())
+        outcome = outcome_of(simulator, candidates, sampling, left_out, acceptance)
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
-        names = [name for name in options.methods.split(",") if name in (*selection.simulated, *selection.searched)]
+        names = [name for name in options.methods.split(",") if name in chosen]
         specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]
         specs += [
             written("sd", given)
@@ -69,15 +68,8 @@ def main() -> None:
         ]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
-        expected = {}
-        runs = SimulatedRuns(pair, measurements.references, sampling, measurements.costs["echo"])
-        for row in found:
-            spec = row.spec
-            if spec.name in SEARCHED or "width" in spec.settings:
-                summary = runs.run(spec.name, spec.settings)
-            else:
-                summary = simulate(measurements, spec.name, spec.settings)
-            expected[spec.written] = summary.tokens_per_second or 0.0
+        specs_found = [row.spec for row in found]
+        expected = {each.written: simulator.run(each.name, each.settings).tokens_per_second or 0.0 for each in specs_found}
         report(found, expected, outcome)
 
 
@@ -92,15 +84,15 @@ def measure(
             print(f"  {step.done} of {step.total} runs, {time.perf_counter() - start:.0f} s", flush=True)
     broken = [difference for difference in results.differences.values() if difference.is_broken]
     assert not broken, "an output is not the target's"
-    return [result for result in method_results(results) if result.overall is not None]
+    return [result for result in method_results(results) if result.prompts]
 
 
 def report(found: Sequence[MethodResult], expected: dict[str, float], outcome: TuningOutcome) -> None:
     from scipy.stats import spearmanr
 
-    speeds = {row.spec.written: row.overall.summary.tokens_per_second or 0.0 for row in found if row.overall is not None}
-    intervals = {row.spec.written: (row.overall.low, row.overall.high) for row in found if row.overall is not None}
-    speedups = {row.spec.written: row.overall.speedup or 0.0 for row in found if row.overall is not None}
+    speeds = {row.spec.written: row.summary.tokens_per_second or 0.0 for row in found}
+    intervals = {row.spec.written: (row.low, row.high) for row in found}
+    speedups = {row.spec.written: row.speedup or 0.0 for row in found}
     ranked = sorted(speeds, key=lambda name: -speeds[name])
     lossless = {row.spec.written for row in found if row.spec.lossless}
     print(f"{'setting':60} measured  expected  error    speedup (95 %)")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from specgen.decoding.costs.round_costs import RoundCosts
-
 LONGEST_WINDOW = 64
 ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
-_SHORTEST = 1e-9  # seconds
 LEAST_OVERLAP = 0.25  # below, the models count as taking turns
 _TURNS = 2  # estimates of the window after the first
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
@@ -182,18 +179,6 @@ def settled(rough: ParallelCosts, measure: Callable[[int], ParallelCosts], wides
         if abs(costs.window.size - width) <= 1:
             break
     return costs
-
-
-def costs_of_rounds(costs: RoundCosts, context_length: int) -> ParallelCosts:
-    """Returns the pass times that PEARL's window is computed from, out of the costs of PEARL's rounds that tuning measured."""
-
-    def at(width: int) -> ParallelCosts:
-        verification = costs.verification_cost
-        passes = verification.at(width, context_length), verification.at(1, context_length)
-        draft_pass = max(costs.draft_cost.at(width, context_length) / width, _SHORTEST)
-        return ParallelCosts(draft_pass, *passes, width, context_length)
-
-    return settled(at(ROUGH_WIDTH), at)
 
 
 def _rounded(ratio: float) -> int:

@@ -11,6 +11,7 @@ operator adds numbers up in the same order for a token, whichever tokens are run
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
@@ -27,7 +28,6 @@ from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, 
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.native.attention import Sight
-from specgen.engine.native.cuda_graphs import Capture, CudaGraphs, Work
 from specgen.engine.native.inputs import KindInputs, PassInputs, ancestry
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.native_model import NativeForward, NativeModel
@@ -38,6 +38,18 @@ FIRST_BUCKET = 512  # entries of the KV cache
 _LARGEST_STEP = 8192  # entries; buckets are twice as large each up to this one, then this much larger each
 _MAX_CHOOSERS = 24  # rules for choosing tokens for which graphs are kept
 _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take a mask and whose kernels depend on shapes only
+
+_WARM_UPS = 2  # libraries choose kernels and allocate memory in the first runs, which must not happen in a capture
+_CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which would end one in another thread
+
+Work = Callable[[], None]
+Capture = Callable[[Work, Sequence[torch.Tensor]], Work]
+"""Captures work on fixed buffers, to repeat it with other contents of these buffers: returns a function that does so.
+
+It does the work a few times itself. The second argument are the tensors that the work both reads and changes: they keep their
+values. What one `Capture` captures may share memory, so none of it may run at the same time, and none is freed before all are.
+Raises RuntimeError if the work cannot be captured.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -212,10 +224,7 @@ class StaticForward:
         for piece in pieces(forward_pass, self._widths[0]):
             kept = max(0, min(piece.last - piece.first, piece.last - (forward_pass.last - logits_to_keep)))
             entering = None if hidden is None else hidden[piece.first - forward_pass.first : piece.last - forward_pass.first]
-            output = self._run(piece, entering, kept)
-            if piece.last - piece.first == forward_pass.last - forward_pass.first:
-                return output
-            outputs.append([None if part is None else part.clone() for part in output])
+            outputs.append([None if part is None else part.clone() for part in self._run(piece, entering, kept)])
         columns = zip(*outputs, strict=True)
         return ModelOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
 
@@ -344,6 +353,44 @@ class Captures:
             return work
         finally:
             self.seconds += time.perf_counter() - start
+
+
+class CudaGraphs:
+    """Captures work on a CUDA device, on the stream `stream`, with a memory pool of its own. A `Capture`.
+
+    Graphs that are captured on one stream share the workspaces of matrix products. So a stream is for one model, which does one
+    thing at a time.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, work: Work, state: Sequence[torch.Tensor]) -> Work:
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        saved = [tensor.clone() for tensor in state]
+        with _CAPTURING, torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            try:
+                with torch.cuda.stream(current):  # a failed capture leaves its stream as the current one
+                    stream.wait_stream(current)
+                    with torch.cuda.stream(stream):
+                        for _ in range(_WARM_UPS):
+                            work()
+                            _restore(state, saved)
+                    with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                        work()
+            finally:
+                current.wait_stream(stream)
+                _restore(state, saved)
+        self._graphs.append(graph)
+        return graph.replay
+
+
+def _restore(state: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(state, saved, strict=True):
+        tensor.copy_(value)
 
 
 def use_cuda_graphs(model: NativeModel) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move, upload
-from specgen.engine.forward_pass import ForwardPass
+from specgen.engine.forward_pass import BatchPass, ForwardPass
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, Sight, has_causal_kernel, sight_of_chain
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
@@ -21,7 +19,6 @@ from specgen.engine.native.rotary import RotaryTable
 # differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
 # product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
-_BAND = 64  # tokens; kept masks are for chains of a quarter of this, after at least so many tokens
 
 
 class KindInputs(NamedTuple):
@@ -71,11 +68,8 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
     context, draft, first, last = forward_pass[:4]
     base = first if forward_pass.is_chain else min(first, len(context))
     chain = last - base if forward_pass.is_chain else min(last, len(context)) - base
-    depths = list(range(chain))
+    depths, committed = list(range(chain)), (1 << chain) - 1
     bits = [(2 << index) - 1 for index in range(chain)]
-    if forward_pass.is_chain:
-        return Ancestry(base, depths, bits)
-    committed = (1 << chain) - 1
     for parent in draft.parents[: last - base - chain]:
         own = 1 << len(bits)
         depths.append(chain if parent < 0 else depths[chain + parent] + 1)
@@ -89,17 +83,10 @@ def sight_of_tree(base: int, depths: Sequence[int], bits: Sequence[int], device:
     from_base = upload(torch.tensor(depths), device) + base
     packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
     as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
-    unseen = ((as_bytes & _powers(device)) == 0).view(rows, length * 8)[:, :size]
+    seen = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
-    hidden[:, base:] = unseen
+    hidden[:, base:] = (seen == 0).view(rows, length * 8)[:, :size]
     return Sight(hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base)))
-
-
-@cache
-def _powers(device: torch.device) -> torch.Tensor:
-    """Returns the values of the bits of a byte, [8]."""
-    with torch.inference_mode(False):
-        return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def layer_kinds(
@@ -138,8 +125,6 @@ class InputMaker:
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        # of each kind, the mask of a chain after so many tokens: those of shorter chains after fewer tokens are views of it
-        self._bands = [(torch.empty(0, 0), 0) for _ in self.kinds]
         fits = architecture.score_cap is None and not exact
         self._has_causal = [fits and has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds]
 
@@ -190,6 +175,14 @@ class InputMaker:
         rows = max(count, self._min_rows)
         return -(-rows // EXACT_ROWS) * EXACT_ROWS if self._exact else rows
 
+    def first_row(self, begin: int, rows: int) -> int:
+        """Returns the first of a pass's `rows` rows that the LM head has to run, to get the logits of those from `begin` on."""
+        return max(0, rows - self.padded(rows - begin))
+
+    def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """Returns hidden states [n, width] with zeros after them, [`rows`, width]; the same tensor if there is nothing to add."""
+        return hidden if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
+
     def batched(self, batch: BatchPass) -> PassInputs:
         """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""
         sequences, tokens = batch.ids.shape
@@ -219,14 +212,4 @@ class InputMaker:
         if self._has_causal[number] and (kind.window is None or last <= kind.window):
             return CAUSAL
         group = self.group if rows < WIDE else 1
-        if rows >= WIDE or device.type != "cpu":
-            return sight_of_chain(first, rows, start, end, device).mask(kind.window, self._dtype, group)
-        before, after = first - start, end - first
-        band, origin = self._bands[number]
-        if before > origin or after > band.shape[1] - origin or rows * group > band.shape[0]:
-            origin, longest = max(2 * before, _BAND), max(2 * after, _BAND)
-            band = sight_of_chain(origin, max(rows, _BAND // 4), 0, origin + longest, device).mask(
-                kind.window, self._dtype, group
-            )
-            self._bands[number] = band, origin
-        return band[: rows * group, origin - before : origin + after]
+        return sight_of_chain(first, rows, start, end, device).mask(kind.window, self._dtype, group)

@@ -66,7 +66,7 @@ class KVBuffer:
         return made
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.ReadableCache`."""
+        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.Cache`."""
         layer -= self.first_layer
         for data in self.parts:
             if layer < data.shape[0]:
@@ -83,7 +83,7 @@ class KVBuffer:
             data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        """Drops all sequences but those with the indices `kept`; see `batch_pass.BatchCache`. No memory is allocated or freed."""
+        """Drops all sequences but those with the indices `kept`; see `forward_pass.Cache`. No memory is allocated or freed."""
         heads = self._kv_heads
         for index, data in enumerate(self.parts):
             for new, old in enumerate(kept):

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs
@@ -61,8 +59,6 @@ class NativeModel:
         self.architecture, self.parts, self.layers = architecture, parts, layers
         self.shape = architecture
         self.dtype, self.device = dtype, parts.norm.device
-        self.num_embeddings = parts.embedding.shape[0]
-        self.vocab_size = parts.head.out_features
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.product_choices, self.exact = product_choices, exact
@@ -113,19 +109,15 @@ class NativeModel:
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts, first: int = 0, rows: int | None = None) -> ModelOutput:
-        """Returns logits and hidden states after the norm, for `rows` tokens (None: all) from index `first` on."""
-        if rows is not None and rows < hidden.shape[0]:
-            hidden = hidden.narrow(0, first, rows)
+    def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts) -> ModelOutput:
+        """Returns logits and hidden states after the norm."""
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's logits; see `engine.model.Model`."""
-        count = hidden.shape[0]
-        if (rows := self.inputs.padded(count)) > count:
-            hidden = pad(hidden, (0, 0, 0, rows - count))
-        return final_logits(self.architecture, self.parts.head(hidden))[:count]
+        padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
+        return final_logits(self.architecture, self.parts.head(padded))[: hidden.shape[0]]
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
@@ -201,14 +193,11 @@ class NativeForward:
         if self.parts is None:
             return ModelOutput(hidden[:count], hidden[:count])
         features = None if features is None else features[:count]
-        begin, rows = count - logits_to_keep, model.inputs.padded(logits_to_keep)
-        first = max(0, min(begin, inputs.rows - rows))
-        output = model.norm_and_head(hidden, self.parts, first, rows)
-        if first == begin and rows == logits_to_keep:
-            return output._replace(features=features)
-        kept = slice(begin - first, begin - first + logits_to_keep)
-        states = None if output.hidden_states is None else output.hidden_states[kept]
-        return ModelOutput(output.logits[kept], states, features=features)
+        first = model.inputs.first_row(count - logits_to_keep, inputs.rows)
+        logits, states, *_ = model.norm_and_head(hidden[first:], self.parts)
+        assert states is not None
+        kept = slice(count - logits_to_keep - first, count - first)
+        return ModelOutput(logits[kept], states[kept], features=features)
 
     def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
         """Runs the tokens `ids` [n], which are on the device, or the hidden states [n, width] that enter instead.
@@ -242,8 +231,7 @@ class NativeForward:
         if self.inputs is None:
             ids = forward_pass.ids
             return self.model.embed(ids if len(ids) == rows else ids + [0] * (rows - len(ids)))
-        hidden = self.inputs(forward_pass)  # which others read, too
-        return hidden.clone() if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
+        return self.model.inputs.with_padding(self.inputs(forward_pass).clone(), rows)  # which others read, too
 
 
 def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,24 @@
-"""An exit layer of EESD (section 3.1), made of native layers: it drafts from the hidden states between a target's layers.
+"""Early exit (EESD, section 3.1): one model drafts for itself, with its first N layers and a trained exit layer.
 
-The target may be run by either backend.
+The exit is made of native layers; the target may be run by either backend. Target and draft are two model runners on the same
+model. Both start from the hidden states after layer N, which a third one computes once per token and keeps. So verifying a draft
+runs only the layers after the first N.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.batch_pass import BatchPass
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, ModelOutput
+from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
@@ -22,6 +26,8 @@ from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, Take, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
+from specgen.engine.parts.acceptance import ExitAcceptancePredictor, Predictor
+from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
@@ -99,13 +105,12 @@ class ExitLayers:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs, states = self._inputs(forward_pass), source(forward_pass)
             count = states.shape[0]
-            hidden = pad(states, (0, 0, 0, inputs.rows - count)) if inputs.rows > count else states.clone()
+            hidden = self._inputs.with_padding(states.clone(), inputs.rows)
             for layer in self._layers:
                 hidden = layer(hidden, inputs)
-            begin, rows = count - logits_to_keep, self._inputs.padded(logits_to_keep)
-            first = max(0, min(begin, inputs.rows - rows))
-            logits, normed = self.norm_and_head(hidden[first : first + rows])
-            kept = slice(begin - first, begin - first + logits_to_keep)
+            first = self._inputs.first_row(count - logits_to_keep, inputs.rows)
+            logits, normed = self.norm_and_head(hidden[first:])
+            kept = slice(count - logits_to_keep - first, count - first)
             return ModelOutput(logits[kept], normed[kept])
 
         return run
@@ -125,16 +130,48 @@ class ExitLayers:
         return final_logits(self._architecture, self._head(states)), states
 
 
+def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
+    architecture = known_architecture(model, "early exit")
+    shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
+    shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
+    for index in range(count):
+        shapes |= layer_shapes(architecture, index)
+    return shapes
+
+
+@torch.no_grad()
 def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLayers:
     """Returns a trained exit layer with `count` decoder layers. `tensors` has its weights by the names in its file, `head.weight`
-    only if the LM head is its own. Raises ValueError for missing and unknown tensors and wrong shapes."""
-    architecture, has_head = known_architecture(model, "early exit"), EXIT_HEAD in tensors
-    expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-    expected |= {EXIT_HEAD: (model.vocab_size, architecture.hidden_size)} if has_head else {}
-    for index in range(count):
-        expected |= layer_shapes(architecture, index)
-    if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
-        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise ValueError(f"the exit layer has other tensors than it has to have: {', '.join(wrong)}")
-    with torch.no_grad():
-        return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=has_head)
+    only if the LM head is its own."""
+    return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=EXIT_HEAD in tensors)
+
+
+@dataclass(frozen=True)
+class ExitWeights:
+    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
+
+    kind: ClassVar[Literal["exit"]] = "exit"
+    layers: ExitLayers
+    after: int
+    predictor: Predictor | None = None
+
+
+def make_runners(
+    weights: ExitWeights, model: Model, _: ModelRunner | None, penalties: Callable[[], PenaltyProcessor | None]
+) -> PartRunners:
+    """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
+
+    `penalties` makes the processor for each of the two. Raises SpecgenError for a model whose layers cannot be run one by one,
+    and for a depth that leaves no layers before or after the exit.
+    """
+    model.check_layers("early exit")
+    check_exit_depth(model.shape.num_layers, weights.after)
+    earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
+    run = model.forward([LayerPart(index) for index in earlier], with_head=False)
+    first = FeatureRunner(model, run, model.new_cache(earlier))
+    verify = model.forward([LayerPart(index) for index in later], first.features_of)
+    target = ModelRunner(model, penalties(), verify, model.new_cache(later))
+    draft = ModelRunner(model, penalties(), weights.layers.forward(first.features_of), weights.layers.new_cache())
+    predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
+    return PartRunners(target, draft, first, predictor)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from specgen.base.types import Context
+from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
-from specgen.engine.hidden_state_cache import CacheWithHiddenStates
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
@@ -41,6 +41,28 @@ class PartRunners(NamedTuple):
                 runner.clear_cache()
 
 
+class KeptRows:
+    """A row of numbers for each token in a KV cache, in a buffer `kept` [capacity, width]."""
+
+    def __init__(self) -> None:
+        self.kept = torch.empty(0, 0)
+
+    def write(self, first: int, rows: torch.Tensor, capacity: int) -> None:
+        """Keeps the rows [n, width] of the tokens `first`, `first` + 1, ... A new buffer has room for `capacity` tokens."""
+        end = first + rows.shape[0]
+        if end > self.kept.shape[0]:
+            larger = rows.new_zeros(max(end, capacity, 2 * self.kept.shape[0]), rows.shape[1])
+            if first:
+                larger[:first] = self.kept[:first]
+            self.kept = larger
+        self.kept[first:end] = rows
+
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        """Moves the rows of the tokens `indices` to `start`, `start + 1`, ..., as `forward_pass.Cache.gather` moves entries."""
+        source = upload(torch.tensor(indices), self.kept.device)
+        self.kept[start : start + len(indices)] = self.kept.index_select(0, source)
+
+
 class FeatureRunner(ModelRunner):
     """Runs the layers of `run` with the KV cache `kv_cache`, and keeps each token's features: `features` or else `hidden_states`
     of the output.
@@ -56,17 +78,18 @@ class FeatureRunner(ModelRunner):
         penalties: PenaltyProcessor | None = None,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        cache = CacheWithHiddenStates(kv_cache)
+        rows = KeptRows()
 
         def forward(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            output = run(forward_pass._replace(cache=kv_cache), logits_to_keep)
+            output = run(forward_pass, logits_to_keep)
             kept = output.hidden_states if output.features is None else output.features
             assert kept is not None
-            cache.write_hidden(forward_pass.first, kept if reduce is None else reduce(kept))
+            rows.write(forward_pass.first, kept if reduce is None else reduce(kept), kv_cache.capacity)
             return output._replace(features=None)  # they are no rows of the logits
 
-        super().__init__(model, penalties, forward, cache)
-        self._states = cache
+        super().__init__(model, penalties, forward, kv_cache)
+        self._cached.gathers.append(rows.gather)
+        self._rows = rows
 
     @inference
     def features(self, context: Context) -> torch.Tensor:
@@ -75,7 +98,7 @@ class FeatureRunner(ModelRunner):
         Runs the layers on those of these tokens that the KV cache lacks.
         """
         cached, _ = self.share_prefix(context)
-        return self._states.hidden(0, cached)
+        return self._rows.kept[:cached]
 
     def features_of(self, later: ForwardPass) -> torch.Tensor:
         """Returns the features [n, width] of the n tokens that a pass of the later layers runs, context and draft. They are valid
@@ -86,4 +109,4 @@ class FeatureRunner(ModelRunner):
             cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
             for earlier in cached.missing_passes(later.context, later.draft, later.last):
                 self._forward(earlier, earlier.last - earlier.first)
-        return self._states.hidden(later.first, later.last)
+        return self._rows.kept[later.first : later.last]

@@ -6,14 +6,14 @@ Its queries see the target's keys of committed tokens alone, all but the last: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.machine import launch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, ReadableCache, positions
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, positions
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
@@ -112,7 +112,7 @@ class GlideForward:
         """Returns the inputs of each layer's cross-attention to the target's first `cached` tokens."""
         if cached == 0:
             return [None] * len(self._read_layers)
-        cache = cast(ReadableCache, self._target.cache)
+        cache = self._target.cache
         rows = [forward_pass.last - forward_pass.first] * (len(self._read_layers) - 1) + [logits_to_keep]
         return [
             CrossInputs(
@@ -147,7 +147,7 @@ class GlideForward:
 
     def _check(self, weights: GlideWeights) -> None:
         """Raises SpecgenError if the draft model cannot be run with this target."""
-        if not isinstance(self._target.cache, ReadableCache):
+        if launch() is not None:
             raise SpecgenError(
                 "glide reads the target's keys and values, which are split over torchrun's processes",
                 "Take another method, or run without torchrun",

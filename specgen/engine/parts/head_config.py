@@ -52,9 +52,6 @@ class HeadFields(BaseModel):
     max_position_embeddings: Size | None = None
     vocab_size: Size | None = None
     block_size: Size | None = None
-    large_hidden_size: Size | None = None
-    large_num_attention_heads: Size | None = None
-    large_head_dim: Size | None = None
     model_type: str | None = None
     hidden_act: Any = None
     rms_norm_eps: Any = None
@@ -62,19 +59,11 @@ class HeadFields(BaseModel):
     partial_rotary_factor: Any = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    bias: bool | None = None
-    fusion_bias: bool | None = None
-    eagle_fc_bias: bool | None = None
-    qkv_bias: bool | None = None
     use_sliding_window: bool | None = None
     tie_word_embeddings: bool | None = None
-    use_remap: bool | None = None
     original_lm_head: bool | None = None
-    layernorms: bool | None = None
     norm_before_residual: bool | None = None
-    norm_before_fc: bool | None = None
     norm_output: bool | None = None
-    fc_norm: Any = None
     use_aux_hidden_state: bool | None = None
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
     eagle_config: dict[str, Any] | None = None
@@ -84,13 +73,6 @@ class HeadFields(BaseModel):
 
 def read_fields(files: WeightFiles, config: Mapping[str, Any]) -> HeadFields:
     return schema.check(json.dumps(config), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
-
-
-def check_off(files: WeightFiles, fields: HeadFields, *names: str) -> None:
-    """Raises SpecgenError for the flags of variants that specgen cannot run."""
-    for name in names:
-        if getattr(fields, name):
-            raise files.refuse(f"it is of a variant that specgen cannot run ({name} in its config.json)", OTHER_HEAD)
 
 
 def open_head(folder: Path, device: torch.device) -> tuple[WeightFiles, bool]:
@@ -154,7 +136,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
         tensors = "a tensor" if len(unknown) == 1 else f"{len(unknown):,} tensors"
-        problem = f"it has {tensors} that such a head does not have (the first: {files.key(unknown[0])})"
+        problem = f"it has {tensors} that such a part does not have (the first: {files.key(unknown[0])})"
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
@@ -189,7 +171,7 @@ def check_vocabulary(files: WeightFiles, names: list[str], target: LoadedModel, 
 
     If none of them is there, `size` (of config.json) decides; None: it is not known.
     """
-    sizes = (target.model.vocab_size, target.model.num_embeddings)
+    sizes = (target.model.shape.vocab_size, target.model.shape.vocab_size)
     rows = {name: (*files.shape(name), 1)[0] for name in names if name in files}
     for name, count in rows.items() or ({} if size is None else {"config.json": size}).items():
         if count not in sizes:
@@ -204,7 +186,8 @@ def decoder_layers(
     Their hidden states have `width` numbers. What config.json leaves out is taken from the tensors' shapes. Raises SpecgenError
     for what the native decoder cannot run.
     """
-    check_off(files, fields, "use_sliding_window")
+    if fields.use_sliding_window:
+        raise files.refuse("it is of a variant that specgen cannot run (use_sliding_window in its config.json)", OTHER_HEAD)
     count = len({found[1] for name in files.names if (found := re.match(r"layers\.(\d+)\.", name))})
     if count > _MOST_LAYERS:
         raise files.refuse(f"it has {count:,} layers, which is a model's and not a head's", "Name it as a draft model: -d")
@@ -215,9 +198,8 @@ def decoder_layers(
     kv_heads = fields.num_key_value_heads or _share(files, f"{first}k_proj.weight", head_size)
     inner = fields.intermediate_size or matrix_shape(files, "layers.0.mlp.gate_proj.weight")[0]
     has_norms = any(name.endswith((".q_norm.weight", ".k_norm.weight")) for name in files.names)
-    qkv_bias, output_bias = fields.qkv_bias, any(name.endswith("self_attn.o_proj.bias") for name in files.names)
-    if qkv_bias is None:
-        qkv_bias = any(re.search(r"self_attn\.[qkv]_proj\.bias$", name) for name in files.names)
+    qkv_bias = any(re.search(r"self_attn\.[qkv]_proj\.bias$", name) for name in files.names)
+    output_bias = any(name.endswith("self_attn.o_proj.bias") for name in files.names)
     if qkv_bias != output_bias and (output_bias or has_norms):
         raise files.refuse("its attention has a bias in some of its projections only", OTHER_HEAD)
     config = {
@@ -231,7 +213,7 @@ def decoder_layers(
         "hidden_act": fields.hidden_act or "silu",
         "rms_norm_eps": _NORM_EPSILON if fields.rms_norm_eps is None else fields.rms_norm_eps,
         "max_position_embeddings": fields.max_position_embeddings or target.context_limit,
-        "vocab_size": target.model.num_embeddings,
+        "vocab_size": target.model.shape.vocab_size,
         "attention_bias": output_bias,
         "tie_word_embeddings": False,
         **_rope(fields),

@@ -51,7 +51,7 @@ class MedusaHeads:
         logits = torch.cat([head(state) for head, state in zip(self._lm_heads, states, strict=True)])
         if self._vocabulary is None:
             return logits
-        return logits.new_full((self.count, self._model.vocab_size), -torch.inf).index_copy_(1, self._vocabulary, logits)
+        return logits.new_full((self.count, self._model.shape.vocab_size), -torch.inf).index_copy_(1, self._vocabulary, logits)
 
 
 class MedusaRunner:

@@ -11,7 +11,7 @@ A head is checked once, here: exactly the expected tensors, with shapes that fit
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from specgen.engine.parts.head_config import (
     MEDUSA_FILE,
     OTHER_HEAD,
     HeadFields,
-    check_off,
     check_vocabulary,
     compare_table,
     decoder_layers,
@@ -50,14 +49,6 @@ _RENAMED = (  # names in files, and those here: EAGLE-1's authors', with all lay
     (r"(\d{1,3})\.\d{1,3}\.weight", r"lm_heads.\1.weight"),
 )
 _BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
-_VARIANTS = {  # by tensors that only they have
-    "fc_norm.": "an EAGLE-3.1 head",
-    "input_norm.": "an EAGLE-3 head with a norm before its fc",
-    "embedding_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "pre_lm_head_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "hidden_states_layernorm.": "a variant of EAGLE-1 with further norms (HASS)",
-    "mask_hidden": "a head for parallel drafting",
-}
 
 
 def _own_name(name: str) -> str:
@@ -82,12 +73,9 @@ class PublishedHead:
 
     def _kind(self) -> HeadKind:
         files, names = self.files, set(self.files.names)
-        parts = {part for name in names for part in name.split(".")}
-        if parts & {"eh_proj", "enorm", "hnorm"}:
-            raise files.refuse("it is an MTP layer (multi-token prediction), which specgen cannot run", _KINDS_HINT)
         if any(map(_BLOCK.fullmatch, names)):
             return "medusa"
-        if "cross_attn" in parts:
+        if any(".cross_attn." in name for name in names):
             return "glide"
         is_model = _FIRST_NORM in names and not names & {"fc.weight", _FEATURE_NORM}
         if is_model:
@@ -96,11 +84,10 @@ class PublishedHead:
             return "eagle"
         raise files.refuse(f"it is of no kind that specgen knows (its first tensor: {files.key(min(names))})", _KINDS_HINT)
 
-    def read(self, feature_layers: Sequence[int] = ()) -> HeadWeights:
+    def read(self) -> HeadWeights:
         """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before.
 
-        `feature_layers` are those of EAGLE-3 if they are known; empty: as config.json says. Raises SpecgenError for other
-        variants, for damaged heads and for heads of other targets.
+        Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
         """
         files, folder = self.files, self._folder
         if self._has_model and weights_fingerprint(folder) != weights_fingerprint(self._target.folder):
@@ -114,13 +101,10 @@ class PublishedHead:
             return _read_medusa(files, read_fields(files, config), self._target)
         if self.kind == "glide":
             return _read_glide(files, read_fields(files, config), self._target)
-        return self._read_eagle(config, feature_layers)
+        return self._read_eagle(config)
 
-    def _read_eagle(self, config: dict[str, Any], feature_layers: Sequence[int]) -> EagleWeights:
+    def _read_eagle(self, config: dict[str, Any]) -> EagleWeights:
         files, target = self.files, self._target
-        for prefix, variant in _VARIANTS.items():
-            if any(name.startswith(prefix) for name in files.names):
-                raise files.refuse(f"it is {variant}, which specgen cannot run", OTHER_HEAD)
         outer, fields = _eagle_fields(files, config)
         (width, fused), hidden = matrix_shape(files, "fc.weight"), target.model.shape.hidden_size
         inputs = matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1]
@@ -129,14 +113,12 @@ class PublishedHead:
             raise refuse_target(files, "fc.weight", "a hidden size of", width, target, hidden)
         if is_third and fused != 3 * hidden:
             raise refuse_target(files, "fc.weight", "three features of", fused // 3, target, hidden)
-        check_off(files, outer, *(("norm_before_fc", "fc_norm") if is_third else ("layernorms",)))
         check_vocabulary(files, [EMBEDDING, "t2d" if is_third else HEAD], target, fields.vocab_size)
         layers, architecture, shapes = decoder_layers(files, fields, target, width)
         shapes["fc.weight"] = width, (3 if is_third else 2) * (hidden if is_third else width)
-        if _has_fusion_bias(files, outer, is_third):
-            shapes["fc.bias"] = (width,)
+        shapes |= {"fc.bias": (width,)} if "fc.bias" in files else {}
         if EMBEDDING in files or width != hidden:
-            shapes[EMBEDDING] = (target.model.num_embeddings if is_third else files.shape(EMBEDDING)[0]), width
+            shapes[EMBEDDING] = (target.model.shape.vocab_size if is_third else files.shape(EMBEDDING)[0]), width
         if not is_third:
             del shapes[_FIRST_NORM]
             shapes |= {HEAD: (files.shape(HEAD)[0], width)} if HEAD in files else {}
@@ -147,7 +129,7 @@ class PublishedHead:
             raise files.refuse("it is of a variant that specgen cannot run (norm_output in its config.json)", OTHER_HEAD)
         if len(architecture.layers) != 1:
             raise files.refuse(f"it has {len(architecture.layers)} decoder layers, and specgen runs EAGLE-3 heads with one")
-        rows, vocabulary = matrix_shape(files, HEAD)[0], target.model.vocab_size
+        rows, vocabulary = matrix_shape(files, HEAD)[0], target.model.shape.vocab_size
         for name in ("q", "k", "v"):
             attention = f"layers.0.self_attn.{name}_proj.weight"
             shapes[attention] = shapes[attention][0], 2 * width
@@ -157,8 +139,7 @@ class PublishedHead:
         tensors = take_exactly(files, shapes)
         ids = _vocabulary(files, tensors, rows, target)
         self._drop_copies(tensors, refuse=False)
-        features = tuple(feature_layers) or _feature_layers(files, outer, target)
-        return EagleWeights(3, layers, tensors, features, ids, bool(outer.norm_before_residual))
+        return EagleWeights(3, layers, tensors, _feature_layers(files, outer, target), ids, bool(outer.norm_before_residual))
 
     def _drop_copies(self, tensors: dict[str, torch.Tensor], *, refuse: bool) -> None:
         """Removes the copies of the target's embedding and, with `refuse`, of its LM head, which heads of EAGLE-1 cannot have of
@@ -202,12 +183,6 @@ def _sglang(files: WeightFiles, outer: HeadFields) -> dict[str, Any]:
     return {} if ids is None else {FEATURES: [each + (ids[0] == 1) for each in ids]}
 
 
-def _has_fusion_bias(files: WeightFiles, outer: HeadFields, is_third: bool) -> bool:
-    """Whether `fc` has a bias: as config.json says by the name that its layout has for it, or as the file has it."""
-    stated = next((flag for flag in (outer.eagle_fc_bias, outer.fusion_bias, outer.bias) if flag is not None), None)
-    return "fc.bias" in files if stated is None or is_third else stated
-
-
 def _feature_layers(files: WeightFiles, outer: HeadFields, target: LoadedModel) -> tuple[int, ...]:
     """Returns the layers whose inputs are the features of EAGLE-3."""
     count, ids = target.model.shape.num_layers, outer.eagle_aux_hidden_state_layer_ids
@@ -228,27 +203,19 @@ def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], rows: int,
     if offsets is None:
         return None
     ids = offsets + torch.arange(rows)
-    if int(ids.min()) < 0 or int(ids.max()) >= target.model.vocab_size or not bool((ids.diff() > 0).all()):
+    if int(ids.min()) < 0 or int(ids.max()) >= target.model.shape.vocab_size or not bool((ids.diff() > 0).all()):
         raise files.refuse(f"{files.key('d2t')} does not map its ids to rising ids of {target.name}")
     if used is not None and not torch.equal(torch.isin(torch.arange(len(used)), ids), used != 0):
         raise files.refuse(f"{files.key('t2d')} and {files.key('d2t')} contradict each other")
-    return None if rows == target.model.vocab_size else ids.to(target.device)
+    return None if rows == target.model.shape.vocab_size else ids.to(target.device)
 
 
 def _read_glide(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> GlideWeights:
-    if fields.use_remap or any("remap_" in name for name in files.names):
-        raise files.refuse("it maps the target's keys and values (use_remap), which specgen cannot run", OTHER_HEAD)
     shape, query = target.model.shape, "layers.0.cross_attn.q_proj.weight"
     rows, width = matrix_shape(files, query)
     crossed = shape.num_heads * shape.head_size
-    for name, what, found, expected in (
-        ("config.json", "a hidden size of", fields.large_hidden_size, shape.hidden_size),
-        ("config.json", "this number of heads:", fields.large_num_attention_heads, shape.num_heads),
-        ("config.json", "heads of a size of", fields.large_head_dim, shape.head_size),
-        (query, "attention of a width of", rows, crossed),
-    ):
-        if found is not None and found != expected:
-            raise refuse_target(files, name, what, found, target, expected)
+    if rows != crossed:
+        raise refuse_target(files, query, "attention of a width of", rows, target, crossed)
     check_vocabulary(files, [EMBEDDING, HEAD], target, fields.vocab_size)
     config, architecture, shapes = decoder_layers(files, fields, target, width)
     count = len(architecture.layers)
@@ -259,7 +226,7 @@ def _read_glide(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> 
         shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
         shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
     is_tied = bool(fields.tie_word_embeddings) and EMBEDDING in files
-    for name, rows in ((EMBEDDING, target.model.num_embeddings), (HEAD, target.model.vocab_size)):
+    for name, rows in ((EMBEDDING, target.model.shape.vocab_size), (HEAD, target.model.shape.vocab_size)):
         needs_own = width != shape.hidden_size and not (name == HEAD and is_tied)
         shapes |= {name: (rows, width)} if name in files or needs_own else {}
     tensors = take_exactly(files, shapes)
@@ -296,7 +263,7 @@ def _read_medusa(files: WeightFiles, fields: HeadFields, target: LoadedModel) ->
     order = tensors.get("token_map")
     if order is not None:
         ids = order.sort().values
-        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= target.model.vocab_size or not bool((ids.diff() > 0).all()):
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= target.model.shape.vocab_size or not bool((ids.diff() > 0).all()):
             raise files.refuse(f"{files.key('token_map')} does not hold different ids of tokens of {target.name}")
         if not lm_heads:
             raise files.refuse("it has a token_map, but no LM head of its own")
@@ -320,50 +287,30 @@ def _ordered(table: torch.Tensor, token_map: torch.Tensor | None) -> torch.Tenso
 
 
 def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Returns the content of config.json, the tensors to write, and the name of their file, in a published layout.
+    """Returns the content of config.json, the tensors to write, and the name of their file, for a head that specgen trained.
 
-    Medusa: the authors' "version 2" (v0.1 if it has LM heads of its own; vLLM's if its vocabulary is reduced). EAGLE: the
-    authors', which SGLang and vLLM read too, and for EAGLE-3 SpecForge. GliDe: the authors'. `target` is the target's name;
-    `sizes` has its `hidden_size`, `num_heads`, `head_size` and `vocab_size`, the number of its logits.
+    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 SpecForge; Medusa: "version 2", or v0.1
+    if it has LM heads of its own. `target` is the target's name, `sizes` are its own, see `HeadDescription`.
     """
-    vocab_size = sizes["vocab_size"]
+    vocab_size, config = sizes["vocab_size"], dict[str, Any]()
     if isinstance(weights, MedusaWeights):
-        return _published_medusa(weights, target, vocab_size)
+        config = {"hidden_size": sizes["hidden_size"], "vocab_size": vocab_size, "base_model_name_or_path": target}
+        config |= {"medusa_num_heads": len(weights.blocks), "medusa_num_layers": 1}
+        named = [(f"{head}.0.linear", *block) for head, (block,) in enumerate(weights.blocks)]
+        tensors = {f"{name}.weight": weight for name, weight, _ in named} | {f"{name}.bias": bias for name, _, bias in named}
+        if weights.lm_heads is None:
+            return config | {"version": "2"}, tensors, MEDUSA_FILE
+        return config, tensors | {f"{head}.1.weight": each for head, each in enumerate(weights.lm_heads)}, MEDUSA_FILE
     config, tensors = {**weights.config, "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size}, dict(weights.tensors)
     if isinstance(weights, GlideWeights):
         large = {"large_hidden_size": "hidden_size", "large_num_attention_heads": "num_heads", "large_head_dim": "head_size"}
         config |= {"use_remap": False, "block_size": weights.block_size} | {name: sizes[own] for name, own in large.items()}
-        return config, {name if name == HEAD else f"model.{name}": each for name, each in tensors.items()}, SINGLE_FILE
+        return config, {f"model.{name}": each for name, each in tensors.items()}, SINGLE_FILE
     if config["model_type"] == "qwen2":
         config |= {"model_type": "llama", "qkv_bias": True}
-    if weights.version == 1:
-        return {**config, "bias": "fc.bias" in tensors}, tensors, SINGLE_FILE
-    rows, named = len(tensors[HEAD]), {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": rows, "eagle_config": named}
+    rows, features = len(tensors[HEAD]), {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": rows, "eagle_config": features}
     config |= {"target_hidden_size": sizes["hidden_size"]}
-    config |= {"norm_before_residual": True} if weights.norm_before_residual else {}
     ids = torch.arange(rows) if weights.vocabulary is None else weights.vocabulary.cpu()
     maps = {"d2t": ids - torch.arange(rows), "t2d": torch.isin(torch.arange(vocab_size), ids)}
     return config, {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()} | maps, SINGLE_FILE
-
-
-def _published_medusa(
-    weights: MedusaWeights, target: str, vocab_size: int
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    heads, layers = len(weights.blocks), len(weights.blocks[0])
-    config: dict[str, Any] = {"hidden_size": weights.blocks[0][0][0].shape[0], "vocab_size": vocab_size}
-    tensors: dict[str, torch.Tensor] = {}
-    if weights.vocabulary is not None:
-        config |= {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": heads, "num_hidden_layers": layers}
-        config |= {"truncated_vocab_size": len(weights.vocabulary), "medusa_fc_bias": True, "original_lm_head": False}
-        block_name, head_name, tensors["token_map"] = "blocks.{}.layers.{}", "lm_heads.{}.weight", weights.vocabulary
-    else:
-        config |= {"base_model_name_or_path": target, "medusa_num_heads": heads, "medusa_num_layers": layers}
-        config |= {"version": "2"} if weights.lm_heads is None else {}
-        block_name, head_name = "{}.{}.linear", f"{{}}.{layers}.weight"
-    for head, blocks in enumerate(weights.blocks):
-        for layer, (weight, bias) in enumerate(blocks):
-            tensors |= {f"{block_name.format(head, layer)}.weight": weight, f"{block_name.format(head, layer)}.bias": bias}
-        if weights.lm_heads is not None:
-            tensors[head_name.format(head)] = weights.lm_heads[head]
-    return config, tensors, MEDUSA_FILE if weights.vocabulary is None else SINGLE_FILE

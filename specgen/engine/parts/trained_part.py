@@ -22,14 +22,14 @@ from safetensors.torch import save
 
 from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_exit, kept_head, whole_file
+from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_part, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.exit_layers import check_exit_depth, check_exit_layers, read_exit
-from specgen.engine.parts.head_config import MEDUSA_FILE
+from specgen.engine.parts.exit_layers import ExitWeights, check_exit_depth, check_exit_layers, exit_shapes, read_exit
+from specgen.engine.parts.head_config import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.published_heads import PublishedHead, published
-from specgen.engine.parts.weights import EagleWeights, ExitWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
+from specgen.engine.parts.weights import EagleWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
@@ -65,24 +65,12 @@ class ExitDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetSizes:
-    """The sizes of the target that a head was trained for. `vocab_size` is its number of logits."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class HeadDescription:
     """The contents of `head.yaml`, which describes a head that specgen trained; see `ExitDescription`.
 
-    `sizes` are the target's. `weights` is a hash of the head's own weights, which `save_head` fills in. `feature_layers` of
-    EAGLE-3 and `rank_accuracies` of Medusa are as in the head's weights.
+    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size`, its number of logits.
+    `weights` is a hash of the head's own weights, which `save_head` fills in. `rank_accuracies` of Medusa are
+    as in the head's weights. `feature_layers` is of earlier versions: config.json says them too.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -90,7 +78,7 @@ class HeadDescription:
     kind: HeadKind
     target: str
     fingerprint: str
-    sizes: TargetSizes
+    sizes: Mapping[str, int]
     weights: str = ""
     feature_layers: tuple[int, ...] = ()
     rank_accuracies: Sequence[Sequence[Annotated[float, Field(ge=0, le=1)]]] = ()
@@ -156,12 +144,10 @@ class TrainedPart:
         self._weights = None
 
     def _read_head(self) -> HeadWeights:
-        described, files = self.description, self._files or PublishedHead(self.path, self._target)
-        self._files = None  # open files keep what was read of them in memory
-        features = described.feature_layers if isinstance(described, HeadDescription) else ()
-        weights = files.read(features)
-        if isinstance(described, HeadDescription) and isinstance(weights, MedusaWeights):
-            weights = replace(weights, rank_accuracies=described.rank_accuracies)
+        files, self._files = self._files or PublishedHead(self.path, self._target), None  # open files stay in memory
+        weights = files.read()
+        if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
+            weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
         self.warning = files.warning
         self.version = weights.version if isinstance(weights, EagleWeights) else None
         return weights
@@ -171,22 +157,18 @@ class TrainedPart:
         assert isinstance(described, ExitDescription)
         check_exit_layers(described.layers)
         check_exit_depth(model.shape.num_layers, described.after, self.name)
-        tensors = read_exit_tensors(self.path, described.fingerprint)
-        if described.own_head != ("exit.head.weight" in tensors):
-            raise SpecgenError(f"{self.name} does not fit its description", _RETRAIN)
-        if any(not weight.isfinite().all() for weight in tensors.values()):
-            raise SpecgenError(f"{self.name} holds NaN", f"Its training diverged. {_RETRAIN}")
-        try:
-            layers, predictor = read_exit(model, _under("exit.", tensors), described.layers), None
-            if described.predictor:
-                predictor = Predictor(model.shape.hidden_size)
-                predictor.load_state_dict(_under("predictor.", tensors))
-                predictor.to(model.device).requires_grad_(False)
-        except (ValueError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise SpecgenError(f"{self.name} does not fit its description", _RETRAIN) from error
-        return ExitWeights(layers, described.after, predictor)
+        files, predictor = _exit_files(self.path, described.fingerprint), None
+        shapes = {
+            f"exit.{name}": shape for name, shape in exit_shapes(model, described.layers, own_head=described.own_head).items()
+        }
+        if described.predictor:
+            predictor = Predictor(model.shape.hidden_size)
+            shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in predictor.named_parameters()}
+        tensors = take_exactly(files, shapes)
+        if predictor is not None:
+            predictor.load_state_dict(_under("predictor.", tensors))
+            predictor.to(model.device).requires_grad_(False)
+        return ExitWeights(read_exit(model, _under("exit.", tensors), described.layers), described.after, predictor)
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
@@ -195,7 +177,7 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
     Raises SpecgenError if there is none, if it was trained for another target, or if its files do not belong together.
     """
     if is_exit:
-        weights, yaml_file = _exit_files(path)
+        weights, yaml_file = _exit_paths(path)
         exit_ = _described(yaml_file, ExitDescription, "exit layer", "eesd")
         part = TrainedPart("exit", weights, target, exit_)
         _check_target(part, target)
@@ -224,10 +206,7 @@ def find_part(kind: Kind, target: LoadedModel, *, is_bundled: bool) -> TrainedPa
     target comes with specgen (`is_bundled`), it is the one that comes with it. Raises SpecgenError as `open_part` does.
     """
     fingerprint = weights_fingerprint(target.folder)
-    if kind == "exit":
-        found, bundled = kept_exit(target.name, fingerprint), demo.exit_folder()
-    else:
-        found, bundled = kept_head(kind, target.name, fingerprint), demo.head_folder(kind)
+    found, bundled = kept_part(kind, target.name, fingerprint), demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
     found = bundled if found is None and is_bundled and bundled.is_dir() else found
     return None if found is None else open_part(found, target, is_exit=kind == "exit")
 
@@ -250,7 +229,7 @@ def _described(path: Path, kind: type[_D], what: str, methods: str) -> _D:
     return read(path, kind, f"description of the {what}", f"Train the {what} again, or restore the file")
 
 
-def _exit_files(path: Path) -> tuple[Path, Path]:
+def _exit_paths(path: Path) -> tuple[Path, Path]:
     """Returns the paths of an exit layer's weights and description, whose names differ in their suffixes."""
     if path.is_dir():
         return path / EXIT_WEIGHTS, path / EXIT_DESCRIPTION
@@ -261,13 +240,13 @@ def _exit_files(path: Path) -> tuple[Path, Path]:
     return weights, description
 
 
-def read_exit_tensors(path: Path, fingerprint: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of an exit layer's file, which was trained for the target with this fingerprint."""
+def _exit_files(path: Path, fingerprint: str) -> WeightFiles:
+    """Opens the weights of an exit layer that was trained for the target with this fingerprint."""
     files = WeightFiles(path, f"the exit layer {path}")
     if files.metadata.get("fingerprint") != fingerprint:
         described = path.with_suffix(Path(EXIT_DESCRIPTION).suffix).name
         raise SpecgenError(f"{path} and its {described} do not belong together", "Restore the one that was replaced")
-    return {name: files.take(name) for name in files.names}
+    return files
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -279,8 +258,8 @@ def describe_head(
     kind: HeadKind, target: LoadedModel, figures: Mapping[str, Any], made_with: Mapping[str, Any]
 ) -> HeadDescription:
     """Returns the description of a head that was trained for `target`."""
-    shape = target.model.shape
-    sizes = TargetSizes(shape.hidden_size, shape.num_layers, shape.num_heads, shape.head_size, target.model.vocab_size)
+    shape, names = target.model.shape, ("hidden_size", "num_layers", "num_heads", "head_size")
+    sizes = {name: getattr(shape, name) for name in names} | {"vocab_size": target.model.shape.vocab_size}
     return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
 
 
@@ -298,11 +277,9 @@ def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) 
     All files are replaced together. Raises SpecgenError as `check_head_folder` does, and OSError.
     """
     check_head_folder(folder)
-    config, tensors, name = published(weights, description.target, asdict(description.sizes))
+    config, tensors, name = published(weights, description.target, description.sizes)
     if isinstance(weights, MedusaWeights):
         description = replace(description, rank_accuracies=[list(each) for each in weights.rank_accuracies])
-    elif isinstance(weights, EagleWeights):
-        description = replace(description, feature_layers=weights.feature_layers)
     data = save({key: _stored(tensor) for key, tensor in tensors.items()}, {"format": "pt"})
     description = replace(description, weights=file_fingerprint(BytesIO(data)))
     shown_config = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -329,7 +306,9 @@ def save_exit(
 
 def replace_predictor(path: Path, folder: Path, predictor: Predictor, description: ExitDescription) -> Path:
     """Writes a copy of the exit layer with the weights `path` and another predictor into `folder`, as `save_exit` does."""
-    return save_exit(folder, _under("exit.", read_exit_tensors(path, description.fingerprint)), predictor, description)
+    files = _exit_files(path, description.fingerprint)
+    kept = {name: files.take(name) for name in files.names}
+    return save_exit(folder, _under("exit.", kept), predictor, description)
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -11,22 +11,11 @@ import torch
 
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import read_architecture
-from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.exit_layers import ExitLayers
+from specgen.engine.parts.exit_layers import ExitWeights
 
 HeadKind = Literal["medusa", "eagle", "glide"]
 Kind = Literal["exit", "medusa", "eagle", "glide"]
 KINDS: tuple[HeadKind, ...] = ("medusa", "eagle", "glide")
-
-
-@dataclass(frozen=True)
-class ExitWeights:
-    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
-
-    kind: ClassVar[Kind] = "exit"
-    layers: ExitLayers
-    after: int
-    predictor: Predictor | None = None
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.devices import upload
-from specgen.engine.forward_pass import ForwardPass, LayerPart, ModelOutput
+from specgen.engine.devices import move
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import PreparedModel, check_weight_files
 from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import bias_of, final_norm, layer_tensors, layer_weights
 from specgen.engine.native.loading import open_model, return_free_memory, table_names
-from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.native_model import NativeForward, NativeModel, NativeParts
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
-from specgen.engine.spread.collectives import Ranks
+from specgen.engine.spread.ranks import Group, joined
 from specgen.engine.weights import WeightFiles
 
 _Part = tuple[int, Sequence[range]]  # the dimension along which a tensor is split, and its ranges that a rank holds
@@ -126,143 +129,208 @@ def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -
     return {names[0]: (0, [range(start + part.start, start + part.stop) for start, part in zip(starts, own, strict=True)])}
 
 
-class SummedProduct(Product):
-    """A product split by its inputs: the ranks' results are added up. `scale` is the factor on the residual stream."""
-
-    def __init__(self, product: Product, scale: float, ranks: Ranks) -> None:
-        self.out_features, self.in_features = product.out_features, product.in_features
-        self._partial, self._scale, self._ranks = product, scale, ranks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total = self._partial(x)
-        self._ranks.sum(total)
-        return total
-
-
-class GatheredHead(Product):
-    """An LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the others only their own part."""
-
-    def __init__(self, product: Product, vocab_size: int, ranks: Ranks) -> None:
-        self.out_features, self.in_features = vocab_size, product.in_features
-        self._product, self._ranks = product, ranks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        own = self._product(x)
-        parts = self._ranks.gather(own)
-        return own if parts is None else torch.cat([*parts], dim=1)[:, : self.out_features]  # without padding
-
-
 class ShardedLayer(NativeLayer):
     """One rank's part of a decoder layer. The residual stream is the same on all ranks, up to the order of sums."""
 
-    def __init__(self, shard: Shard, ranks: Ranks, *native: Any, gain: float) -> None:
+    def __init__(self, shard: Shard, group: Group, *native: Any, gain: float) -> None:
         super().__init__(shard.local, *native, gain=gain)
-        self._ranks, self._shard, scale = ranks, shard, shard.architecture.residual_scale
-        self._output, self._down = (SummedProduct(product, scale, ranks) for product in (self._output, self._down))
+        self._group, self._shard, scale = group, shard, shard.architecture.residual_scale
+        self._output, self._down = (_summed(product, scale, group) for product in (self._output, self._down))
 
     def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Returns the heads with query and key heads normalised; a norm over all heads needs the sums of all ranks' squares."""
         if self._architecture.qk_norm != "all":
             return super()._normed_heads(heads, weight)
-        whole = self._shard.architecture
-        part = heads.narrow(1, 0, self._heads + self._kv_heads)
-        of_heads = part.float().square().sum(-1)  # [rows, heads]
-        query, key = (each.sum(-1) for each in torch.split(of_heads, [self._heads, self._kv_heads], dim=1))
+        whole, counts = self._shard.architecture, [self._heads, self._kv_heads]
+        part = heads.narrow(1, 0, sum(counts))
+        query, key = (each.sum(-1) for each in torch.split(part.float().square().sum(-1), counts, dim=1))
         squares = torch.stack((query / whole.num_heads, key / (self._shard.copies * whole.num_kv_heads)))
-        self._ranks.sum(squares)
+        self._group.sum(squares)
         factors = torch.rsqrt(squares / whole.head_size + whole.norm_eps)
-        counts = self._heads, self._kv_heads  # not by `repeat_interleave` with a tensor, for which a GPU would be waited for
         by_head = torch.cat([each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)], dim=1)
         torch.mul((part.float() * by_head[:, :, None]).to(part.dtype), weight, out=part)
         return heads
 
 
-class ShardedModel(NativeModel):
-    """One rank's part of a model. All ranks have to call the same functions at the same time; rank 0 gets the logits.
+def _summed(product: Product, scale: float, group: Group) -> Product:
+    """Returns a product split by its inputs: the ranks' results are added up. `scale` is the factor on the residual stream."""
 
-    Its KV caches have the rank's key-value heads only. `parts.embedding` has the rows of the rank's token ids.
+    def multiply(x: Tensor) -> Tensor:
+        total = product(x)
+        group.sum(total)
+        return total
+
+    return Product(torch.Size((product.out_features, product.in_features)), multiply, scale)
+
+
+def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
+    """Returns an LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the others their own part."""
+
+    def multiply(x: Tensor) -> Tensor:
+        own = product(x)
+        parts = group.gather(own)
+        return own if parts is None else torch.cat([*parts], dim=1)[:, :vocab_size]  # without padding
+
+    return Product(torch.Size((vocab_size, product.in_features)), multiply)
+
+
+class ShardedModel(NativeModel):
+    """One rank's part of a model. Rank 0 uses it as any model: what needs the other ranks is announced to them.
+
+    `parts.embedding` has the rows of the rank's token ids. What rank 0 runs alone, such as exit layers, is as in the whole model.
     """
 
-    def __init__(self, shard: Shard, ranks: Ranks, layers: Sequence[ShardedLayer], parts: NativeParts, **options: Any) -> None:
-        super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
-        self.shard, self._ranks = shard, ranks
-        self.num_embeddings = shard.architecture.vocab_size
+    number = 0  # given by `Group.add`
 
-    def embed(self, ids: Sequence[int]) -> Tensor:
-        return self.embeddings(upload(torch.tensor(ids), self.device))
+    def __init__(self, shard: Shard, group: Group, layers: Sequence[ShardedLayer], parts: NativeParts, **options: Any) -> None:
+        super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
+        self.shard, self.group = shard, group
+        self.architecture = self.shape = shard.architecture
+
+    # on rank 0
+
+    def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer:
+        made: SharedCache = self.group.call(self, "add_cache", range(self.shape.num_layers) if layers is None else layers)
+        return made
+
+    def forward(
+        self,
+        layers: Sequence[LayerPart] | None = None,
+        inputs: HiddenSource | None = None,
+        *,
+        taps: Sequence[int] = (),
+        with_head: bool = True,
+    ) -> ForwardFunction:
+        how = layers, tuple(taps), with_head
+
+        def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()  # which may announce passes of its own
+            context: Any = range(len(forward_pass.context))  # its length is all that is read of it
+            cache, sent = forward_pass.cache, forward_pass._replace(context=context, cache=None)
+            sizes = cache.length, cache.capacity
+            output: ModelOutput = self.group.call(cache, "run", sizes, how, sent, logits_to_keep, source)
+            return output
+
+        return run
 
     def embeddings(self, ids: Tensor) -> Tensor:
-        """Returns the embeddings of token ids on the device. Each rank adds the rows that it holds."""
+        found: Tensor = self.group.call(self, "native", "embeddings", ids.cpu())
+        return found
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.group.call(self, "native", "head_logits", hidden.cpu())
+        return found
+
+    @inference
+    def reference_logits(self, ids: Sequence[int]) -> Tensor:
+        found: Tensor = self.group.call(self, "native", "reference_logits", list(ids))
+        return found
+
+    def batch(self, *_: Any, **__: Any) -> ModelOutput:
+        raise SpecgenError("under torchrun nothing is trained: the target is split", "Train in one process, without torchrun")
+
+    # on all ranks
+
+    def native(self, method: str, argument: Any) -> Any:
+        """Calls a method of `NativeModel`."""
+        return getattr(super(), method)(move(argument, self.device) if isinstance(argument, Tensor) else argument)
+
+    def add_cache(self, layers: range) -> SharedCache:
+        cache = SharedCache(self, layers)
+        self.group.add(cache)
+        return cache
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        return self._embedded(torch.tensor(ids))
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Returns the embeddings [n, width] of token ids. Each rank adds the rows that it holds."""
         table = self.parts.embedding
-        own = ids.flatten() - self.shard.tokens.start
+        own = move(ids.flatten(), self.device) - self.shard.tokens.start
         rows = table.index_select(0, own.clamp(0, table.shape[0] - 1)).to(self.dtype)
         rows.masked_fill_(((own < 0) | (own >= table.shape[0]))[:, None], 0)
-        self._ranks.sum(rows)
-        return self.scaled(rows).view(*ids.shape, -1)
-
-    def head(self, x: Tensor) -> Tensor:
-        """Returns the output of the LM head's product; on rank 0 that for all tokens."""
-        return self.parts.head(x)
-
-    def part_of_forward(self, *options: Any) -> ShardedForward:
-        return ShardedForward(self, *options)
+        self.group.sum(rows)
+        return self.scaled(rows)
 
 
-class ShardedForward:
-    """One rank's part of a forward function. `layers`, `with_head` and `taps` are as for `engine.model.Model`.
+class SharedCache(KVBuffer):
+    """One rank's part of a KV cache: the entries of its key-value heads. Rank 0's `length` and `capacity` go with each pass."""
 
-    `reads_hidden`: hidden states enter the first layer, not embeddings.
-    """
+    number = 0  # given by `Group.add`
 
-    def __init__(
-        self, model: ShardedModel, layers: Sequence[LayerPart] | None, reads_hidden: bool, with_head: bool, taps: Sequence[int]
-    ) -> None:
-        self._hidden: Any = None
-        source = (lambda _: self._hidden) if reads_hidden else None
-        self._forward = model.forward(layers, source, taps=taps, with_head=with_head)
+    def __init__(self, model: ShardedModel, layers: range) -> None:
+        local, devices = model.shard.local, [model.device] * len(layers)
+        super().__init__(devices, local.num_kv_heads, local.head_size, model.dtype, first_layer=layers.start)
+        self._model = model
+
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        self._model.group.call(self, "move_entries", list(indices), start)
+
+    def move_entries(self, indices: Sequence[int], start: int) -> None:
+        super().gather(indices, start)
 
     def run(
-        self, cache: KVBuffer, sizes: tuple[int, int], forward_pass: ForwardPass, logits_to_keep: int, hidden: Tensor | None
+        self,
+        sizes: tuple[int, int],
+        how: tuple[Sequence[LayerPart] | None, Sequence[int], bool],
+        forward_pass: ForwardPass,
+        logits_to_keep: int,
+        source: list[int] | Tensor,
     ) -> ModelOutput:
-        """Runs a pass on the rank's part of the cache, whose length and capacity are `sizes`."""
-        (cache.length, cache.capacity), self._hidden = sizes, hidden
-        return self._forward(forward_pass._replace(cache=cache), logits_to_keep)
+        """Runs a pass with this cache, whose length and capacity are `sizes`; `how`: layers, taps, with head or without.
+
+        `source` are the token ids, or the hidden states that enter the first of the layers.
+        """
+        (self.length, self.capacity), model = sizes, self._model
+        hidden = model.embed(source) if isinstance(source, list) else move(source, model.device)
+        layers, taps, with_head = how
+        forward = NativeForward(model, layers, lambda _: hidden, taps, with_head=with_head)
+        return forward(forward_pass._replace(cache=self), logits_to_keep)
 
 
-def load_shard(
-    folder: Path,
-    name: str,
-    architecture: Architecture,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Ranks,
-    *,
-    exact: bool = False,
-) -> ShardedModel:
-    """Loads this rank's part of the model in `folder`, as `native.loading.load_native` loads a whole one. Reads only this part.
+def load_distributed(prepared: PreparedModel, dtype: torch.dtype, device: torch.device, _: object = None) -> ShardedModel:
+    """Loads a model on all ranks; called on rank 0. Raises SpecgenError for a model that cannot be split, or cannot be loaded."""
+    if prepared.architecture is None:
+        problem = f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})"
+        raise SpecgenError(problem, "Run it without torchrun, with --device auto-map where it does not fit into one device")
+    check_weight_files(prepared.folder, prepared.name)
+    return load_on(joined[0], prepared, dtype, device)
 
-    Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot be split so.
+
+def load_on(group: Group, prepared: PreparedModel, dtype: torch.dtype, device: torch.device) -> ShardedModel:
+    given = prepared.name, str(prepared.folder.resolve()), dtype, prepared.source.exact
+    model: ShardedModel = group.call(group, "load", load_shard, device.type, *given)
+    return model
+
+
+def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: torch.dtype, exact: bool) -> ShardedModel:
+    """Loads this rank's part of the model in the folder `path`, as `native.loading.load_native` loads a whole one.
+
+    Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot
+    be split so.
     """
-    shard = Shard.of(architecture, ranks.rank, ranks.size, name)
+    folder = Path(path)
+    architecture = read_architecture(read_config(folder, name))
+    shard = Shard.of(architecture, group.rank, group.size, name)
     with torch.no_grad():
         files = open_model(folder, name, architecture, device)
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
-        parts = _tables(shard, files, factory, dtype, gain, ranks)
+        parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()
         (_, kinds), layers = layer_kinds(architecture, [device] * len(architecture.layers)), []
         for index, kind in enumerate(kinds):
             weights = layer_weights(shard.local, index, LayerShard(files, shard, index).take, dtype, gain)
-            layers.append(ShardedLayer(shard, ranks, index, kind, weights, factory, gain=gain))
+            layers.append(ShardedLayer(shard, group, index, kind, weights, factory, gain=gain))
             del weights
             files.close()
             if not files.are_copied:
                 return_free_memory()
     options = {"norm_gain": gain, "min_rows": factory.min_rows, "exact": exact}
-    return ShardedModel(shard, ranks, layers, parts, product_choices=factory.choices, **options)
+    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, **options)
 
 
 def _tables(
-    shard: Shard, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float, ranks: Ranks
+    shard: Shard, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float, group: Group
 ) -> NativeParts:
     """Returns this rank's rows of the embedding and of the LM head, and the final norm."""
     architecture, own = shard.architecture, shard.stored_tokens
@@ -278,4 +346,4 @@ def _tables(
         files.close()
         embedding = files.take(embedding_name)[own.start : own.stop]
     norm = final_norm(architecture, files.take, dtype, gain)
-    return NativeParts(embedding, norm, GatheredHead(head, architecture.vocab_size, ranks))
+    return NativeParts(embedding, norm, _gathered(head, architecture.vocab_size, group))

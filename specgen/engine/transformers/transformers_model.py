@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.batch_pass import BatchPass
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import NO_NODES, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
@@ -47,10 +46,6 @@ class TransformersModel:
         self.shape = _shape(module.config)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
-        self.num_embeddings: int = module.get_input_embeddings().weight.shape[0]
-        head = module.get_output_embeddings()
-        rows = getattr(head, "out_features", None) or (head or module.get_input_embeddings()).weight.shape[0]
-        self.vocab_size: int = rows  # a packed weight has another shape
         self._masks = AttentionMasks(module)
         accepted = inspect.signature(module.forward).parameters
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
@@ -145,7 +140,7 @@ class TransformersModel:
 
     @inference
     def _layers_error(self) -> str | None:
-        ids = [token % self.num_embeddings for token in (5, 9, 7, 3)]
+        ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
         layers = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
         tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
         error = logits_error(lambda: layers(tokens, len(ids)).logits, lambda: self.reference_logits(ids))

@@ -1,8 +1,10 @@
-"""Measures the energy of generations in joules: of NVIDIA GPUs by NVML's total-energy counters, of CPUs under Linux by RAPL's
+"""Measures time and energy, and reports how far the passes over a prompt are. Imports no torch but for a GPU's energy.
+
+The energy of generations in joules is that of NVIDIA GPUs by NVML's total-energy counters, and of CPUs under Linux by RAPL's
 counters.
 
 Idle power is measured first with the same counters, and subtracted; the gross energy is reported too. A counter covers everything
-that runs on its device, other programs included. torch is imported only when a GPU counter is made.
+that runs on its device, other programs included.
 
 RAPL's counters restart at 0 at the end of their range, after 10 minutes or more: one restart during a run is noticed.
 """
@@ -11,14 +13,73 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
 _TICK = 0.25  # longest wait for a counter to change, in seconds
+Key = TypeVar("Key")
+
+
+def timed(
+    work: Mapping[Key, Callable[[], object]],
+    warm_up: int,
+    seconds: float,
+    *,
+    fewest: int = 3,
+    most: int = 15,
+    before: Callable[[], object] = lambda: None,
+) -> dict[Key, list[float]]:
+    """Returns the seconds of each counted call of each kind of `work`; their median or minimum is the caller's choice.
+
+    The kinds take turns, so that a machine that becomes slower affects all alike. The first `warm_up` turns do not count. After
+    about `seconds` the turn that has begun is the last one, but each kind is counted at least `fewest` and at most `most` times.
+    `before` is called before each start of the clock (to empty a cache), and `work` has to wait for a GPU itself.
+    """
+    samples: dict[Key, list[float]] = {key: [] for key in work}
+    deadline = time.perf_counter() + seconds
+    for turn in range(warm_up + most):
+        if turn >= warm_up + fewest and time.perf_counter() > deadline:
+            break
+        for key, run in work.items():
+            before()
+            start = time.perf_counter()
+            run()
+            taken = time.perf_counter() - start
+            if turn >= warm_up:
+                samples[key].append(taken)
+    return samples
+
+
+class PrefillReports:
+    """Passes reports of prompts that are run in several forward passes on to an observer, if there is one.
+
+    One for the process: a run's models report in the threads that run them, and heads and exit layers have caches of their own.
+    An observer is called with a number that identifies the KV cache, the tokens that have been run, and those to run in all.
+    """
+
+    def __init__(self) -> None:
+        self._observer: Callable[[int, int, int], None] | None = None
+
+    @contextmanager
+    def to(self, observer: Callable[[int, int, int], None]) -> Iterator[None]:
+        """Calls `observer` for each report until the `with` block ends."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    def report(self, source: int, done: int, total: int) -> None:
+        if (observer := self._observer) is not None:
+            observer(source, done, total)
+
+
+prefill_reports = PrefillReports()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +100,12 @@ class Energy:
         """The total energy of two runs on the same devices. It is unknown if the energy of either run is unknown."""
         if self.joules is None or other.joules is None:
             return self if self.joules is None else other
-        assert self.seconds is not None and other.seconds is not None  # noqa: PT018
-        assert self.idle_watts is not None and other.idle_watts is not None  # noqa: PT018
-        assert self.gross_joules is not None and other.gross_joules is not None  # noqa: PT018
-        seconds = self.seconds + other.seconds
-        idle = (self.idle_watts * self.seconds + other.idle_watts * other.seconds) / seconds if seconds else self.idle_watts
-        gross = self.gross_joules + other.gross_joules
-        return Energy(self.source, self.joules + other.joules, idle, seconds, gross_joules=gross)
+        rows = [
+            (each.joules or 0.0, each.idle_watts or 0.0, each.seconds or 0.0, each.gross_joules or 0.0) for each in (self, other)
+        ]
+        joules, _, seconds, gross = map(sum, zip(*rows, strict=True))
+        idle = sum(watts * taken for _, watts, taken, _ in rows) / seconds if seconds else self.idle_watts
+        return Energy(self.source, joules, idle, seconds, gross_joules=gross)
 
 
 class UnavailableError(Exception):

@@ -1,0 +1,293 @@
+"""Simulated runs: the same rounds as real runs, with seconds from measured costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from families import EOS, make_model, save, with_exit
+from head_layouts import write_head
+from scripted_models import TableRunner
+from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
+
+import specgen
+from specgen.base.types import Context, SamplingParams
+from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.logits_ops import warp
+from specgen.methods.learned_drafting import Acceptance
+from specgen.pair.figures import Figures
+from specgen.pair.pair import Pair
+from specgen.tune import simulator as module
+from specgen.tune.outcome import Deadline
+from specgen.tune.round_timing import ReferenceOutput, RoundProbe, record_reference
+from specgen.tune.simulator import DrawnRunner, MemoisedRunner, Simulator, run_seed
+
+SAMPLED = replace(GREEDY, temperature=1.0, top_k=8)
+SIMPLE: list[tuple[str, dict[str, object]]] = [
+    ("ar", {}),
+    ("sd", {"k": 1}),
+    ("sd", {"k": 16}),
+    ("heuristic", {"k": 3, "max_draft": 6}),
+    ("confidence", {"threshold": 0.3, "max_draft": 8}),
+    ("svip", {"threshold": 0.7, "max_draft": 40}),
+    ("beta-ts", {"alpha": 2}),
+    ("lookup", {"k": 4, "ngram": 2}),
+    ("lookup", {"ngram": 2, "draft_cost": 0.0, "verify_cost": 0.3}),
+    ("pearl", {"window": 1}),
+    ("pearl", {"window": 8}),
+    ("pearl", {"window": 4, "post_verify": False}),
+    ("pearl", {"window": 4, "pre_verify": False}),
+]
+TREES: list[tuple[str, dict[str, object]]] = [
+    ("sd", {"width": 2, "depth": 3}),
+    ("sd", {"width": 4, "depth": 2, "k": 2}),
+]
+OTHERS: list[tuple[str, dict[str, object]]] = [
+    ("spectr", {"drafts": 3, "k": 3}),
+    ("specinfer", {"drafts": 2, "k": 4}),
+    ("mtad", {"beams": 4, "k": 3, "tau": 0.3}),
+    ("bild", {"k": 4, "fallback": 0.1}),
+    ("lookahead", {"window": 4}),
+    ("ouroboros", {"k": 3, "branches": 2}),
+]
+OF_HEADS: list[tuple[str, dict[str, object]]] = [
+    ("medusa", {}),
+    ("medusa", {"nodes": 0, "k": 3}),
+    ("eagle", {}),
+    ("eagle", {"width": 1, "k": 3, "cape": True}),
+    ("eagle", {"policy": "svip", "threshold": 0.9, "width": 2, "nodes": 4}),
+    ("glide", {"policy": "svip", "threshold": 0.9}),
+]
+
+
+@pytest.fixture(scope="module")
+def near(pair_of: PairOf) -> Pair:
+    return pair_of("llama", "near")
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target with an exit and a predictor, neither trained, and no draft model."""
+    folder = save(make_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("early"))
+    return with_exit(Pair(specgen.load(folder, device="cpu", dtype="float32").target, None), 2)
+
+
+@pytest.fixture(scope="module")
+def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target with a random head of each kind."""
+    target, folder = pair_of("llama", "near").target, tmp_path_factory.mktemp("heads")
+    pair = Pair(target, None)
+    for kind, layout in {"medusa": "medusa-v2", "eagle": "eagle1", "glide": "glide"}.items():
+        pair.parts.name(write_head(folder / kind, layout, target.folder), is_exit=False)
+    return pair
+
+
+def simulator(
+    pair: Pair, sampling: SamplingParams = GREEDY, costs: RoundCosts = COSTS, timed: list[str] | None = None
+) -> Simulator:
+    """Costs are constant; the names of the methods whose shapes are timed go to `timed`."""
+
+    class Probe:
+        costs = COSTS
+
+        def __init__(self, _: Pair, name: str, *given: object, **named: object) -> None:
+            self._name = name
+
+        def run(self, deadline: Deadline) -> None:
+            if timed is not None:
+                timed.append(self._name)
+
+    references = [record_reference(pair, ids, replace(sampling, seed=run_seed(n, 3))) for n, ids in enumerate(PROMPTS)]
+    by_kind = dict.fromkeys(("echo", "model", "exit"), costs) | {"parallel": replace(costs, synchronisation_overhead=0.5)}
+    made: Any = Probe
+    return Simulator(pair, references, sampling, by_kind, probe=made)
+
+
+def same(found: Figures, run: Figures) -> bool:
+    """The same rounds, drafts, accepted tokens and output."""
+    figures = [(one.rounds, one.drafted, one.accepted, one.drafts, one.token_ids) for one in (found, run)]
+    return figures[0] == figures[1]
+
+
+@pytest.mark.parametrize("draft", ["near", pytest.param("unrelated", marks=pytest.mark.slow)])
+def test_simulated_runs_count_what_real_runs_count(pair_of: PairOf, draft: str) -> None:
+    pair = pair_of("llama", draft)
+    made = simulator(pair)
+    for name, given in SIMPLE + TREES + OTHERS:
+        found = made.run(name, given)
+        assert same(found, really(pair, name, given)), (name, given)
+        assert (found.perplexity is None) == (name not in ("mtad", "bild"))
+
+
+@pytest.mark.parametrize("memory", [module.MOST_BYTES, 0])
+def test_no_pass_is_computed_twice_if_its_output_is_kept(near: Pair, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", memory)
+    made = simulator(near)
+    tried = [("sd", {"k": 4}), *TREES, *OTHERS[:4]]
+    found, passes = [], []
+    for _ in range(2):
+        found.append([made.run(name, given).token_ids for name, given in tried])
+        passes.append(sum(runner.passes for each in made._models.values() for runner in (each.target, each.draft) if runner))
+    assert found[0] == found[1]
+    assert (passes[0] == passes[1]) == (memory > 0) == bool(made._kept)
+
+
+def test_in_sampling_a_seed_makes_the_same_run(near: Pair) -> None:
+    """Where the method's own verifier decides, or a drafter learns."""
+    made = simulator(near, SAMPLED)
+    for name, given in OTHERS:
+        assert same(made.run(name, given), really(near, name, given, SAMPLED)), name
+
+
+def test_drawn_chains_share_one_output(pair_of: PairOf, near: Pair) -> None:
+    made = simulator(near, SAMPLED)
+    output = [token for reference in made.references for token in reference.token_ids]
+    for name, given in SIMPLE + TREES:
+        assert made.run(name, given).token_ids == output, name
+    assert made.run("sd", {"k": 4}).drafted == made.run("sd", {"k": 4}).drafted
+    expected = made.acceptance("sd")
+    assert expected is not None
+    assert 0.5 < expected < 1, "a near copy is often right, but not always"
+    real = sum(really(near, "sd", {"k": 1}, replace(SAMPLED, seed=seed)).acceptance_rate or 0 for seed in range(6)) / 6
+    assert expected == pytest.approx(real, abs=0.15)
+    itself = simulator(pair_of("llama", "itself"), SAMPLED)
+    assert itself.run("sd", {"k": 4}).acceptance_rate == 1
+    assert itself.acceptance("sd") == pytest.approx(1, abs=1e-4)
+
+
+def test_drafts_drawn_for_a_given_output_have_the_draft_models_distribution() -> None:
+    """Over all outputs, which the target draws: q, and accepted as often as rejection sampling accepts, the sum of min(p, q)."""
+    target, draft, sampling = TableRunner(1), TableRunner(2), SamplingParams(temperature=1.0)
+    context = Context([1, 2])
+    p, q = (warp(runner.logits(context).logits[0], sampling) for runner in (target, draft))
+    counts, accepted, runs = Counter[int](), 0, 3000
+    generator = torch.Generator().manual_seed(0)
+    for seed, token in enumerate(torch.multinomial(p, runs, replacement=True, generator=generator).tolist()):
+        reference = ReferenceOutput([1, 2], [token], 1, frozenset(), 0.0, 0.0)
+        runner = DrawnRunner(MemoisedRunner(draft, {}), MemoisedRunner(target, {}), reference, sampling, seed)
+        output = runner.logits(context)
+        drawn = int(output.logits[0].argmax())
+        assert float(output.logits.softmax(dim=-1)[0, drawn]) == pytest.approx(max(float(q[drawn]), 1 / len(q)), rel=0.02)
+        assert output.unpenalised is not None
+        assert torch.equal(output.unpenalised, draft.logits(context).logits)
+        counts[drawn] += 1
+        accepted += drawn == token
+    assert accepted / runs == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.03)
+    found = torch.tensor([counts[token] / runs for token in range(len(q))])
+    assert float((found - q).abs().sum()) < 0.1
+
+
+def test_heads_read_the_targets_hidden_states_in_simulated_runs(headed: Pair) -> None:
+    """The real target is not run in greedy simulations, and its runner has run something else before."""
+    made, drafted, accepted = simulator(headed), 0, 0
+    for name, given in OF_HEADS:
+        found = made.run(name, given)
+        assert same(found, really(headed, name, given)), (name, given)
+        assert found.drafted > 0
+        drafted, accepted = drafted + found.drafted, accepted + found.accepted
+    assert accepted > 0
+    cape = ("glide", {"cape": True})
+    assert same(simulator(headed, SAMPLED).run(*cape), really(headed, *cape, SAMPLED)), "drawn, with candidates that were not"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("eesd-tree", {"width": 3, "depth": 4, "max_draft": 3}), ("eesd-cali", {}), ("eesd-fixed", {"k": 3})]
+)
+def test_an_early_exit_uses_its_predictor(early: Pair, name: str, given: dict[str, object]) -> None:
+    assert same(simulator(early).run(name, given), really(early, name, given))
+
+
+def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(headed: Pair) -> None:
+    """A tree of at most two nodes, of four levels of four: the head runs four times, and the target verifies two nodes."""
+    shape = {"width": 4, "nodes": 2}
+    probe = RoundProbe(headed, "eagle", PROMPTS[0], GREEDY, lengths=(4,), settings=shape)
+    probe.run(Deadline.after(0, count().__next__))
+    ((_, curve),) = probe.costs.draft_cost.curves.items()
+    assert set(curve.points) == {0, 4}
+    run = headed.run(headed.request(PROMPTS[0], "eagle", GREEDY, **shape))
+    with patch.object(run.policy, "keep_drafting", wraps=run.policy.keep_drafting) as judged:
+        for round_ in run.rounds():
+            assert sum(call.args[0].nodes for call in judged.call_args_list) == len(round_.draft.tokens)
+            judged.reset_mock()
+
+
+def test_rounds_are_priced_by_their_costs(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes 10 s, a drafted token or level 1 s, the draft's prefill a quarter and a signal half a second."""
+    monkeypatch.setattr(module, "draft_prefill_seconds", lambda *_: 0.25)
+    made, prompts = simulator(near), len(PROMPTS)
+    prefill = sum(reference.prefill_seconds for reference in made.references)
+    plain, drafted = made.run("ar", {}), made.run("sd", {"k": 2})
+    assert plain.seconds == pytest.approx(prefill + 10 * (plain.new_tokens - prompts))
+    assert drafted.seconds == pytest.approx(prefill + 0.25 * prompts + 10 * (drafted.rounds - prompts) + drafted.drafted)
+    beams = made.run("mtad", {"beams": 4, "k": 2, "tau": 0.3})
+    rounds = beams.rounds - prompts
+    assert beams.phase_seconds["verify"] == pytest.approx(10 * rounds)
+    # two levels per round, except the last one of each prompt, which may have less room
+    assert 2 * (rounds - prompts) <= beams.phase_seconds["draft"] - 0.25 * prompts <= 2 * rounds
+    assert made.run("lookup", {"k": 4, "ngram": 2}).phase_seconds["draft"] == 0
+    rising = replace(COSTS, verification_cost=CostTable({8: Curve({1: 10.0, 2: 11.0})}), signal_cost=0.5)
+    dear = simulator(near, costs=rising)
+    found = dear.run("sd", {"k": 4})
+    assert found.phase_seconds["verify"] == pytest.approx(10 * (found.rounds - prompts) + found.drafted)
+    found = dear.run("svip", {})
+    assert found.phase_seconds["draft"] == pytest.approx(0.25 * prompts + 1.5 * found.drafted)
+
+
+def test_a_parallel_round_takes_the_longer_of_draft_and_pass(near: Pair, pair_of: PairOf) -> None:
+    """A pass takes 10 s, a drafted token 1 s. A round in which a draft was started takes half a second more."""
+    found, prompts = simulator(near).run("pearl", {"window": 4}), len(PROMPTS)
+    rounds = found.rounds - prompts
+    assert found.phase_seconds["verify"] == pytest.approx(10.0 * rounds)
+    without_a_draft = rounds - found.phase_seconds["draft"] / 0.5  # the target never waits for drafts of four tokens
+    assert without_a_draft in range(prompts + 1), "an output's last round may have nothing left to draft"
+    # all tokens are accepted. Of 24 tokens the prefill gives one, a first pass over one token one more of 16 that are drafted;
+    # the second pass is over 15 tokens while the last 7 are drafted, and the third is over the remaining 6
+    itself = simulator(pair_of("llama", "itself"))
+    found = itself.run("pearl", {"window": 16})
+    assert found.phase_seconds["verify"] == pytest.approx(prompts * 3 * 10)
+    assert found.phase_seconds["draft"] == pytest.approx(prompts * ((16 - 10) + 2 * 0.5))
+    # without pre-verify, it waits for all of the first draft of four; there are six, none of which takes longer than a pass
+    found = itself.run("pearl", {"window": 4, "pre_verify": False})
+    assert found.phase_seconds["draft"] == pytest.approx(prompts * (4 + 6 * 0.5))
+
+
+def test_each_shape_is_timed_once_between_plain_passes_that_correct_its_costs(near: Pair) -> None:
+    """A pass alone takes 10 s now and took 30 s together with all other methods: the machine is three times as fast now."""
+    timed: list[str] = []
+    made = simulator(near, timed=timed)
+    for name, given in [("mtad", {"k": 2}), ("mtad", {"k": 3, "tau": 0.5}), ("mtad", {"beams": 2}), ("bild", {})]:
+        made.run(name, given)
+    assert timed == ["ar", "mtad", "ar", "ar", "mtad", "ar", "ar", "bild", "ar"]
+    verify = [simulator(near, costs=costs).run("mtad", {"k": 2}).phase_seconds["verify"] for costs in (COSTS, COSTS.times(3))]
+    assert verify[1] == pytest.approx(3 * verify[0])
+    real = Simulator(near, made.references, GREEDY, made.costs, clock=count().__next__)
+    assert real.run("mtad", {"k": 2}).seconds > 0
+
+
+def test_adaptive_learns_from_prompt_to_prompt_of_one_simulation(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, taught, learn = simulator(near), Counter[int](), Acceptance.learn
+
+    def counted(self: Acceptance, score: float, accepted: bool) -> None:
+        taught[id(self)] += 1
+        learn(self, score, accepted)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Acceptance, "learn", counted)
+        found = made.run("adaptive", {})
+    assert found.token_ids == [token for reference in made.references for token in reference.token_ids]
+    assert found.drafted > 0
+    unseen = found.accepted + found.rejections - sum(taught.values())
+    assert unseen <= len(made.references), "all judged tokens of all prompts but end-of-sequence tokens"
+    made.run("svip", {})
+    assert made.run("adaptive", {}).seconds == pytest.approx(found.seconds)
+    assert made.run("adaptive", {"draft_cost": 100}).drafted < found.drafted
+
+
+def test_an_output_that_ends_early_is_simulated_to_its_end(near: Pair) -> None:
+    ended = ReferenceOutput([5, 9], [7, 3, EOS], 24, frozenset({EOS}), 0.1, 0.2)
+    assert Simulator(near, [ended], GREEDY, {"model": COSTS}).run("sd", {"k": 4}).token_ids == [7, 3, EOS]

@@ -1,0 +1,244 @@
+"""Verdicts on hand-made logits, the target's distribution in sampled outputs, and the numbers that are computed from logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ROUNDING, Paths, SmallRunner, exact
+from families import BACKENDS, make_model, model_of
+from runner_checks import uncached
+from scripted_models import PROMPT, TableRunner, scripted_run
+from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specgen.base.errors import RunError
+from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
+from specgen.decoding import logits_ops
+from specgen.decoding.verification import GreedyVerifier, RejectionSampling
+from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.methods import METHODS
+from specgen.workers.worker import DraftWorker
+
+SAMPLING = SamplingParams(temperature=1.0)
+
+
+def rows(*choices: int) -> ModelOutput:
+    """Logits whose likeliest tokens are `choices`."""
+    return ModelOutput(torch.nn.functional.one_hot(torch.tensor(choices), 8).float() * 9)
+
+
+def sampler(**options: Any) -> RejectionSampling:
+    return RejectionSampling(SamplingParams(temperature=1.0, **options), torch.device("cpu"), seed=0)
+
+
+CHAIN, TREE, BRANCHES = Draft.chain((1, 2)), Draft((1, 2, 3, 4), (-1, -1, 1, 1)), Draft((1, 2, 3), (-1, -1, 0))
+
+
+@pytest.mark.parametrize(
+    ("draft", "choices", "verdict"),
+    [
+        (Draft(), (3,), Verdict((), 3, None)),
+        (CHAIN, (1, 2, 3), Verdict((0, 1), 3, "bonus")),
+        (CHAIN, (1, 5, 3), Verdict((0,), 5, "correction")),
+        (CHAIN, (4, 2, 3), Verdict((), 4, "correction")),
+        (CHAIN, (1, 2), Verdict((0, 1), None, None)),  # without a row behind the draft, as in PEARL
+        (CHAIN, (1, 5), Verdict((0,), 5, "correction")),
+        (TREE, (2, 0, 4, 0, 6), Verdict((1, 3), 6, "bonus")),
+        (TREE, (2, 0, 7, 0, 6), Verdict((1,), 7, "correction")),
+        (BRANCHES, (5, 3, 0, 0), Verdict((), 5, "correction")),
+        (BRANCHES, (2, 0, 3, 6), Verdict((1,), 3, "bonus")),  # the 3 follows the other branch
+    ],
+)
+def test_verdicts_follow_the_targets_choices(draft: Draft, choices: tuple[int, ...], verdict: Verdict) -> None:
+    """Greedily, and in sampling if there is no other choice."""
+    assert GreedyVerifier().verify(draft, rows(*choices)) == verdict
+    assert sampler(top_k=1).verify(draft, rows(*choices)) == verdict
+
+
+@pytest.mark.parametrize("verifier", [GreedyVerifier(), sampler(top_k=1)], ids=["greedy", "sampling"])
+def test_nan_logits_are_an_error_where_a_token_depends_on_them(verifier: Any) -> None:
+    for position in (0, 1):
+        broken = rows(1, 2).logits
+        broken[position, 3] = math.nan
+        with pytest.raises(RunError, match="NaN"):
+            verifier.verify(Draft.chain((1,)), ModelOutput(broken))
+    broken = rows(4, 2).logits
+    broken[1, 3] = math.nan  # the row after a rejected token
+    assert verifier.verify(Draft.chain((1,)), ModelOutput(broken)) == Verdict((), 4, "correction")
+
+
+def test_equal_distributions_accept_everything_and_an_empty_residual_is_no_nan() -> None:
+    logits = ModelOutput(torch.tensor([[1.0, 1.0, -torch.inf, -torch.inf]] * 2))
+    verifier, draft = sampler(), Draft((0,), (-1,), probs=torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+    verdicts = {verifier.verify(draft, logits) for _ in range(50)}
+    assert verdicts == {Verdict((0,), token, "bonus") for token in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("draft", "verdict", "fates"),
+    [
+        (Draft.chain((1, 2, 3)), Verdict((0,), 9, "correction"), "ard"),
+        (Draft.chain((1, 2, 3)), Verdict((), 9, "correction"), "rdd"),
+        (Draft.chain((1, 2)), Verdict((0, 1), 9, "bonus"), "aa"),
+        (Draft.chain((1, 2, 3)), Verdict((0,), None, None), "add"),  # the output ended there: nothing was refused
+        (Draft((1, 2, 3, 4), (-1, -1, 1, 0)), Verdict((1,), 9, "correction"), "dard"),
+    ],
+)
+def test_fates_of_drafted_tokens(draft: Draft, verdict: Verdict, fates: str) -> None:
+    assert "".join(status.value[0] for status in Round(1, "sequential", draft, verdict).statuses) == fates
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(
+    ("drawn", "tokens", "parents"),
+    [
+        (0, (2, 0, 1, 2), (-1, -1, 0, 0)),
+        (0, (1, 0, 2), (-1, 0, 1)),
+        (1, (2, 0, 1), (0, 0, 2)),
+        (2, (0, 1), (-1, 2)),  # another candidate than the first drawn token, and one after it
+    ],
+)
+def test_candidates_that_were_not_drawn_keep_the_targets_distribution(
+    drawn: int, tokens: Sequence[int], parents: Sequence[int], one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By enumeration, after a chain of `drawn` tokens. The target's tokens are drawn where needed, or at once as on a GPU."""
+    target, draft, prompt = SmallRunner(1), SmallRunner(5), [0, 1, 1, 0, 1]
+    monkeypatch.setattr(torch.Tensor, "is_cpu", one_by_one)
+    verifier, generator = sampler(), torch.Generator()
+
+    def round_() -> tuple[int, ...]:
+        chain: list[int] = []
+        probs = []
+        for _ in range(drawn):
+            probs.append(logits_ops.warp(draft.row([*prompt, *chain]), SAMPLING))
+            chain.append(int(logits_ops.draw(probs[-1], generator)))
+        nodes = Draft([*chain, *tokens], [*range(-1, drawn - 1), *parents], probs=torch.stack(probs) if probs else None)
+        verdict = verifier.verify(nodes, target.logits(Context(prompt), nodes.tokens, nodes.parents))
+        return (*(nodes.tokens[node] for node in verdict.path), verdict.token or 0)
+
+    found = Paths(monkeypatch).all(round_)
+    assert max(map(len, found)) == 1 + Draft(range(drawn + len(tokens)), [*range(-1, drawn - 1), *parents]).levels
+    assert exact(target, SAMPLING, drawn + 4, start=found) == pytest.approx(exact(target, SAMPLING, drawn + 4), abs=ROUNDING)
+
+
+# samples
+
+WARPS: dict[str, dict[str, Any]] = {"plain": {}, "top-k": {"top_k": 4}, "both": {"top_p": 0.9, "top_k": 5}}
+PATHS: dict[str, dict[str, object]] = {
+    "ar": {},
+    "sd": {"k": 3},
+    "sd:tree": {"k": 3, "width": 2},
+    "heuristic": {"k": 2},
+    "confidence": {"threshold": 0.3, "max_draft": 4},
+    "svip": {"threshold": 0.42, "max_draft": 4},
+    "beta-ts": {"alpha": 3},
+    "eesd-cali": {"sigma_model": 0.5, "theta0": 0.9},
+    "eesd-tree": {"width": 3, "depth": 3, "theta0": 1.0},
+    "selfsd": {"skip": "1", "k": 4},
+    "lookup": {"ngram": 2, "k": 3},
+    "suffix": {"draft_cost": 0, "verify_cost": 0.01},
+    "lookahead": {"window": 3, "ngram": 3, "guesses": 2},
+    "ouroboros": {"k": 3, "ngram": 3, "branches": 2, "window": 2},
+    "adaptive": {"draft_cost": 0.3, "verify_cost": 0.02, "ngram": 2},
+    "spectr": {"k": 2, "drafts": 2},
+    "specinfer": {"k": 2, "drafts": 2},
+    "pearl": {"window": 3},
+    "pearl:pre_verify": {"window": 3, "pre_verify": False},
+    "pearl:policy": {"window": 4, "policy": "svip", "threshold": 0.42},
+    "mtad": {"tau": 1, "k": 2, "beams": 2, "beam": "sample"},  # nothing is accepted: the output is the target's own
+}
+OFTEN = [("sd", "both", ()), ("lookup", "plain", (1, 4)), ("sd:tree", "top-k", ())]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(PATHS, WARPS, [(), (1, 4)])]
+
+
+def p_value_of(name: str, target: Any, draft: Any, rows_of: Any, runs: int, eos: Sequence[int] = (), **warp: Any) -> float:
+    """The chi-square test of the first tokens' joint distribution in so many runs. `rows_of` gives the target's logits."""
+    sampling, method = SamplingParams(max_new_tokens=LENGTH, temperature=1.2, **warp), name.partition(":")[0]
+    worker = DraftWorker.in_this_process(draft)
+    given = [
+        scripted_run(method, PATHS[name], target, draft, sampling, eos=eos, seed=seed, worker=worker) for seed in range(runs)
+    ]
+    expected = output_distribution(lambda made: logits_ops.warp(rows_of([*PROMPT, *made]), sampling).tolist(), TOKENS, eos)
+    return p_value(Counter(map(first_tokens, given)), expected)
+
+
+@pytest.mark.parametrize(("name", "warp", "eos"), [*OFTEN, *SLOW])
+def test_the_first_tokens_have_the_targets_distribution(name: str, warp: str, eos: Sequence[int]) -> None:
+    """`test_enumeration.py` has the exact distributions, of shorter runs."""
+    target, runs = TableRunner(1), 400 if (name, warp, eos) in OFTEN else 6000
+    assert p_value_of(name, target, TableRunner(2), target.row, runs, eos, **WARPS[warp]) > SIGNIFICANCE
+
+
+def test_every_lossless_method_is_tested() -> None:
+    without_a_head = {name for name, method in METHODS.items() if method.lossless and not method.head}
+    assert without_a_head - {"eesd", "eesd-fixed", "eesd-beta"} <= PATHS.keys()  # those are chains, as `sd` and `beta-ts`
+
+
+def test_a_draft_that_is_believed_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def believe(_: object, draft: Draft, rows: ModelOutput) -> Verdict:
+        return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
+
+    monkeypatch.setattr(RejectionSampling, "verify", believe)
+    assert p_value_of("sd", TableRunner(1), TableRunner(2), TableRunner(1).row, 400) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "runs"),
+    [("sd", "native", 200), *(pytest.param(*case, 4000, marks=pytest.mark.slow) for case in product(("sd", "pearl"), BACKENDS))],
+)
+def test_samples_of_a_real_model(name: str, backend: str, runs: int) -> None:
+    """The same on model runners with KV caches: a random Llama with a vocabulary of twelve tokens."""
+    shape = {"vocab_size": 12, "num_hidden_layers": 1, "initializer_range": 0.4}
+    modules = make_model("llama", **shape), make_model("llama", seed=5, **shape)
+    target, draft = (ModelRunner(model_of(module, backend)) for module in modules)
+    assert p_value_of(name, target, draft, lambda ids: uncached(modules[0], ids), runs, top_k=8) > SIGNIFICANCE
+
+
+# numbers from logits
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])
+@pytest.mark.parametrize("vocabulary", [8, 1000])
+def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> None:
+    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
+    scores = TemperatureLogitsWarper(0.7)(None, logits)
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    ours = logits_ops.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
+    assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
+    assert torch.equal(ours > 0, scores.softmax(-1) > 0)
+
+
+def test_draws_follow_the_weights_and_one_is_that_of_a_batch() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    counts = Counter(int(logits_ops.draw(weights, generator)) for _ in range(4000))
+    assert set(counts) == {1, 3, 4}, "never what has no weight"
+    assert abs(counts[1] / 4000 - 0.5) < 0.04
+    for nothing in ([0.0, 0.0], [math.nan, 1.0], [1.0, math.nan]):
+        assert int(logits_ops.draw(torch.tensor(nothing), generator)) == -1
+    one, batch = (torch.Generator().manual_seed(3) for _ in range(2))
+    probs = torch.rand(100, 50, generator=generator).pow(8)
+    assert [logits_ops.draw_on_cpu(row, one) for row in probs] == [int(logits_ops.draw(row[None], batch)) for row in probs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.01, 8.0])
+def test_statistics_of_one_row_on_a_cpu_are_those_of_torch(dtype: torch.dtype, scale: float) -> None:
+    """Against float64, with many tokens, an impossible one and an offset that exp could not take."""
+    logits = (torch.randn(40_000, generator=torch.Generator().manual_seed(1)) * scale + 200).to(dtype)
+    logits[7] = -torch.inf
+    token, *found = logits_ops.greedy_statistics(logits)
+    probs = logits.double().softmax(dim=-1)
+    assert [token] == logits_ops.argmax_tokens(logits[None])
+    assert found == pytest.approx([float(torch.special.entr(probs).sum()), float(probs.max())], rel=1e-5)
+    for broken in ([0.0, math.nan], [math.nan, 0.0], [math.inf, 0.0], [-math.inf] * 2):
+        token, *numbers = logits_ops.greedy_statistics(torch.tensor(broken))
+        assert (token, all(map(math.isnan, numbers))) == (-1, True)
