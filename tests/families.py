@@ -39,8 +39,7 @@ from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.exit_layers import ExitLayers, read_exit
+from specgen.engine.parts.exit_layers import ExitLayers, Predictor, read_exit
 from specgen.engine.parts.trained_part import ExitDescription, TrainedPart
 from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.transformers.transformers_model import TransformersModel

@@ -25,7 +25,6 @@ from specgen.view.pages import comparison_page
         ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [1.1] * 5}, "sd is the fastest that keeps the target's output: 2.00× plain"),
         ({"ar": [2.0], "sd": [1.0], "svip": [1.1]}, "(ar). One prompt gives no interval. Too close to call: svip."),
         ({"ar": [2.0] * 2, "sd": [1.0] * 2, "svip": [1.7] * 2}, "Too close to call: svip."),
-        ({"ar": [2.0] * 6, "sd": [1.0] * 6, "sd:k=5": [1.1] * 6, "svip": [1.1] * 6}, "Too close to call: sd:k=5."),
     ],
 )
 def test_the_result_in_plain_words(methods: dict[str, list[float]], said: str) -> None:

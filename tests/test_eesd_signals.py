@@ -23,8 +23,7 @@ from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals
 from specgen.decoding.run import Clock
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.model_runner import ModelOutput
-from specgen.engine.parts.acceptance import ExitAcceptancePredictor
-from specgen.engine.parts.exit_layers import make_runners
+from specgen.engine.parts.exit_layers import ExitAcceptancePredictor, make_runners
 from specgen.engine.parts.weights import ExitWeights
 from specgen.methods.runs import make_run
 from specgen.pair.pair import Pair

@@ -34,7 +34,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import eagle, exit_layers, glide, medusa
-from specgen.engine.parts.acceptance import Predictor
+from specgen.engine.parts.exit_layers import Predictor
 from specgen.engine.parts.feature_runner import PartRunners
 from specgen.engine.parts.weights import EagleWeights, ExitWeights, MedusaWeights
 

@@ -322,10 +322,6 @@ def spoiled(name: str, value: float) -> Callable[[Tensors], None]:
     return spoil
 
 
-def renamed(old: str, new: str) -> Callable[[Tensors], None]:
-    return lambda raw: raw.update({new: raw.pop(old)})
-
-
 def under_another_name(raw: Tensors) -> None:
     for name in list(raw):
         raw[f"mlp.{name}"] = raw.pop(name)
@@ -343,27 +339,17 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("eagle1", put(layers__0__mlp__down_proj__weight=torch.ones(WIDTH, 41)), {}, "down_proj.weight is 32 x 41 in its file, but"),
     ("eagle1", put(**{FIRST: torch.ones(48)}), {}, f"{FIRST} is no matrix"),
     ("eagle1", same, {"num_attention_heads": 5}, "num_key_value_heads = 2 in its config.json is not supported"),
-    ("eagle1", same, {"num_attention_heads": None}, "its config.json does not say num_attention_heads"),
-    ("eagle1", same, {"rope_scaling": {"type": "magic"}}, "in its config.json is not supported"),
-    ("eagle1-sglang", put(fc__bias=ONES), {}, "are its fc.bias"),
     ("eagle3", without("midlayer.hidden_norm.weight"), {}, "lacks 1 of its tensors (the first: layers.0.hidden_norm.weight)"),
     ("eagle1", without("fc.weight", "fc.bias"), {}, "lacks 1 of its tensors (the first: fc.weight)"),
-    ("eagle3", without("d2t", "t2d"), {}, "lacks 1 of its tensors (the first: d2t)"),
     ("eagle3", put(layers__1__mlp__x=ONES), {}, "it has 2 decoder layers"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
-    ("medusa-v2", renamed("2.0.linear.weight", "7.0.linear.weight"), {}, "the first: blocks.2.layers.0.weight"),
-    ("medusa-vllm", put(token_map=torch.tensor([5, 5])), {}, "are its token_map"),
     ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}), {}, "does not hold different ids of tokens"),
     ("glide", without("model.layers.0.cross_attn.o_proj.weight"), {}, "the first: model.layers.0.cross_attn.o_proj.weight"),
     ("eagle1", spoiled("layers.0.mlp.up_proj.weight", float("nan")), {}, "layers.0.mlp.up_proj.weight holds NaN or infinities"),
     ("eagle3", scaled("fc.weight", 0), {}, "fc.weight holds only zeros"),
     ("eagle1", put(fc__weight=torch.ones(WIDTH, 2 * WIDTH, dtype=torch.int8)), {}, "fc.weight is stored as int8"),
     ("eagle3", put(d2t=torch.arange(20, 0, -1)), {}, "d2t does not map its ids to rising ids"),
-    ("eagle3", put(d2t=torch.full((20,), VOCAB - 19)), {}, "d2t does not map its ids to rising ids"),
-    ("eagle3", put(d2t=torch.tensor([0, 2**63 - 2, -(2**62), *range(17)])), {}, "d2t does not map its ids to rising ids"),
-    ("eagle3", put(d2t=torch.ones(20)), {}, "d2t has to be a vector of integers, not 1-dimensional float32"),
     ("eagle3", put(d2t=torch.zeros(20, dtype=torch.int64)), {}, "t2d and d2t contradict each other"),
-    ("eagle3", put(t2d=torch.ones(VOCAB, 1, dtype=torch.bool)), {}, "t2d is 96 x 1 in its file, but has to be 96"),
     ("eagle1", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
     ("eagle1", put(embed_tokens__weight=torch.ones(99, WIDTH)), {}, "embed_tokens.weight is for a vocabulary of 99, "),
     ("eagle1-speculators", same, {"transformer_layer_config": {"vocab_size": 99}}, "config.json is for a vocabulary of 99, "),

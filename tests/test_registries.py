@@ -21,7 +21,7 @@ from specgen.cli.app import app
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.method import Method
-from specgen.tune import candidates
+from specgen.tune import outcome
 
 
 class Margin(LengthPolicy):
@@ -63,7 +63,7 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
     listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
     assert "margin" in listed
     monkeypatch.setitem(methods.METHODS, "margin", replace(sd, name="margin", policy="margin"))  # type: ignore[arg-type]
-    assert sorted(given["threshold"] for given in candidates.grid("margin")) == [0.1, 0.2]
+    assert sorted(given["threshold"] for given in outcome.grid("margin")) == [0.1, 0.2]
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])

@@ -128,13 +128,8 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> No
         with pytest.raises(SpecgenError, match=r"b.jsonl, line 1(: | has neither)"):
             chat_prompts(tmp_path / "b.jsonl", own, 100)
     options = ["tune", "--train", "-t", folder, "--out", str(tmp_path / "out"), "--chat"]
-    for more, message in (
-        ([], "there are no prompts for --chat"),
-        (["--corpus", str(path), "--self-text", "0.5"], "--self-text cannot be combined with --chat"),
-        (["--corpus", "demo"], "--corpus demo has no conversations"),
-        (["--corpus", str(path), "--window", "16"], "no prompt of at most 12 tokens"),
-    ):
-        assert message in refused([*options, *more])
+    assert "there are no prompts for --chat" in refused(options)
+    assert "no prompt of at most 12 tokens" in refused([*options, "--corpus", str(path), "--window", "16"])
     sizes = ["--window", "48", "--batch-size", "4", "--steps", "1", "--device", "cpu", "--dtype", "float32", "-q"]
     trained([*options, "--methods", "medusa", "--corpus", str(path), *sizes])
 

@@ -7,11 +7,11 @@ from mutants import GREEDY, Selection, mutants
 TREE = Selection("test_enumeration.py::test_trees", "specinfer or spectr")
 SPECINFER = Selection("test_enumeration.py::test_trees", "specinfer")
 SPECTR = Selection("test_enumeration.py::test_trees", "spectr")
-TREE_LEVELS = Selection("test_eesd_signals.py::test_signals_of_a_tree_are_those_of_each_levels_likeliest_node")
-DYNAMIC_TREE = Selection("test_dynamic_tree.py")
+LIKELIEST = Selection("test_tree_drafters.py::test_the_likeliest_of_all_candidates_are_drafted")
+LIMITS = Selection("test_tree_drafters.py::test_no_draft_passes_its_limits")
 CAPE_ROUNDS = Selection("test_enumeration.py::test_trees", "cape")
-CAPE_TESTS = Selection("test_cape.py")
-LOOKAHEAD = Selection("test_lookahead.py", "not context_limit or the_window_ends")
+CAPE_TESTS = Selection("test_tree_drafters.py", "cape")
+LOOKAHEAD = Selection("test_golden_rounds.py", "lookahead or ouroboros")
 NGRAM_POOLS = Selection("test_enumeration.py::test_ngram_pools")
 
 _VERIFIERS, _MULTI, _CAPE = "decoding/verification.py", "methods/multi_draft_tree.py", "methods/cape.py"
@@ -75,12 +75,12 @@ TREES = [
     ),
     *mutants(
         _MULTI,
-        Selection(path="test_multi_draft.py", expression=""),
+        LIMITS,
         ("chains continue after their EOS", "if tree.tokens[node] not in self._eos_ids]", "]"),
     ),
     *mutants(
         _TREE,
-        TREE_LEVELS,
+        LIKELIEST,
         (
             "top-k tree: a level's nodes chosen without their path's probability",
             "(values.clamp_max_(0.0) + before[:, None])",
@@ -89,7 +89,7 @@ TREES = [
     ),
     *mutants(
         _TREE,
-        DYNAMIC_TREE,
+        LIKELIEST,
         (
             "dynamic tree: the first candidates instead of the likeliest",
             "key=lambda number: -candidates[number].log_likelihood",
@@ -109,7 +109,7 @@ TREES = [
     ),
     *mutants(
         _TREE,
-        DYNAMIC_TREE,
+        LIKELIEST,
         (
             "dynamic tree: parents are those of the larger tree",
             "[at[parent] for parent in parents],",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ def check_outputs(
 def _is_read(path: Path, given: Path) -> bool:
     """Whether `path` is the file `given`, or belongs to the folder `given`: it lies in it and is not of a kind that specgen
     writes, or it is linked from it."""
-    if not given.is_dir():
+    if not os.path.isdir(given):
         return file_identity(path) == file_identity(given)
     target = Path(os.path.realpath(path))
     if target.parent == Path(os.path.realpath(given)) and target.suffix not in OWN_SUFFIXES:
@@ -58,18 +57,10 @@ def _is_read(path: Path, given: Path) -> bool:
 
 
 def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
-    """Yields the folders of the models that are known before these are loaded: local ones, and those in the hub's cache."""
+    """Yields the files and folders that are named for models, and the folders of the bundled ones."""
     from specgen import demo
-    from specgen.engine.hub import cached_snapshots
 
-    if models.exit_layer is not None:
-        yield "--exit-layer", models.exit_layer
     if models.target is None:
         yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
-    head = None if models.head is None else str(models.head)
-    for option, name in (("--target", models.target), ("--draft", models.draft), ("--head", head)):
-        with suppress(OSError, RuntimeError, ValueError):  # loading says what is wrong with the name
-            if name and (folder := Path(name).expanduser()).is_dir():
-                yield option, folder
-            elif name:
-                yield from ((option, folder) for folder in cached_snapshots(name))
+    given = {"--target": models.target, "--draft": models.draft, "--head": models.head, "--exit-layer": models.exit_layer}
+    yield from ((option, Path(os.path.expanduser(path))) for option, path in given.items() if path is not None)

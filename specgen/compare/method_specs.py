@@ -56,14 +56,6 @@ class MethodSpec:
         """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
-    @property
-    def decoding_key(self) -> tuple[object, ...]:
-        """What identifies how the method decodes: two methods with equal keys differ only in how they are written, such as `sd`
-        and `sd:k=5`."""
-        method, settings = self.choice.method, self.choice.settings
-        baseline = self.name if self.is_baseline else ""
-        return baseline, method.needs, method.drafter, method.verifier, method.schedule, settings.policy, settings.values
-
 
 def parse_spec(written: str) -> MethodSpec:
     """Parses one method with its settings. Raises SpecgenError for an unknown name (the message suggests the most similar one)

@@ -280,16 +280,12 @@ def best(results: Sequence[MethodResult]) -> MethodResult | None:
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
-    """Returns the methods, other than the best one `top`, that may be just as fast.
-
-    These are methods with the same settings as `top` once defaults are added, and methods whose speedup's 95 % confidence
-    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts the intervals are not reliable: then it is every
-    method."""
+    """Returns the methods, other than the best one `top`, that may be just as fast: those whose speedup's 95 % confidence
+    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then every method."""
     others = [result for result in candidates(results) if result is not top]
     if too_few_prompts(top):
         return others
-    identical, speedup = top.spec.decoding_key, top.speedup or 0.0
-    return [result for result in others if result.spec.decoding_key == identical or (result.high or 0.0) >= speedup]
+    return [result for result in others if (result.high or 0.0) >= (top.speedup or 0.0)]
 
 
 def too_few_prompts(result: MethodResult) -> str:

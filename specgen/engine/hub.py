@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,12 +50,6 @@ def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]
     """Returns the folder of a trained head: `name` itself if there is such a folder or file, otherwise as `model_folder` does."""
     path = Path(name).expanduser()
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
-
-
-def cached_snapshots(name: str) -> list[Path]:
-    """Returns the folders of all versions of a model that are in Hugging Face's cache, complete or not."""
-    is_id = re.fullmatch(r"([\w.-]+/)?[\w.-]+", name, re.ASCII) is not None
-    return list(_cache_folder().glob(f"models--{name.replace('/', '--')}/snapshots/*")) if is_id else []
 
 
 def _cache_folder() -> Path:

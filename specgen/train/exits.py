@@ -18,10 +18,10 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.acceptance import Predictor
 from specgen.engine.parts.exit_layers import (
     ExitLayers,
     ExitWeights,
+    Predictor,
     check_exit_depth,
     check_exit_layers,
     default_exit_depth,

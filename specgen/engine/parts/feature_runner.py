@@ -14,7 +14,6 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.acceptance import ExitAcceptancePredictor
 
 
 class PartRunners(NamedTuple):
@@ -26,7 +25,7 @@ class PartRunners(NamedTuple):
     target: ModelRunner
     draft: Any  # a `DraftRunner` with `reserve` and `clear_cache`
     first: ModelRunner | None = None
-    predictor: ExitAcceptancePredictor | None = None
+    predictor: Any = None  # an `exit_layers.ExitAcceptancePredictor`
 
     def reserve(self, capacity: int) -> None:
         """Makes all buffers large enough for `capacity` tokens."""

@@ -25,8 +25,7 @@ from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_part, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.acceptance import Predictor
-from specgen.engine.parts.exit_layers import ExitWeights, check_exit_depth, check_exit_layers, exit_shapes, read_exit
+from specgen.engine.parts.exit_layers import ExitWeights, Predictor, check_exit_depth, check_exit_layers, exit_shapes, read_exit
 from specgen.engine.parts.head_config import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.parts.weights import EagleWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights

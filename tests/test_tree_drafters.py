@@ -1,0 +1,196 @@
+"""What drafters of trees propose: the likeliest of all candidates, CaPE's siblings, lookahead's window; limits of all drafts."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
+
+from specgen.base.types import Context, Draft, SamplingParams
+from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
+from specgen.decoding.tree import TopKTreeDrafter
+from specgen.engine.forward_pass import ForwardPass, TreeNodes, positions
+from specgen.engine.native.inputs import ancestry
+from specgen.methods.cape import CapeDrafter, further_candidates
+from specgen.methods.lookahead_drafter import LookaheadDrafter
+
+Path = tuple[int, ...]
+EOS = VOCAB - 1
+
+
+class Seeing(Fixed):
+    """Records the drafted tokens that it is shown."""
+
+    signals = frozenset({"entropy", "prob", "top_prob"})
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.seen: list[DraftedToken] = []
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.seen.append(token)
+        return super().keep_drafting(token)
+
+
+def paths(draft: Draft) -> list[Path]:
+    """The tokens from the context to each node."""
+    found: list[Path] = []
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def candidates(runner: TableRunner, width: int, levels: int) -> list[dict[Path, float]]:
+    """All tokens that may be drafted by level, in the order in which a level lists them, with each path's log-likelihood."""
+    found: list[dict[Path, float]] = []
+    frontier: dict[Path, float] = {(): 0.0}
+    for _ in range(levels):
+        level = {}
+        for before, joint in frontier.items():
+            values, tokens = runner.row([*PROMPT, *before]).float().log_softmax(-1).topk(width)
+            for value, token in zip(values, tokens.tolist(), strict=True):
+                level[*before, token] = float(torch.tensor(joint) + value)
+        best = sorted(level, key=lambda path: -level[path])[:width]
+        frontier = {path: level[path] for path in best if path[-1] != EOS}
+        found.append(level)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    values=st.integers(1, 4),
+    scale=st.sampled_from([0.3, 2.0]),  # with the larger one, some nodes are less likely than others of a later level
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    width=st.integers(2, VOCAB),
+    levels=st.integers(1, 4),
+    nodes=st.integers(0, 60),  # 0: no limit
+)
+def test_the_likeliest_of_all_candidates_are_drafted(
+    seed: int, values: int, scale: float, dtype: torch.dtype, width: int, levels: int, nodes: int
+) -> None:
+    """Also among equally likely ones, of which the earlier level's come first. The policy sees each level's likeliest."""
+    runner, policy = TableRunner(0), Seeing(levels)
+    generator = torch.Generator().manual_seed(seed)
+    runner.table = torch.randint(values, (VOCAB, VOCAB, VOCAB), generator=generator).to(dtype) * scale
+    setup = Setup(runner, eos_ids=frozenset({EOS}), vocab_size=VOCAB)
+    draft = TopKTreeDrafter(setup, width=width, depth=4, nodes=nodes or None).propose(Context(PROMPT), policy, 100)
+    known = candidates(runner, width, levels)
+    if not nodes:
+        wanted = [sorted(level, key=lambda path: -level[path])[:width] for level in known]
+    else:
+        likeliest = sorted(
+            [(-joint, number, path) for number, level in enumerate(known) for path, joint in level.items()],
+            key=lambda one: one[:2],
+        )[:nodes]
+        wanted = [[path for _, at, path in likeliest if at == number] for number in range(levels)]
+    assert paths(draft) == [path for level in wanted for path in level]
+    rows = [runner.row([*PROMPT, *path[:-1]]).float().softmax(-1) for path in paths(draft)]
+    assert draft.top_probs == pytest.approx([float(row.max()) for row in rows], abs=1e-4)
+    for seen, level in zip(policy.seen, known, strict=False):
+        best = max(level, key=lambda path: level[path])
+        row = runner.row([*PROMPT, *best[:-1]]).float().softmax(-1)
+        assert (seen["prob"], seen["top_prob"]) == pytest.approx((float(row[best[-1]]), float(row.max())), abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=4)], ids=["greedy", "sampled"])
+def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: SamplingParams) -> None:
+    """As many as the paper says; impossible tokens are none. The chain and its distributions are those without them."""
+    tops = (0.01, 0.3, 0.31, 0.6, 0.61, 0.8, 0.81, 1.0, 1.0000001)
+    assert [further_candidates(top) for top in tops] == [7, 7, 5, 5, 3, 3, 1, 1, 1]
+    numbers = set()
+    for seed in range(6):
+        runner, policy, generator = TableRunner(0), Seeing(5), torch.Generator().manual_seed(seed)
+        scales = torch.tensor([0.5, 2.0, 4.0, 12.0])[torch.randint(4, (40, 40, 1), generator=generator)]
+        runner.table = torch.randn(40, 40, 40, generator=generator) * scales
+        runner.table[..., 8 if seed else 3 :] = -torch.inf
+        runner.num_embeddings = 40
+        setup = Setup(runner, sampling, frozenset({3}), 40, seed)
+        chain = ModelDrafter(setup).propose(Context(PROMPT), Fixed(5), 30)
+        draft = CapeDrafter(setup).propose(Context(PROMPT), policy, 30)
+        length = len(chain.tokens)
+        assert (draft.tokens[:length], draft.levels) == (chain.tokens, length)
+        assert sampling.greedy or torch.equal(draft.probs, chain.probs)
+        for position, seen in enumerate(policy.seen):
+            row = runner.row([*PROMPT, *chain.tokens[:position]])
+            possible = row.argsort(descending=True)[: 8 if seed else 3].tolist()
+            others = [token for token in possible if token != chain.tokens[position]]
+            wanted = others[: further_candidates(float(row.softmax(-1).max()))]
+            nodes = [node for node in range(length, len(draft.tokens)) if draft.parents[node] == position - 1]
+            assert [draft.tokens[node] for node in nodes] == wanted
+            assert seen.nodes == 1 + len(wanted)
+            numbers.add(len(wanted))
+    assert numbers >= {1, 3, 5, 7}
+
+
+@pytest.mark.parametrize(("width", "ngram", "guesses"), [(1, 2, 1), (4, 2, 2), (1, 4, 1), (3, 3, 2), (5, 4, 3)])
+def test_lookaheads_tree_is_the_papers_mask(width: int, ngram: int, guesses: int) -> None:
+    """Which tokens each node sees, and its position, by the rules of Fu et al., Figure 5.
+
+    The token of level j, column i of the window is 1000 + 100 * j + i; those of guesses are below 1000.
+    """
+    target = SimpleNamespace(context_limit=1000)
+    drafter = LookaheadDrafter(Setup(None, target=target), width=width, ngram=ngram, guesses=guesses)  # type: ignore[arg-type]
+    context = Context([5, 6, 7])
+    drafter.propose(context, LengthPolicy(), 100)
+    levels = [[1000 + 100 * level + column for column in range(width)] for level in range(ngram - 1)]
+    drafter._window._levels = [levels[0][1:], *levels[1:]]
+    for guess in range(guesses):
+        drafter._pool.add(7, [10 * (guess + 1) + place for place in range(ngram - 1)])
+    draft = drafter.propose(context, LengthPolicy(), 100)
+    one = ForwardPass(context, TreeNodes(list(draft.tokens), list(draft.parents)), 2, 3 + len(draft.tokens), None)
+    _, _, bits = ancestry(one)
+    tokens = [7, *draft.tokens]
+    assert len(tokens) == (ngram - 1) * (width + guesses)
+    for row, (token, position) in enumerate(zip(tokens, positions(one), strict=True)):
+        seen = {other for column, other in enumerate(tokens) if bits[row] >> column & 1}
+        if token >= 1000:
+            level, column = divmod(token - 1000, 100)
+            above = {1000 + 100 * number + column for number in range(1, level + 1)}
+            assert (seen, position) == ({7, *range(1001, 1001 + column), *above}, 2 + column + level)
+        elif token != 7:
+            assert (seen, position) == ({7, *range(token - token % 10, token + 1)}, 3 + token % 10)
+    own = range(1001, 1000 + width) if ngram == 2 else [1000 + 100 * level for level in range(1, ngram - 1)]
+    assert set(draft.candidates.tokens) == {token for token in tokens[1:] if token < 1000} | set(own)
+
+
+LIMITED: dict[str, dict[str, object]] = {
+    "sd": {},
+    "sd:tree": {"width": 3, "nodes": 9},
+    "sd:cape": {"cape": True},
+    "spectr": {"drafts": 4},
+    "specinfer": {"drafts": 3},
+    "mtad": {"beams": 3},
+    "bild": {"fallback": 0},
+    "eesd-tree": {"width": 2, "theta0": 1.0},
+    "lookup": {"ngram": 1},
+    "suffix": {"policy": "fixed"},
+    "lookahead": {},
+    "ouroboros": {"branches": 2},
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_draft_passes_its_limits(name: str, temperature: float) -> None:
+    """Nothing follows a token that ends the output; contexts and vocabularies of both models end; the output has room."""
+    drafted, (method, _, _) = 0, name.partition(":")
+    for seed, eos in product(range(8), ((), (1, 4))):
+        target, draft = TableRunner(seed), TableRunner(seed)
+        draft.table = draft.table + 0.3 * TableRunner(99).table
+        if method not in ("lookup", "suffix", "lookahead"):
+            draft.context_limit = len(PROMPT) + 8
+        sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
+        run = scripted_run(method, LIMITED[name], target, draft, sampling, eos=eos, seed=seed)
+        for round_ in run.rounds():
+            length, nodes = len(run.context) - len(round_.token_ids), round_.draft.candidates
+            assert nodes.levels <= max(min(len(PROMPT) + 11, draft.context_limit) - length, 0)
+            assert not {nodes.tokens[parent] for parent in nodes.parents if parent >= 0} & set(eos)
+            drafted += len(nodes.tokens)
+    assert drafted > 50
