@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from families import BACKENDS, make_model, model_of
-from runner_checks import RUN_BY, CountedLayers, few
+from runner_checks import CountedLayers
 
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.engine.model_runner import ModelRunner
-from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair, Result
 
 PROMPT = [1, 5, 6, 7]
@@ -31,13 +29,6 @@ def uncached(model: torch.nn.Module, tokens: list[int], prompt: list[int] = PROM
 def check(pair: Pair, result: Result) -> None:
     expected = math.exp(-uncached(pair.target.transformers_module, result.token_ids) / len(result.token_ids))
     assert result.summary["perplexity"] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(("family", "backend"), few(RUN_BY))
-def test_perplexity_is_that_without_a_cache(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
-    pair = pair_of(family, "near", backend)
-    for method in ("ar", "mtad"):  # the second run finds the caches of the first
-        check(pair, pair.generate(PROMPT, method, SAMPLED, perplexity=True))
 
 
 @pytest.mark.parametrize("method", ["ar", "sd", "spectr", "specinfer", "lookup", "mtad", "bild"])
@@ -66,16 +57,3 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, 
     counted = CountedLayers(model).tokens
     assert ModelRunner(model).log_likelihood(PROMPT, tokens) == pytest.approx(expected, rel=1e-4)
     assert counted["2"] == len(PROMPT) + len(tokens) - 1
-
-
-def test_perplexity_of_no_tokens_or_beyond_floats_is_none() -> None:
-    summary = Figures("mtad")
-    summary.add_log_likelihood(0.0)
-    assert summary.perplexity is None, "no tokens"
-    for nats, perplexity in ((-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None)):
-        summary = Figures("mtad")
-        summary.token_ids = [1, 2]
-        assert summary.perplexity is None, "not measured"
-        summary.add_log_likelihood(nats)
-        assert summary.perplexity == (perplexity if perplexity is None else pytest.approx(perplexity))
-        json.dumps(summary.as_dict("", "length"), allow_nan=False)

@@ -17,14 +17,13 @@ from runner_checks import LAYERED, RUN_BY, quick
 
 import specgen
 from specgen import demo, methods
-from specgen.base.machine import Launch
 from specgen.base.measuring import timed
 from specgen.base.settings import Setting
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW
 from specgen.decoding.costs.speedup import WIDTHS, SpeedupModel
-from specgen.engine.model_loading import ModelSource, describe
+from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
@@ -124,17 +123,6 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: 
     assert {name for name, readiness in report.methods.items() if not readiness.ready} == needing
 
 
-def test_bfloat16_takes_half_the_memory() -> None:
-    source = ModelSource(str(demo.folder("target")))
-    wide, narrow = (
-        pair_inspection.inspect_files(source, None, (CPU, CPU), (dtype, None), lambda _: None)
-        for dtype in ("float32", "bfloat16")
-    )
-    assert wide.weight_bytes == 2 * narrow.weight_bytes
-    assert wide.cache_bytes is not None
-    assert wide.cache_bytes == 2 * (narrow.cache_bytes or 0)
-
-
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two models whose tokenizers have the same tokens in another order, from the third on."""
@@ -167,12 +155,6 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("option", ["--dtype float32", "--draft-dtype int8", "--device cpu", "--context 256"])
-def test_an_option_of_models_alone_inspects_the_bundled_pair(inspect: Inspect, option: str) -> None:
-    out, _ = inspect(*option.split())
-    assert "demo/target" in out
-
-
 def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = None
@@ -185,19 +167,6 @@ def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: 
     assert "✓ tokenizer  the same" in out
     assert "but they split “Where is Oslo? It's in Norway" in out
     assert "from token 1 on" in out
-
-
-def test_a_target_alone(inspect: Inspect, strangers: tuple[str, str]) -> None:
-    out, _ = inspect("-t", strangers[0])
-    assert "draft" not in out.splitlines()[1]
-    assert "no draft model: name one with --draft" in out
-    assert "✓ ar, adaptive, lookup" in out
-
-
-def test_what_is_no_model_is_refused(inspect: Inspect, tmp_path: Path) -> None:
-    out, err = inspect("-t", str(tmp_path), code=2)
-    assert out == ""
-    assert "is no Hugging Face model" in err
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,13 +247,6 @@ def test_the_speedup_model_by_hand() -> None:
     assert free.best(0.9)[0] > free.best(0.3)[0]
 
 
-def test_inspect_names_the_processes_that_share_the_target(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "cpu"]
-    assert json.loads(inspect(*models, "--json")[0])["ranks"] is None
-    monkeypatch.setattr(pair_inspection, "launch", lambda: Launch(0, 2, 0, 2))
-    assert "torchrun's 2 processes each hold about 5.6 MiB of the target\n" in inspect(*models)[0]
-
-
 def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's device has room for its weights and a part of its cache, the draft model's for nothing."""
     sources = [ModelSource(str(demo.folder(role)), role) for role in demo.ROLES]
@@ -319,11 +281,3 @@ def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest
     assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer
     assert {choice.reason for choice in choices.products["target"]} == {"too small"}
     assert choices.padded_to == {"target": 1}
-
-
-def test_on_apple_gpus_auto_takes_transformers() -> None:
-    folder = demo.folder("target")
-    chosen = describe(folder, ModelSource(str(folder), on_mps=True))
-    assert (chosen.backend, chosen.fallback) == ("transformers", "on Apple GPUs")
-    assert describe(folder, ModelSource(str(folder), on_mps=True, backend="native")).backend == "native"
-    assert describe(folder, ModelSource(str(folder))).backend == "native"

@@ -138,13 +138,6 @@ def test_a_tiny_top_p_keeps_the_likeliest_token(top_p: float, vocabulary: int) -
     assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(dim=-1), vocabulary).float())
 
 
-def test_a_tiny_top_p_generates(main: Main, pair: tuple[str, ...]) -> None:
-    options = ("-q", *pair, "--device", "cpu", "--temperature", "1", "--top-p", "1e-46", "-n", "8")
-    greedy = main("generate", "abc", "-q", *pair, "--device", "cpu", "-m", "ar", "-n", "8")
-    for method in ("ar", "sd", "spectr"):
-        assert main("generate", "abc", *options, "-m", method) == greedy
-
-
 def test_a_stop_text_that_is_not_utf8_is_refused(main: Main) -> None:
     code, _, err = main("generate", "hi", "--stop", os.fsdecode(b"a\xff"))
     assert code == 2

@@ -49,7 +49,6 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "no colours asked": (120, {}, [*usual, "--no-color"]),
         "rounds": (100, {}, [*usual, "--rounds"]),
         "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
-        "40": (40, {}, usual),
         "hostile": (100, {}, random),
         "hostile rounds": (100, {}, [*random, "--rounds"]),
         "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
@@ -112,16 +111,6 @@ def test_no_color_keeps_the_underline_and_counts_the_targets_own_tokens(screens:
     assert re.search(r"30 tokens, \d+ the target's own", shown)
 
 
-@pytest.mark.parametrize("width", [40, 100])
-def test_the_footer_fits_the_terminal(screens: Mapping[str, str], width: int) -> None:
-    screen = screens["colours" if width == 100 else str(width)]
-    blank, footer = plain(screen).rstrip("\n").split("\n")[-2:]
-    assert blank == ""
-    assert "30 tokens  " in footer
-    assert "accepted" in footer
-    assert len(footer) <= width
-
-
 def test_token_statuses_differ_in_colour_and_in_attributes(screens: Mapping[str, str]) -> None:
     coloured, mono = styles(after_loading(screens["rounds"])), styles(after_loading(screens["rounds without colours"]))
     assert "accepted" in coloured["32"]
@@ -146,9 +135,6 @@ def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error:"]}
     assert styles(screens["error without colours"]) == {"1": ["error:"]}
-
-
-def test_a_missing_prompt_is_an_error_on_a_terminal(screens: Mapping[str, str]) -> None:
     lead, hint = plain(screens["error without a prompt"]).splitlines()
     assert lead == "error: there is no prompt"
     assert hint.strip().startswith("Give one: specgen generate ")

@@ -22,9 +22,9 @@ from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
 from specgen.pair import records as writing
 from specgen.pair.figures import Figures
 from specgen.traces import acceptance, reader
-from specgen.traces.acceptance import DraftedToken, bounds_of
-from specgen.traces.reader import TracedRun, read_trace
-from specgen.traces.statistics import TraceStatistics, accepted_runs, beta_quantile, complete_runs, posteriors
+from specgen.traces.acceptance import DraftedToken, bounds_of, calibration_of
+from specgen.traces.reader import TracedRound, TracedRun, read_trace
+from specgen.traces.statistics import TraceStatistics, beta_quantile, complete_runs, posteriors
 
 Change = Callable[[list[dict[str, Any]]], Any]
 ACCEPTED = TokenStatus.ACCEPTED
@@ -227,7 +227,7 @@ def test_acceptance_by_a_number_known_before_counts_judged_tokens_only(recorded:
     found, table = statistics_of(recorded), columns(recorded)
     table = table[(table[:, 5] == 1) & ~np.isnan(table[:, 0 if by == "entropy" else 3])]
     numbers, accepted = table[:, 0 if by == "entropy" else 3], table[:, 4]
-    calibration = found.calibration()
+    calibration = calibration_of(found.predictions)
     assert calibration is not None
     bins = found.acceptance_by_entropy() if by == "entropy" else calibration.bins
     assert sum(each.judged for each in bins) == len(table) > 300
@@ -247,7 +247,7 @@ def test_acceptance_by_a_number_known_before_counts_judged_tokens_only(recorded:
 def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     table = columns(recorded)
     entropy, overlap, kl = table[:, :3].T
-    bounds = statistics_of(recorded).bounds()
+    bounds = bounds_of(statistics_of(recorded).tokens, 0.15)
     assert bounds is not None
     assert (bounds.tokens, bounds.c) == (len(table), 0.15)
     each = np.array([entropy, overlap, 1 - np.sqrt(kl / 2), 1 - np.sqrt(1 - np.exp(-kl)), 1 - np.sqrt(0.15 * entropy)]).clip(0)
@@ -378,8 +378,10 @@ def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify"
 
 
 def runs_of(*outputs: Sequence[Round]) -> Any:
-    summary = Figures("pearl", [round_ for rounds in outputs for round_ in rounds])
-    return accepted_runs(summary, [length for rounds in outputs for length in complete_runs(rounds)])
+    found = TraceStatistics("pearl")
+    for rounds in outputs:
+        found.add(TracedRun({"method": "pearl", "settings": {}}, 1, [TracedRound(round_, ("",) * 9, None) for round_ in rounds]))
+    return found.runs_of_accepted()
 
 
 def test_runs_of_accepted_tokens_go_over_rounds_and_not_over_outputs() -> None:

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tuning_helpers import CURVES, outcome
-from typer.testing import CliRunner
 
-from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs.speedup import SpeedupModel
@@ -62,25 +60,3 @@ def test_tune_and_compare_take_different_examples() -> None:
     first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
     target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
     assert first <= {"".join(prompt) for prompt in preparation.example_prompts(target)}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--budget", "1"], "--budget is 1"),
-        (["--budget", "inf"], "--budget is inf"),
-        (["--out", __file__], "test_tune_command.py, which is a file"),
-        (["--methods", "svipp"], "did you mean svip"),
-        (["--export", "vlm"], "did you mean vllm"),
-        (["--prompts", "missing.yaml"], "missing.yaml"),
-        (["--limit", "0"], "--limit is 0"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--steps", "3"], "needs --train"),
-        (["--train", "--export", "mlx"], "--export cannot be combined with --train"),
-    ],
-)
-def test_mistakes_get_one_line(more: list[str], said: str) -> None:
-    result = CliRunner().invoke(app, ["tune", *more])
-    assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert said in result.stderr

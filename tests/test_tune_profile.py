@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import random
 import re
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
@@ -32,10 +24,6 @@ from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
-from specgen.tune.outcome import Candidate, TuningOutcome
-from specgen.view import theme
-from specgen.view.progress import Progress, TuneProgress
-from specgen.view.tune_report import report
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -66,7 +54,7 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
     assert early.settings_of("eesd") == {"k": 3}
     chosen = profiles.Choice(method="sd", settings={"k": 7})
     assert found.model_copy(update={"chosen": chosen}).settings_of("sd") == {"k": 7}
-    assert found.measured.costs["echo"].judging == CURVES["judging"]
+    assert found.measured.costs["echo"].as_dict()["judging"] == CURVES["judging"]
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
     again = folder / "again"
     profiles.save(found, again)
@@ -122,6 +110,13 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
             assert str(path) in message
             assert "specgen tune" in message
             assert str(position[-1]) in message or str(position[0]) in message, (position, message)
+    for position, value, said in (
+        (("methods", "sd", "settings", "k"), 0, r"sd: k is 0\. "),
+        (("chosen", "method"), "svipp", "did you mean svip"),
+    ):
+        path.write_text(yaml.safe_dump(changed(document, position, value)))
+        with pytest.raises(SpecgenError, match=said):
+            profiles.load(folder)
     for position in [(), ("chosen",), ("fits",), ("fits", "target"), ("methods", "sd"), ("measured",), ("sampling",)]:
         path.write_text(yaml.safe_dump(changed(document, (*position, "surprise"), 1)))
         with pytest.raises(SpecgenError, match="surprise"):
@@ -144,17 +139,6 @@ def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> 
     (tmp_path / "profile.yaml").write_text(text)
     with pytest.raises(SpecgenError, match=said):
         profiles.load(tmp_path)
-
-
-def test_settings_out_of_bounds_are_refused(folder: Path) -> None:
-    path = folder / "profile.yaml"
-    document = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump(changed(document, ("methods", "sd", "settings", "k"), 0)))
-    with pytest.raises(SpecgenError, match=r"sd: k is 0\. "):
-        profiles.load(folder)
-    path.write_text(yaml.safe_dump(changed(document, ("chosen", "method"), "svipp")))
-    with pytest.raises(SpecgenError, match="did you mean svip"):
-        profiles.load(folder)
 
 
 def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,19 +164,12 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     said = generated(pair, *named, "--temperature", "1")
     assert "was made for temperature 0, and this run has 1; it is not used" in said
     assert "tuned:" not in said
-
-
-def test_generate_says_that_a_profile_is_not_confirmed(pair: tuple[str, ...], folder: Path) -> None:
-    found = profiles.load(folder).model_copy(update={"verdict": "unconfirmed"})
-    profiles.save(found, folder)
-    assert "tuned, not confirmed: svip:threshold=0.45" in generated(pair, "--profile", str(folder))
-
-
-def test_a_tuned_window_is_shown_once(pair: tuple[str, ...], folder: Path) -> None:
+    found = profiles.load(folder)
+    profiles.save(found.model_copy(update={"verdict": "unconfirmed"}), folder)
+    assert "tuned, not confirmed: svip:threshold=0.45" in generated(pair, *named)
     chosen = profiles.Choice(method="pearl", settings={"window": 5})
-    profiles.save(profiles.load(folder).model_copy(update={"chosen": chosen}), folder)
-    said = generated(pair, "--profile", str(folder))
-    assert "tuned: pearl:window=5  6 tokens" in said
+    profiles.save(found.model_copy(update={"chosen": chosen}), folder)
+    assert "tuned: pearl:window=5  6 tokens" in generated(pair, *named), "the window is shown once"
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
 
 
@@ -234,8 +211,6 @@ def test_generate_finds_the_profile_by_itself(
     [
         (("fits", "versions", "torch"), "1.0", "torch was 1.0, and is"),
         (("fits", "target", "device"), "cuda:0", "the target's device was cuda:0, and is cpu"),
-        (("fits", "target", "dtype"), "bfloat16", "the target's dtype was bfloat16"),
-        (("fits", "draft", "fingerprint"), "0" * 16, "the draft's fingerprint was"),
         (("fits", "machine", "node"), "other", "the machine's node was other"),
         (("fits", "exit_layer"), "0" * 16, "the exit layer was"),
         (("fits", "heads"), {"eagle": "0" * 16}, "the eagle head was 0000000000000000, and is none"),
@@ -250,26 +225,6 @@ def test_a_stale_profile_is_said_to_be(
     assert "is stale: " + said in stderr
     assert "it is not used" in stderr
     assert "tuned:" not in stderr
-
-
-def test_a_named_profile_has_to_exist(pair: tuple[str, ...], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["generate", "abc", *pair, "--profile", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "cannot read the profile" in result.stderr
-
-
-def test_compare_takes_tuned_settings(pair: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    prompts, trace = tmp_path / "prompts.yaml", tmp_path / "trace.jsonl"
-    prompts.write_text("prompts: [abcabc]")
-    given = ["--prompts", str(prompts), "--repeats", "1", "-n", "4", "-m", "sd,sd:k=2,svip", "--trace", str(trace)]
-    result = CliRunner().invoke(app, ["compare", *pair, "--device", "cpu", *given, "--profile", str(folder)])
-    assert result.exit_code == 0, result.stderr
-    assert "tuned: sd:k=3; svip:threshold=0.45:c=0.15:max_draft=12" in result.stderr
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    starts = {line["spec"]: line["settings"] for line in lines if line["type"] == "start"}
-    assert starts["sd"]["k"] == 3
-    assert starts["sd:k=2"]["k"] == 2
-    assert starts["svip"]["threshold"] == 0.45
 
 
 def test_compare_says_how_many_of_its_prompts_chose_the_settings(
@@ -293,99 +248,14 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
     both = ("--prompts", str(prompts), "-m", methods)
     assert "1 of 3 prompts chose the settings of" in compared(*both)
     lines = [json.loads(line) for line in compared(*both, "--json", "--trace", str(trace)).replace("} {", "}\n{").splitlines()]
+    starts = [json.loads(line) for line in trace.read_text().splitlines()]
+    ks = {line["spec"]: line["settings"].get("k") for line in starts if line["type"] == "start" and line["method"] == "sd"}
+    assert ks == {"sd": 3, "sd:k=2": 2, "sd:k=3": 3}
     expected = {"ar": None, "sd": 1, "sd:k=2": None, "svip": 1, "sd:k=3": 1}  # sd:k=3: as tuned, but written by the user
     assert {line["method"]: line["tuned_on"] for line in lines} == expected
     assert "1 of 3 prompts chose" in compared("--prompts", str(prompts), "--resume", str(trace))
     profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
     assert "prompts chose" not in compared(*both), "a profile of an older version does not know its prompts"
-
-
-def test_without_real_runs_everything_says_unconfirmed(key: profiles.ProfileKey, tmp_path: Path) -> None:
-    """Even with a large expected speedup neither the report nor the profile nor --json says that speculation pays."""
-    methods = [Candidate("svip", {"threshold": 0.45}, 160.0, 40), Candidate("ar", {}, 80.0)]
-    found = TuningOutcome(methods, SamplingParams(), 8, {"echo": CURVES})
-    path = profiles.save(profiles.from_outcome(found, key), tmp_path)
-    assert profiles.load(tmp_path).verdict == "unconfirmed"
-    line = json_line(found, path)
-    assert (line["verdict"], line["confirmed"], line["chosen"]["method"]) == ("unconfirmed", False, "svip")
-    console = theme.console(stderr=True, no_color=True)
-    with console.capture() as captured:
-        report(console, found, path)
-    assert "Not confirmed by real runs: 2.00× expected with svip." in captured.get()
-    assert "pays" not in captured.get()
-
-
-@pytest.mark.parametrize(("is_default", "use"), [(True, "used from now on"), (False, "use it with --profile")])
-def test_the_report_says_how_the_profile_is_used(key: profiles.ProfileKey, tmp_path: Path, is_default: bool, use: str) -> None:
-    """Other commands find a profile in the default folder only; for another folder they need --profile."""
-    path = profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
-    console = theme.console(stderr=True, no_color=True)
-    with console.capture() as captured:
-        report(console, outcome(), path, is_default=is_default)
-    said = " ".join(captured.get().split())
-    assert use in said
-    assert ("used from now on" in said) == is_default
-
-
-@pytest.mark.parametrize("width", [60, 100])
-def test_steps_and_result_fit_the_terminal(key: profiles.ProfileKey, tmp_path: Path, width: int) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, theme=theme.theme("ansi"), no_color=True, _environ={})
-    step = "80 shapes of trees, drafts and beams simulated, lossy ones by speed at a perplexity up to 1.123; best: mtad:k=4"
-    TuneProgress(Progress(console, quiet=False), time.perf_counter(), 60).done(step)
-    lossy = Candidate("mtad", {"k": 4}, 120.0, measured=110.0, speedup=1.3, low=1.2, high=1.4, perplexity=1.07)
-    report(console, replace(outcome(), methods=[*outcome().methods, lossy]), tmp_path / "profile.yaml")
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    assert lines[0].startswith("✓ ")
-    steps = lines[: lines.index("")]
-    assert " ".join(" ".join(steps).split()) == f"✓ {step} 0 s"
-    assert len(steps) == (3 if width == 60 else 2)
-
-
-def test_two_writers_leave_a_complete_profile(folder: Path) -> None:
-    found = profiles.load(folder)
-    others = [found.model_copy(update={"speedup": float(number)}) for number in range(1, 9)]
-    threads = [threading.Thread(target=lambda entry=entry: [profiles.save(entry, folder) for _ in range(5)]) for entry in others]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert profiles.load(folder).chosen == found.chosen
-    assert 1 <= profiles.load(folder).speedup <= 8
-    assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
-
-
-WRITES_ON = """
-import sys
-from pathlib import Path
-from specgen.tune import profile
-folder = Path(sys.argv[1])
-found = profile.load(folder)
-print(flush=True)
-while True:
-    for speedup in (2.0, 3.0):
-        profile.save(found.model_copy(update={"speedup": speedup}), folder)
-"""
-
-
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)])
-def test_a_process_killed_while_it_writes_leaves_a_whole_one(folder: Path, seeds: range) -> None:
-    found = profiles.load(folder)
-    for seed in seeds:
-        with subprocess.Popen([sys.executable, "-c", WRITES_ON, str(folder)], stdout=subprocess.PIPE) as writing:
-            assert writing.stdout is not None
-            assert writing.stdout.readline()
-            time.sleep(random.Random(seed).uniform(0, 0.1))
-            writing.kill()
-        left = profiles.load(folder)
-        assert left.model_copy(update={"speedup": found.speedup}) == found
-    assert left.speedup in (2.0, 3.0)
-
-
-def test_a_profile_that_is_too_large_is_refused(folder: Path) -> None:
-    (folder / "profile.yaml").write_text("#" * (profiles.MAX_BYTES + 1))
-    with pytest.raises(SpecgenError, match="larger than 1 MB"):
-        profiles.load(folder)
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:

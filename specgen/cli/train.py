@@ -208,9 +208,9 @@ def load_objective(
     """
     from specgen.engine.devices import pick_device
     from specgen.engine.dtype_choice import choose_dtype
-    from specgen.engine.model_loading import load_model
+    from specgen.engine.model_loading import load_model, prepare
     from specgen.engine.spread.placement import place
-    from specgen.pair.loading import model_sources, prepare_models
+    from specgen.pair.loading import model_sources
 
     part = request.part
     if part is DRAFT and not models.has_draft:
@@ -219,7 +219,7 @@ def load_objective(
     target_source, *draft_sources = model_sources(*named, models.backend)
     sources = [target_source, *(replace(source, backend="transformers") for source in draft_sources if part is DRAFT)]
     device = pick_device(models.device)
-    prepared, *drafts = prepare_models(sources, announce)
+    prepared, *drafts = (prepare(source, announce) for source in sources)
     if drafts and (quantised := drafts[0].quantisation) is not None:
         raise SpecgenError(
             f"the draft {drafts[0].name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}",

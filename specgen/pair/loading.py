@@ -15,7 +15,7 @@ from specgen.base.types import check_backend, check_draft_dtype
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
-from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, PreparedModel, load_model, prepare, translation_between
+from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, load_model, prepare, translation_between
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.pair.pair import Pair
@@ -74,7 +74,15 @@ def load(
         if process is not None:
             process.close()
         raise
-    _add_trained_parts(pair, exit_layer, head, offline, announce, is_bundled=target is None)
+    try:
+        pair.parts.is_bundled = target is None
+        if exit_layer is not None:
+            pair.parts.name(Path(exit_layer), is_exit=True)
+        if head is not None:
+            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
+    except BaseException:
+        pair.close()
+        raise
     return pair
 
 
@@ -101,30 +109,6 @@ def _not_exact(why: str) -> SpecgenError:
     return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
 
 
-def _add_trained_parts(
-    pair: Pair,
-    exit_layer: str | Path | None,
-    head: str | Path | None,
-    offline: bool,
-    announce: Callable[[str], None],
-    *,
-    is_bundled: bool,
-) -> None:
-    """Loads the exit layer and the head that the user named, and lets the pair find the others when they are needed.
-
-    Closes the pair if it cannot be loaded.
-    """
-    try:
-        pair.parts.is_bundled = is_bundled
-        if exit_layer is not None:
-            pair.parts.name(Path(exit_layer), is_exit=True)
-        if head is not None:
-            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
-    except BaseException:
-        pair.close()
-        raise
-
-
 def model_sources(
     target: str | None,
     draft: str | None,
@@ -146,14 +130,6 @@ def model_sources(
     return sources
 
 
-def prepare_models(sources: Sequence[ModelSource], announce: Callable[[str], None]) -> list[PreparedModel]:
-    """Reads the config and the tokenizer of each model, without its weights.
-
-    `sources` holds a target, or a target and a draft model. Raises SpecgenError as `prepare` does.
-    """
-    return [prepare(source, announce) for source in sources]
-
-
 def _load(
     sources: Sequence[ModelSource],
     devices: tuple[torch.device, torch.device],
@@ -166,7 +142,7 @@ def _load(
 
     `dtypes` are that of both models and that of the draft model, if it has one of its own.
     """
-    prepared = prepare_models(sources, announce)
+    prepared = [prepare(source, announce) for source in sources]
     choices = choose_dtypes(prepared, devices, dtypes)
     placement = place(named[0], prepared, choices, named[1])
     if placement is not None:
@@ -175,19 +151,16 @@ def _load(
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(prepared, devices, dtypes)
     target, *drafts = prepared
-    draft = worker = None
+    draft, chosen = None, choices[-1]
     for model in drafts:
-        chosen, translation, refusal = choices[1], None, None
+        translation, refusal = None, None
         try:
             translation = translation_between(target, model)
         except NoTokenBytes as error:
             refusal = error
         draft = LoadedModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+    worker = _worker(process, draft, devices[0])
     layer_devices = None if placement is None else placement.layer_devices
-    if draft is not None and draft.refusal is None and _needs_process(*devices):
-        worker = DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
-    elif process is not None:
-        process.close()
     load_target: Loader | None = None
     if machine.launch() is not None:
         if placement is not None:
@@ -207,20 +180,27 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
     SpecgenError if the draft model cannot be quantised.
     """
-    assert pair.draft is not None
-    target, device = pair.target, pair.draft.device
-    chosen = choose_draft_dtype(name, "auto", pair.draft.prepared, device)
+    target, draft = pair.target, pair.draft
+    assert draft is not None
+    chosen = choose_draft_dtype(name, "auto", draft.prepared, draft.device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
-    translation = pair.draft.translation
-    draft = LoadedModel(as_chosen(pair.draft.prepared, chosen), device, chosen.dtype, translation, pair.draft.refusal)
-    worker = None
-    if draft.refusal is None and _needs_process(target.device, device):
-        worker = DraftWorker.of_process(process, draft.prepared, device, draft.dtype, translation)
+    rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
+    worker = _worker(process, rounded, target.device)
+    if worker is not None:
         worker.follow(target)
-    other = Pair(target, draft, worker)
+    other = Pair(target, rounded, worker)
     other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
     return other
+
+
+def _worker(process: DraftProcess | None, draft: LoadedModel | None, target: torch.device) -> DraftWorker | None:
+    """Returns what runs the draft model for PEARL in a process of its own; None if none is needed, and then ends `process`."""
+    if draft is not None and draft.refusal is None and _needs_process(target, draft.device):
+        return DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
+    if process is not None:
+        process.close()
+    return None
 
 
 def _needs_process(target: torch.device, draft: torch.device) -> bool:

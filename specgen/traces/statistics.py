@@ -8,7 +8,7 @@ target's distribution and q the draft's. Entropies and divergences are in nats. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import StatisticsError, correlation, fmean, median, pstdev
 from typing import Any, NamedTuple
@@ -18,8 +18,6 @@ from specgen.pair.figures import Figures
 from specgen.traces.acceptance import (
     ENTROPY_EDGES,
     AcceptanceBin,
-    Bounds,
-    Calibration,
     DraftedToken,
     Judged,
     acceptance_bins,
@@ -108,20 +106,6 @@ class AcceptedRuns:
     unfinished: int
 
 
-def accepted_runs(summary: Figures, lengths: Sequence[int]) -> AcceptedRuns | None:
-    """Returns the statistics of the complete runs with these lengths; None if nothing was rejected.
-
-    `summary` counts the accepted tokens and the rejections of the same outputs, unfinished runs included.
-    """
-    if not lengths:
-        return None
-    rejected = summary.rejections / (summary.accepted + summary.rejections)
-    alpha = 1 - rejected
-    deviations = pstdev(lengths), math.sqrt(alpha) / rejected
-    unfinished = summary.accepted - sum(lengths)
-    return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths), unfinished)
-
-
 class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
@@ -175,7 +159,13 @@ class TraceStatistics:
 
     def runs_of_accepted(self) -> AcceptedRuns | None:
         """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected."""
-        return accepted_runs(self.summary, self.accepted_runs)
+        if not (lengths := self.accepted_runs):
+            return None
+        rejected = self.summary.rejections / (self.summary.accepted + self.summary.rejections)
+        alpha = 1 - rejected
+        deviations = pstdev(lengths), math.sqrt(alpha) / rejected
+        unfinished = self.summary.accepted - sum(lengths)
+        return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths), unfinished)
 
     def acceptance_by_entropy(self) -> list[AcceptanceBin]:
         """Returns the acceptance rate of verified tokens for each range of the draft's entropy (SVIP, Figure 2, top)."""
@@ -205,22 +195,12 @@ class TraceStatistics:
         except StatisticsError:
             return None
 
-    def bounds(self) -> Bounds | None:
-        """Compares the recorded acceptance probabilities with their lower bounds and with SVIP's estimate of them.
-
-        None unless the trace has the acceptance probability and KL(q||p) of at least one token."""
-        return bounds_of(self.tokens, self.c)
-
-    def calibration(self) -> Calibration | None:
-        """Compares the acceptance that the length policy predicted with what happened. None if no predictions were recorded."""
-        return calibration_of(self.predictions)
-
     def as_dict(self) -> dict[str, Any]:
         """The statistics as an object for `specgen inspect --json`."""
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
-        calibration = _plain(self.calibration())
+        calibration = _plain(calibration_of(self.predictions))
         for found in calibration["bins"] if calibration else ():
             found["predicted"] = found.pop("mean")
         return {
@@ -232,7 +212,7 @@ class TraceStatistics:
             "accepted_length_by_entropy": _plain(self.accepted_length_by_entropy()),
             "length_correlation": self.length_correlation(),
             "calibration": calibration,
-            "bounds": _plain(self.bounds()),
+            "bounds": _plain(bounds_of(self.tokens, self.c)),
         }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from specgen import methods
 from specgen.base import schema
@@ -36,7 +36,6 @@ TUNE_AGAIN = "Tune again: specgen tune"
 
 _rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _rounded]
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False), _rounded]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -111,24 +110,21 @@ class Tuned(_StrictModel):
     perplexity: Positive | None = None
 
 
-class DrafterCosts(_StrictModel):
-    """The seconds of a round, as in `RoundCosts`; tables are by context length and then by number of tokens.
+def _rounded_costs(costs: RoundCosts) -> dict[str, Any]:
+    def rounded(value: Any) -> Any:
+        return {key: rounded(each) for key, each in value.items()} if isinstance(value, dict) else float(f"{value:.5g}")
 
-    `drafting` is the draft cost, `judging` the verification cost, `looking` the signal cost, `together` PEARL's synchronisation.
-    """
+    return {name: rounded(value) for name, value in costs.as_dict().items()}
 
-    drafting: dict[int, dict[int, Seconds]]
-    judging: dict[int, dict[int, Seconds]]
-    looking: Seconds
-    together: Seconds = 0.0
 
-    @model_validator(mode="after")
-    def _are_costs(self) -> DrafterCosts:
-        self.round_costs()
-        return self
+def _costs(saved: Any) -> RoundCosts:
+    if not isinstance(saved, RoundCosts | dict):
+        raise ValueError("the costs of a round have another form")
+    return saved if isinstance(saved, RoundCosts) else RoundCosts.of_dict({"together": 0.0, **saved})
 
-    def round_costs(self) -> RoundCosts:
-        return RoundCosts.of_dict(self.model_dump())
+
+Costs = Annotated[RoundCosts, PlainValidator(_costs), PlainSerializer(_rounded_costs)]
+"""The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens."""
 
 
 class Measured(_StrictModel):
@@ -143,7 +139,7 @@ class Measured(_StrictModel):
     prompts: Count
     new_tokens: Count
     acceptance: Share | None
-    costs: dict[Word, DrafterCosts]
+    costs: dict[Word, Costs]
     prompt_fingerprints: list[Fingerprint] | None = None
     learned: Any = Field(default=None, exclude=True)
 
@@ -166,9 +162,10 @@ class Profile(_StrictModel):
     measured: Measured
 
     @model_validator(mode="after")
-    def _methods_and_settings_are_known(self) -> Profile:
-        tuned = [(name, entry.settings) for name, entry in self.methods.items()]
-        for name, settings in ((self.chosen.method, self.chosen.settings), *tuned):
+    def _is_known(self) -> Profile:
+        """Refuses settings that methods do not have, and what `adaptive` cannot have learned."""
+        tuned = [(self.chosen.method, self.chosen.settings), *((name, entry.settings) for name, entry in self.methods.items())]
+        for name, settings in tuned:
             try:
                 methods.resolve(methods.find(name), settings)
             except SpecgenError as error:
@@ -177,7 +174,7 @@ class Profile(_StrictModel):
 
     def inform(self, measurements: Measurements) -> None:
         """Gives the length policy `adaptive` of a pair what the tuning has measured."""
-        measurements.tuned_costs = {kind: costs.round_costs() for kind, costs in self.measured.costs.items()}
+        measurements.tuned_costs = self.measured.costs
 
     @property
     def draft_dtype(self) -> str | None:
@@ -261,7 +258,7 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
-            costs={kind: DrafterCosts(**cost) for kind, cost in outcome.costs.items()},
+            costs=dict(outcome.costs),
             prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
         ),
     )

@@ -10,7 +10,17 @@ from typing import Any
 from rich.text import Text
 
 from specgen.base.types import Round, TokenStatus
-from specgen.traces.acceptance import AcceptanceBin, Bounds, BoundsBin, DraftedToken, bretagnolle_huber, estimate, pinsker
+from specgen.traces.acceptance import (
+    AcceptanceBin,
+    Bounds,
+    BoundsBin,
+    DraftedToken,
+    bounds_of,
+    bretagnolle_huber,
+    calibration_of,
+    estimate,
+    pinsker,
+)
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics, posteriors, setting
 from specgen.view.charts import Bar, Chart, Label, Series, ticks
@@ -27,7 +37,7 @@ _NO_DISTRIBUTIONS = "--record distributions adds to a trace how likely acceptanc
 def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
     """Yields the charts for which the trace has numbers. `found` has those of all generations of the method; the page's chart of
     rounds and the posterior are of `run` alone."""
-    bounds, rounds = found.bounds(), [traced.round for traced in run.rounds]
+    bounds, rounds = bounds_of(found.tokens, found.c), [traced.round for traced in run.rounds]
     if rounds and found.summary.drafted:
         yield _rounds(rounds, found)
     if (chart := _until_rejection(found)) is not None:
@@ -224,7 +234,7 @@ def _lengths(found: TraceStatistics) -> Chart:
 
 def _calibration(found: TraceStatistics) -> Iterator[Chart]:
     """The share of accepted tokens by the acceptance probability that the length policy predicted, with 95 % intervals."""
-    if (calibration := found.calibration()) is None:
+    if (calibration := calibration_of(found.predictions)) is None:
         return
     judged = f"Predicted {calibration.predicted:.1%} of {counted(calibration.judged, 'token')}, accepted {calibration.rate:.1%}."
     yield Chart(
