@@ -55,16 +55,6 @@ def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: 
             assert (residual.double() - total).abs().max() < limit
 
 
-@pytest.mark.parametrize("kind", [DenseProduct, trained_product])
-def test_products_in_training_are_differentiable(kind: Callable[..., Product]) -> None:
-    weight, bias = torch.randn(5, 3, requires_grad=True), torch.randn(5, requires_grad=True)
-    x, residual = torch.randn(4, 3, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-    ours = torch.autograd.grad(kind(weight, bias, 0.5).add_to(residual, x).square().sum(), (weight, bias, x, residual))
-    expected = (residual + 0.5 * (x @ weight.T + bias)).square().sum()
-    for one, other in zip(ours, torch.autograd.grad(expected, (weight, bias, x, residual)), strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
-
-
 @needs_packing
 def test_the_rules_that_choose_packed_weights_and_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "last_level_cache", lambda: 12 << 20)
