@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,8 @@ from hypothesis import strategies as st
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
-from specgen.decoding.run import Run
-from specgen.methods.length_sweep import RepeatDrafter
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
-from specgen.pair import drafting_knowledge, measurements
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import SIMPLE, grid
 
@@ -212,17 +207,6 @@ def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatc
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1)
     with pytest.raises(SpecgenError, match=r"same seed.*Leave the seed or history out"):
         pair.run(pair.request([3, 5], "suffix", sampled, history=True, policy="fixed"))
-    timed: list[Run] = []
-
-    def time_rounds(run: Run, **_: object) -> RoundCosts:
-        timed.append(run)
-        return RoundCosts(CostTable({1: Curve({0: 0.0, 1: 0.0})}), CostTable({1: Curve({1: 1.0, 2: 1.01})}))
-
-    monkeypatch.setattr(measurements, "_stored", dict)
-    monkeypatch.setattr(drafting_knowledge, "time_rounds", time_rounds)
-    pair.prepare(pair.request([3, 5], "suffix", replace(sampled, seed=None), history=True))
-    assert len(timed) == 1
-    assert isinstance(timed[0].drafter, RepeatDrafter)
 
 
 def test_a_history_is_cleared_by_its_owner_and_follows_turns() -> None:
