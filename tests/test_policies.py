@@ -22,12 +22,12 @@ from specgen.decoding import drafting
 from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
 from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.costs.round_costs import Curve
 from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, _copied_score
 from specgen.methods.eesd import BetaTS, CaliTS
+from specgen.methods.learned_drafting import Learned
 from specgen.methods.lookup import PromptLookupDrafter
-from specgen.methods.lookup_gain import LearnedLookup, best_plan
 from specgen.methods.sd import Confidence, Heuristic
 from specgen.methods.selfsd import SelfSD
 from specgen.methods.svip import SVIP
@@ -116,20 +116,19 @@ def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
     assert (lookup([1, 2, 1, 2], 5), lookup([4, 4], 3), lookup([1, 2, 3], 9)) == ([1, 2, 1, 2, 1], [4, 4, 4], [])
 
 
-def test_a_plan_of_prompt_lookup_is_the_length_of_the_largest_gain() -> None:
-    rng, steps = Random(0), Curve({0: 0.0, 1: 0.3, 3: 0.3, 4: 0.7, 7: 0.7, 8: 1.0})
+def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:
+    rng = Random(0)
     for _ in range(50):
-        learned = LearnedLookup()
+        costs, match = DraftingCosts(0.5, rng.choice((0.02, 0.05, 0.4))), rng.randint(1, 20)
+        learned = Learned.prior(costs)
+        made = Adaptive(AUTO, AUTO, 3.0, 6, AdaptiveInputs(costs, learned))
         for _ in range(rng.randrange(60)):
-            learned.learn(rng.randint(1, 20), rng.randrange(3), ended=rng.random() < 0.6)
-        match, worth = rng.randint(1, 20), rng.uniform(0.2, 1)
-        costs = DraftingCosts(0.5, rng.choice((steps, Curve({0: 0.0, 1: 0.05}), Curve({0: 0.0, 1: 0.4}))))
-        acceptances = [learned.predict(match + position) for position in range(6)]
+            made.observe_match(rng.randint(1, 20), rng.randrange(3), ended=rng.random() < 0.6)
+        acceptances = [learned.lookup.predict(_copied_score(match + position)) for position in range(6)]
         values = enumerate(accumulate(accumulate(acceptances, mul)), 1)  # expected accepted tokens of each length
-        gains = [0.0, *(worth * value - costs.verification.at(length) for length, value in values)]
-        plan = best_plan(learned, match, worth, costs, 6)
-        assert plan.gain == pytest.approx(max(gains))
-        assert plan.acceptances == acceptances[: gains.index(max(gains))]
+        gains = [0.0, *(learned.worth * value - costs.of_draft(0, length) for length, value in values)]
+        assert made.starts_draft(signals={"match_length": match}) == (max(gains) > 0)
+        assert list(made.predictions) == acceptances[: gains.index(max(gains))]
 
 
 REASONS = {
@@ -173,21 +172,11 @@ def test_every_policy_that_a_method_may_have_ends_drafts(name: str, temperature:
         assert ids_of(rounds) == plain or temperature or not method.lossless, policy
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "k", "depth"),
-    [
-        ("eesd-tree", {}, 5, 5),
-        ("eesd-tree", {"k": "3"}, 3, 3),
-        ("eesd-tree", {"depth": "8"}, 8, 8),
-        ("eesd-tree", {"k": 4, "depth": 2}, 4, 2),
-        ("sd", {"width": 2, "depth": 7}, 7, 7),
-        ("sd", {"width": 2, "k": 7}, 7, "auto"),
-    ],
-)
-def test_k_and_depth_of_a_tree_of_fixed_depth(name: str, given: dict[str, object], k: int, depth: object) -> None:
+def test_k_and_depth_of_a_tree_of_fixed_depth() -> None:
     """The one that is given alone sets both; of two given ones the smaller ends the tree."""
-    values = methods.resolve(methods.find(name), {"policy": "fixed"} | given).values
-    assert (values["k"], values["depth"]) == (k, depth)
+    for given, k, depth in (({}, 5, 5), ({"k": "3"}, 3, 3), ({"depth": "8"}, 8, 8), ({"k": 4, "depth": 2}, 4, 2)):
+        values = methods.resolve(methods.find("eesd-tree"), {"policy": "fixed", **given}).values  # type: ignore[dict-item]
+        assert (values["k"], values["depth"]) == (k, depth)
 
 
 @pytest.mark.parametrize(
