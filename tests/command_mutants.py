@@ -7,6 +7,7 @@ from mutants import Selection, mutants
 COMPARE = Selection("test_compare.py")
 PROMPTS = Selection("test_compare_prompts.py")
 CLI = Selection("test_cli.py")
+INTERRUPTS = Selection("test_interrupts.py")
 FILES = Selection("test_files.py")
 BAD_INPUTS = Selection("test_bad_inputs.py")
 PREDICTIONS = Selection("test_compare.py", "predict")
@@ -106,8 +107,12 @@ COMMAND_MUTANTS = [
     ),
     *mutants(
         "cli/error_reporting.py",
-        CLI,
+        INTERRUPTS,
         ("command line: every error exits with 1", "code = error.exit_code", "code = 1"),
+    ),
+    *mutants(
+        "cli/error_reporting.py",
+        CLI,
         ("command line: Ctrl-C exits with 0", "code = INTERRUPTED\n        except OSError", "code = 0\n        except OSError"),
         (
             "command line: a closed pipe is an error",

@@ -6,7 +6,7 @@ from mutants import Selection, mutants
 
 RUNNER = Selection("test_model_runner.py", "llama or native")
 EARLY_EXIT = Selection("test_part_runners.py", "(definition and exit and native) or few_tokens")
-EXIT_RUNS = Selection("test_eesd_signals.py", "run_each_token_once and native")
+EXIT_RUNS = Selection("test_lossless.py", "run_each_token_once and native")
 PENALTIES = Selection("test_penalties.py::test_penalties_are_equal_to_those_of_transformers")
 BATCH = Selection("test_training.py", "batched_texts")
 

@@ -33,7 +33,8 @@ PEARL = Selection("test_enumeration.py::test_pearl")
 UNIFORMS = Selection("test_enumeration.py::test_each_random_number_is_used_once")
 PEARL_ROUNDS = Selection("test_parallel.py")
 GREEDY = Selection("test_verification.py")
-LENGTHS = Selection("test_policies.py")
+LENGTHS = Selection("test_policies.py", "not every_policy")
+LIMITS = Selection("test_tree_drafters.py::test_no_draft_passes_its_limits")
 LOSSY = Selection("test_joint.py")
 BILD_ROUNDS = Selection("test_golden_rounds.py", "bild")
 WARPING = Selection("test_verification.py::test_warping_is_transformers")
@@ -214,7 +215,7 @@ DRAFTING = [
     ),
     *mutants(
         _DRAFTERS,
-        LENGTHS,
+        LIMITS,
         (
             "EOS inside a draft ignored by the drafter",
             'return "eos" if tokens[-1] in self._eos_ids else token\n',
@@ -223,8 +224,12 @@ DRAFTING = [
     ),
     *mutants(
         "methods/lookup.py",
-        LENGTHS,
+        LIMITS,
         ("prompt lookup drafts after EOS", "eos = tokens[-1] in self._eos_ids", "eos = False"),
+    ),
+    *mutants(
+        "methods/lookup.py",
+        LENGTHS,
         (
             "prompt lookup copies from one token too early",
             "self._continuations[tuple(context.ids[position - length : position])] = position",
@@ -233,7 +238,7 @@ DRAFTING = [
     ),
     *mutants(
         "decoding/logits_ops.py",
-        Selection("test_penalised_signals.py"),
+        Selection("test_policies.py", "penalties_forbid"),
         (
             "drafts go on where penalties forbid all tokens",
             "return bool((logits.amax(dim=-1) == -torch.inf).any())",

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specgen.engine.native import loading
+from specgen.engine.native import loading, products
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
@@ -148,20 +148,15 @@ def variant(family: str, index: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool | None = False, min_rows: int = 1
+    folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool = False, min_rows: int = 1
 ) -> NativeModel:
-    """Loads a saved model with the native decoder. `pack` and `min_rows` replace what would be measured."""
-
-    class Factory(ProductFactory):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "pack": pack})
-
-        @property
-        def min_rows(self) -> int:
-            return min_rows
-
+    """Loads a saved model with the native decoder. `pack` and `min_rows` replace what the rules say."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "ProductFactory", Factory)
+        patch.setattr(ProductFactory, "min_rows", min_rows)
+        if pack:
+            patch.setattr(products, "_MIN_BYTES", {})
+        else:
+            patch.setattr(products, "packing_problem", lambda _: "packing is switched off")
         architecture = read_architecture(read_config(folder, "the model"))
         return loading.load_native(folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact)
 

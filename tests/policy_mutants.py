@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from mutants import LENGTHS, PEARL_ROUNDS, Selection, mutants
+from mutants import LENGTHS, Selection, mutants
 
-ADAPTIVE, ADAPTIVE_RUNS = Selection("test_adaptive.py"), Selection("test_adaptive_runs.py")
-ESTIMATES = Selection("test_drafting_estimates.py")
-SHARED = Selection("test_adaptive_pairs.py")
+ADAPTIVE = Selection("test_adaptive.py")
 
 _DRAFTERS, _RUN = "decoding/drafting.py", "decoding/run.py"
-_ADAPTIVE, _GUARD = "methods/adaptive.py", "methods/drafting_guard.py"
+_ADAPTIVE = "methods/adaptive.py"
 
 POLICY_RULES = [
     *mutants(
@@ -44,7 +42,7 @@ POLICY_RULES = [
     ),
     *mutants(
         _RUN,
-        PEARL_ROUNDS,
+        Selection("test_golden_rounds.py", "pearl and beta-ts"),
         ("the policy observes tokens that are not verified yet", "draft.levels - unverified, accepted", "draft.levels, accepted"),
     ),
 ]
@@ -53,33 +51,29 @@ ADAPTIVE_POLICY = [
     *mutants(
         _ADAPTIVE,
         ADAPTIVE,
-        (
-            "adaptive: only the last token's acceptance counts",
-            "self.predictions.append(acceptance)\n        self._survival *= acceptance",
-            "self.predictions.append(acceptance)\n        self._survival = acceptance",
-        ),
+        ("adaptive: only the last token's acceptance counts", "self._survival *= acceptance", "self._survival = acceptance"),
         ("adaptive: the rejected token teaches nothing", "min(accepted + 1, drafted)]", "accepted]"),
         ("adaptive: unjudged tokens count as rejected", "min(accepted + 1, drafted)]", "drafted]"),
         ("adaptive: tokens that were cut off stay pending", "del self._steps[unverified:]", "pass"),
-        ("adaptive: pending tokens are sure to be accepted", "            self._survival *= acceptance\n", "            pass\n"),
+        (
+            "adaptive: pending tokens are sure to be accepted",
+            "math.prod(acceptance for _, _, acceptance in self._steps)",
+            "1.0",
+        ),
         (
             "adaptive: a token of the target's own after pending ones",
             "tokens = accepted + (was_rejected or not judges_new)",
             "tokens = accepted + was_rejected",
         ),
-        ("adaptive: a level costs as one token", "self._level = token.nodes", "self._level = 1"),
-        ("adaptive: drafts that never pay are started", "if gain <= cost and not guard.tries():", "if False:"),
-        ("adaptive: what never seemed to pay is never tried", "if gain <= cost and not guard.tries():", "if gain <= cost:"),
-        (
-            "adaptive: no pauses",
-            "        guard = self.learned.guard\n        if guard.pauses():",
-            "        guard = self.learned.guard\n        if False:",
-        ),
-        ("adaptive: rounds without a draft are rejections", "accepted > 0 if drafted else None", "accepted > 0"),
+        ("adaptive: a level costs as one token", "self._costs.of_draft(1, token.nodes)", "self._costs.of_draft(1, 1)"),
+        ("adaptive: drafts that never pay are started", "if self._in_parallel or self._model_gain > 0:", "if True:"),
+        ("adaptive: no pauses", "if not guard.pauses():", "if True:"),
+        ("adaptive: judged tokens are judged again", "del self._steps[:drafted]", "del self._steps[:0]"),
+        ("adaptive: costs stay the first guess", "self._costs = self._timed.costs.with_values(*self._given)", "pass"),
     ),
     *mutants(
         _DRAFTERS,
-        ADAPTIVE_RUNS,
+        ADAPTIVE,
         (
             "adaptive does not see the token before a cut",
             'return "eos" if tokens[-1] in self._eos_ids else token\n',
@@ -87,13 +81,8 @@ ADAPTIVE_POLICY = [
         ),
     ),
     *mutants(
-        _ADAPTIVE,
-        ADAPTIVE_RUNS,
-        ("adaptive: judged tokens are judged again", "del self._steps[:drafted]", "del self._steps[:0]"),
-    ),
-    *mutants(
-        _GUARD,
-        ESTIMATES,
+        "methods/learned_drafting.py",
+        ADAPTIVE,
         ("guard: pauses of one length", "self.pause = min(2 * self.pause, LONGEST_PAUSE)", "pass"),
         (
             "guard: a pause does not lower the loss",
@@ -106,71 +95,38 @@ ADAPTIVE_POLICY = [
             "max(self.pause // 2, SHORTEST_PAUSE), 0.0",
             "max(self.pause // 2, SHORTEST_PAUSE), self.loss",
         ),
-    ),
-    *mutants(
-        "methods/acceptance_calibration.py",
-        ESTIMATES,
-        ("calibration: the same offset for all intervals", "bisect(self.prior.edges, score), self.FADING", "0, self.FADING"),
+        ("acceptance: nothing is learned for all tokens", "self.offset += residual / (self.information + self.strength)", "pass"),
         (
-            "calibration: the sums never fade",
-            "self.information = self.information * fading",
-            "self.information = self.information",
+            "acceptance: the last tokens count as the others",
+            "_LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95",
+            "_LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.999",
         ),
-        (
-            "calibration: nothing is learned for all tokens",
-            "self.offset += residual / (self.information + prior.strength)",
-            "pass",
-        ),
-        (
-            "calibration: the last tokens count as the others",
-            "residuals * self.RECENT_FADING + residual, informations * self.RECENT_FADING + information",
-            "residuals * fading + residual, informations * fading + information",
-        ),
-        (
-            "calibration: the last tokens change what is learned",
-            "        residual, information = accepted - expected,",
-            "        expected = self.predict(score)\n        residual, information = accepted - expected,",
-        ),
-        ("calibration: a copy shares its offsets", "offsets=list(self.offsets), informations=", "informations="),
-    ),
-    *mutants(
-        "methods/first_acceptance.py",
-        ESTIMATES,
-        ("first token: likelihoods swapped", "(level if accepted else 1 - level)", "(1 - level if accepted else level)"),
-        (
-            "first token: no change without a draft",
-            "        change = self.change",
-            "        change = self.change\n        if accepted is None:\n            return",
-        ),
-        ("first token: trials get rarer after any rejection", "elif weights[0] > _USELESS:", "else:"),
-        ("first token: trials stay rare", "                self.change = _CHANGE\n", "                pass\n"),
-    ),
-    *mutants(
-        "methods/learned_drafting.py",
-        ESTIMATES,
-        ("start: later tokens do not count", "+ later) - (1", ") - (1"),
-        ("start: later tokens may count as a loss", "max(0.0, self.later[0] / self.later[1])", "self.later[0] / self.later[1]"),
-        ("start: waste does not count", " - (1 - accepted) * waste", ""),
-        ("start: the first token counts as waste", "self.waste[0] + cost - cost_of_first", "self.waste[0] + cost"),
-        ("the prior of greedy decoding for sampling", "share = min(temperature, 1.0)", "share = 0.0"),
+        ("gains: trials stay frequent", "max(_FEWEST_DRAFTS, _SHRINKING * self.trust)", "_DRAFTS"),
+        ("gains: no return to the first gain", "_IDLE_FADING * self.gain, _IDLE_FADING * self.drafts", "self.gain, self.drafts"),
     ),
     *mutants(
         "decoding/costs/drafting_costs.py",
         ADAPTIVE,
-        ("costs: only the next token counts on a step up", "range(1, _STAGES + 1)", "range(1, 2)"),
+        ("costs: a slow round counts as it is", "_OUTLIER = 3.0", "_OUTLIER = 100.0"),
+        (
+            "costs: the line goes through one pass only",
+            "count + 2, x + _WIDEST, xx + _WIDEST**2",
+            "count + 2, x, xx + _WIDEST**2",
+        ),
     ),
     *mutants(
         "pair/drafting_knowledge.py",
-        SHARED,
-        ("adaptive: seeded runs share what they learn", "if sampling.greedy or sampling.seed is None:", "if True:"),
-    ),
-    *mutants(
-        "workers/server.py",
-        SHARED,
+        ADAPTIVE,
+        ("adaptive: seeded runs share what they learn", "key = None if frozen else", "key ="),
         (
-            "adaptive: the worker forgets what it learned",
-            "learned=self._learned.setdefault(adaptive.key, adaptive.learned)",
-            "learned=adaptive.learned",
+            "adaptive: seeded runs learn their costs",
+            "(known.guess, None) if frozen else (known.costs, known)",
+            "(known.costs, known)",
+        ),
+        (
+            "adaptive: a trial's costs are not stored",
+            "known.guess = known.costs\n",
+            "known.guess = known.costs\n        return\n",
         ),
     ),
 ]

@@ -56,8 +56,6 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
     torch.set_num_threads(1)
     pairs: dict[Any, specgen.Pair] = {}
     if requests is None:
-        if "TEST_PASSES" in environment:
-            _run_out_of_memory(int(environment["TEST_PASSES"]))
         specgen.load()
         raise AssertionError("process 1 has returned from load")
     while (request := requests.recv()) is not None:
@@ -70,20 +68,6 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
             requests.send(error)
     for pair in pairs.values():
         pair.close()
-
-
-def _run_out_of_memory(passes: int) -> None:
-    """Lets this process fail at a layer after some passes through layers, as torch does where memory is short."""
-    from specgen.engine.spread.shards import ShardedLayer
-
-    left, run = iter(range(passes)), ShardedLayer.__call__
-
-    def run_or_fail(*arguments: Any, **options: Any) -> Any:
-        if next(left, None) is None:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
-        return run(*arguments, **options)
-
-    ShardedLayer.__call__ = run_or_fail  # type: ignore[method-assign]
 
 
 class _Answers:
@@ -108,17 +92,14 @@ class _Answers:
 
 
 class RankPair:
-    """Two processes that hold targets together. Each request names the models as (target, draft).
+    """Two processes that hold targets together. Each request names the models as (target, draft)."""
 
-    `of_second` are further environment variables of the second process.
-    """
-
-    def __init__(self, **of_second: str) -> None:
+    def __init__(self) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()
         first, second = environments()
         self.processes = [
             _FORKSERVER.Process(target=_serve, args=(environment, requests))
-            for environment, requests in ((first, theirs), (second | of_second, None))
+            for environment, requests in ((first, theirs), (second, None))
         ]
         for process in self.processes:
             process.start()

@@ -158,7 +158,7 @@ TRACED = BUFFERS + tuple(
         "model_runner",
         "cached_prefix",
         "parts/feature_runner",
-        "parts/exit_layers",
+        *(f"parts/{part}" for part in ("exit_layers", "eagle", "glide", "glide_layers", "medusa")),
         "transformers/transformers_model",
         "native/inputs",
         "native/native_model",

@@ -102,8 +102,8 @@ def scripted_run(
     resolved, context = methods.resolve(method, settings), Context(prompt)
     if resolved.policy == "adaptive":
         drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)
-        costs = DraftingCosts.linear(drafting, verification)
-        learned = Learned.prior(costs, sampling.temperature)
+        costs = DraftingCosts(drafting, verification)
+        learned = Learned.prior(costs)
         setup = replace(setup, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
     return runs.make_run(method, resolved, setup, context, sampling.max_new_tokens, None, Clock(None))
 

@@ -39,7 +39,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
         return (1 - architecture.norm_weight_offset + drawn / 8 if "norm" in name else drawn / 8).to(device, dtype)
 
     with torch.no_grad():
-        factory = ProductFactory(on, dtype, pack=False)
+        factory = ProductFactory(on, dtype)
         _, kinds = layer_kinds(architecture, [on] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):

@@ -152,10 +152,13 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "auto-map"]
     shown = CliRunner().invoke(app, ["inspect", *models], env={"COLUMNS": "200"}).stdout
-    assert "the plan for 1,024 tokens on 2 devices:" in shown
-    assert "cpu:0: layers 0 to 6, embedding: " in shown
-    assert "cpu: layers 7 to 11, norm, head: " in shown
-    assert "without CUDA graphs" in shown
+    for part in (
+        "on 2 devices:",
+        "cpu:0: layers 0 to 6, embedding: ",
+        "cpu: layers 7 to 11, norm, head: ",
+        "without CUDA graphs",
+    ):
+        assert part in shown
     report = json.loads(CliRunner().invoke(app, ["inspect", *models, "--json"]).stdout)["placement"]
     assert [each["layers"] for each in report["devices"]] == [[0, 6], [7, 11]]
     assert sum(each["draft_bytes"] > 0 for each in report["devices"]) == 1
@@ -179,18 +182,6 @@ def test_what_cannot_be_placed_is_said_in_a_line(machine: list[Room]) -> None:
     with pytest.raises(SpecgenError, match="the draft model runs on one device"):
         pick_draft_device("auto-map", "auto", CPU)
     assert place("auto", [], [], None) is None
-
-
-def test_layers_that_accelerate_runs_on_the_gpu_have_their_cache_there(machine: list[Room]) -> None:
-    """The native decoder runs the CPU's layers on the CPU, so that fewer bytes are needed on the GPU."""
-    machine += [Room(torch.device("cuda", 0), 20 * MIB), Room(CPU, 400 * MIB)]
-    counts = []
-    for backend in ("native", "transformers"):
-        found = place("auto-map", [prepare(replace(TARGET, backend=backend), lambda _: None)], [FLOAT32], None)
-        assert found is not None
-        counts.append([len(stage.layers) for stage in found.stages])
-    assert sum(counts[0]) == sum(counts[1]) == 12
-    assert counts[0][0] > counts[1][0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from families import BACKENDS, make_model, model_of, save
+from families import BACKENDS, make_model, model_of
 from runner_checks import RUN_BY, quick
-from training_helpers import opened
 
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.model import Model
-from specgen.train.texts import continuations
 
 LENGTHS = (20, 13, 7)  # tokens; the sliding windows of the tests' models have 12
 LENGTH = max(LENGTHS)
@@ -93,13 +90,3 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     assert found is not None
     assert expected is not None
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_both_backends_generate_the_same_texts(models_folder: Path) -> None:
-    """Greedily, with prompts of several lengths, and texts that end at different times and leave the batch."""
-    for family in ("llama", "gemma2"):
-        folder = save(make_model(family), models_folder / "batch" / family)
-        prompts = [random_ids(length).tolist() for length in (3, 9, 5, 7, 4, 6)]
-        made = [continuations(opened(folder, backend), prompts, 60, greedy=True) for backend in BACKENDS]
-        assert made[0] == made[1]
-        assert len({len(text) for text in made[0]}) > 1, "the test is to have texts of several lengths"

@@ -68,7 +68,7 @@ def test_nothing_is_timed_where_a_rule_decides(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("asked", "seconds", "chosen"),
-    [((), 0.5, "bfloat16"), (("--dtype", "auto"), 3.0, "float32"), (("--dtype", "float16"), 0, "float16")],
+    [((), 0.5, "bfloat16"), (("--dtype", "float16"), 0, "float16")],
 )
 def test_the_chosen_dtype_is_the_one_that_is_run(
     tmp_path: Path,

@@ -19,7 +19,6 @@ from processes import Ended, one_by_one
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import model_folder
-from specgen.pair.loading import model_sources
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
 TINY = "lab/tiny"
@@ -125,11 +124,6 @@ def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: P
     written = trace.read_text()
     assert json.loads(written.splitlines()[0])["target"] == TINY
     assert "hf_secret" not in written
-
-
-def test_each_model_has_its_own_revision() -> None:
-    sources = model_sources("lab/one", "lab/other", "v1", "v2", trust_remote_code=False, offline=True)
-    assert [(source.location, source.revision) for source in sources] == [("lab/one", "v1"), ("lab/other", "v2")]
 
 
 @pytest.mark.parametrize(

@@ -1,118 +1,145 @@
-"""Greedy ids equal transformers' own `generate`, for every family, method, kind of draft, draft length and backend."""
+"""Greedy ids equal transformers' own `generate`, for every family, backend and method, with good drafts and bad ones."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from itertools import combinations, product
-from typing import Any
+from itertools import product
+from pathlib import Path
 
 import pytest
-from families import BACKENDS, FAMILIES, NATIVE, make_model, plain, prompt
-from runner_checks import RUN_BY
+import torch
+from families import BACKENDS, CONTEXT, make_model, near_copy, plain, prompt, save, with_exit
+from runner_checks import LAYERED, RUN_BY, CountedLayers, four_layers
 from scripted_models import LENGTH_SETTINGS
 
+import specgen
+from specgen import methods
 from specgen.base.settings import parse_pairs
 from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
 
-LENGTHS = tuple(range(1, 9))
-DRAFTS = ("unrelated", "near", "itself")
-PEARL = ("pearl", "pearl:pre_verify=false", "pearl:post_verify=false")
-ADAPTIVE = "adaptive:draft_cost=0.3:verify_cost=0.1"  # drafts of all lengths, and none in some rounds
-SUFFIX = "suffix:draft_cost=0:verify_cost=0.01"
-METHODS = (
-    *("ar", "sd", "heuristic", "confidence", "svip", "beta-ts", "lookup", SUFFIX, "spectr", "specinfer", ADAPTIVE),
-    *("lookahead", "ouroboros"),
-    *PEARL,
-)
+PairOf = Callable[..., Pair]
 COUNT = 14
-PROMPTS = 3  # twice as many are run; transformers takes most of the time
-AXES = (tuple(FAMILIES), METHODS, DRAFTS, LENGTHS, ("auto", "transformers"))
-Case = tuple[str, str, str, int, str]
+COSTS = "draft_cost=0.1:verify_cost=0.05"
+DRAFTS = ("unrelated", "near", "itself")
+METHODS = f"""
+ar sd heuristic confidence svip beta-ts lookup suffix:draft_cost=0:verify_cost=0.01 spectr specinfer lookahead ouroboros
+adaptive:draft_cost=0.3:verify_cost=0.1 pearl pearl:pre_verify=false pearl:post_verify=false sd:width=3 sd:width=2:depth=3
+sd:width=4:nodes=8 sd:cape=true sd:width=2:policy=adaptive:{COSTS} spectr:policy=adaptive:{COSTS} pearl:policy=svip
+""".split()
+OF_LAYERS = f"""
+eesd eesd-fixed eesd-fixed:policy=svip eesd-fixed:cape=true eesd-beta eesd-cali eesd-cali:sampling_prediction=false
+eesd-cali:model_prediction=false eesd-tree:width=2 eesd-tree:width=3:theta0=1:sigma_model=0.001 eesd-tree:width=3:nodes=7
+eesd-tree:policy=adaptive:width=2:{COSTS} selfsd:skip=1+2 selfsd:skip=0a+1m+2:policy=fixed selfsd:skip=1+2:policy=fixed:cape=true
+""".split()
 
 
-def pairwise() -> Iterator[Case]:
-    """Cases that cover every pair of values of different axes, chosen greedily and deterministically."""
-    rng = random.Random(0)
-    missing = {((i, a), (j, b)) for (i, left), (j, right) in combinations(enumerate(AXES), 2) for a, b in product(left, right)}
-    while missing:
-        (i, a), (j, b) = rng.choice(sorted(missing, key=str))
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
+    """A target of four layers with an untrained exit after layer N, without a draft model."""
 
-        def case(fixed: dict[int, object]) -> tuple[object, ...]:
-            return tuple(fixed.get(axis, rng.choice(values)) for axis, values in enumerate(AXES))
+    @cache
+    def folder(family: str) -> str:
+        return save(make_model(family, **four_layers(family)), tmp_path_factory.mktemp(family))
 
-        tried = [case({i: a, j: b}) for _ in range(30)]
-        best = max(tried, key=lambda one: len(missing & set(combinations(enumerate(one), 2))))
-        missing -= set(combinations(enumerate(best), 2))
-        yield best  # type: ignore[misc]
+    @cache
+    def made(family: str, depth: int, backend: str) -> Pair:
+        target = specgen.load(folder(family), device="cpu", dtype="float32", backend=backend).target
+        return with_exit(Pair(target, None), depth)
 
-
-@cache
-def expected(family: str, seed: int) -> list[int]:
-    """The target of a family does not depend on its draft."""
-    return plain(make_model(family), prompt(seed), COUNT)
+    return made
 
 
-def check(pair: Pair, family: str, method: str, length: int) -> None:
-    name, *fixed = method.split(":")
-    setting = LENGTH_SETTINGS.get(name)
-    settings: dict[str, object] = dict(parse_pairs(fixed))
-    if setting is not None:
-        settings[setting] = length
-    for seed in (length % PROMPTS, length % PROMPTS + 100):  # the second run starts with the caches of the first
-        wanted = expected(family, seed)
-        result = pair.generate(prompt(seed), name, SamplingParams(max_new_tokens=COUNT), **settings)
-        assert result.token_ids == wanted
-        assert [token for round_ in result.rounds for token in round_.token_ids] == wanted
-        assert result.summary["finish_reason"] == ("eos" if wanted[-1] in pair.target.eos_ids else "length")
+KNOWN: dict[tuple[Path, int], list[int]] = {}  # transformers' ids by target and prompt
 
 
-def default_or_slow(case: Case) -> Any:
-    """The parameters of a case. Slow are, of the families that specgen has a decoder for, most on transformers, half on it."""
-    family, method, _, length, backend = case
-    is_slow = family in NATIVE and (length % 4 != 1 if backend == "transformers" else length % 2 == 0 and method != "sd")
-    return pytest.param(*case, marks=pytest.mark.slow if is_slow else ())
+def check(pair: Pair, written: str, length: int) -> None:
+    """Two runs, the second with the caches of the first."""
+    name, *given = written.split(":")
+    settings: dict[str, object] = dict(parse_pairs(given))
+    settings |= {LENGTH_SETTINGS[name]: length} if name in LENGTH_SETTINGS and "policy=" not in written else {}
+    for seed in (length % 3, length % 3 + 100):
+        at = pair.target.folder, seed
+        if at not in KNOWN:
+            KNOWN[at] = plain(pair.target.transformers_module, prompt(seed), COUNT)
+        result = pair.generate(prompt(seed), name, SamplingParams(max_new_tokens=COUNT, seed=seed), **settings)
+        assert result.token_ids == KNOWN[at], (written, length)
+        assert result.summary["finish_reason"] == ("eos" if KNOWN[at][-1] in pair.target.eos_ids else "length")
 
 
-@pytest.mark.parametrize(("family", "method", "draft", "length", "backend"), list(map(default_or_slow, pairwise())))
-def test_greedy_ids_are_the_targets_own(
-    pair_of: Callable[..., Pair], family: str, method: str, draft: str, length: int, backend: str
-) -> None:
-    check(pair_of(family, draft, backend), family, method, length)
+@pytest.mark.parametrize("number", range(len(RUN_BY)))
+def test_greedy_ids_are_the_targets_own(pair_of: PairOf, number: int) -> None:
+    """Each family and backend runs some of the methods, and each method is run by several families."""
+    for case in range(3 * number, 3 * number + 3):
+        pair = pair_of(RUN_BY[number][0], DRAFTS[case % 3], RUN_BY[number][1])
+        check(pair, METHODS[case % len(METHODS)], 1 + case % 8)
+
+
+@pytest.mark.parametrize("number", range(len(LAYERED)))
+def test_greedy_ids_of_drafts_by_the_targets_own_layers(early: PairOf, number: int) -> None:
+    family, backend = LAYERED[number]
+    for case in range(2 * number, 2 * number + 2):
+        check(early(family, 1 + number % 2, backend), OF_LAYERS[case % len(OF_LAYERS)], 1 + case % 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), RUN_BY)
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_greedy_ids_in_the_full_product(pair_of: Callable[..., Pair], family: str, backend: str, draft: str) -> None:
-    pair = pair_of(family, draft, backend)
-    for method, length in product(METHODS, LENGTHS):
-        check(pair, family, method, length)
+@pytest.mark.parametrize("length", range(1, 9))
+def test_greedy_ids_in_the_full_product(pair_of: PairOf, early: PairOf, family: str, backend: str, length: int) -> None:
+    for draft, written in product(DRAFTS, METHODS):
+        check(pair_of(family, draft, backend), written, length)
+    for depth, written in product((1, 2), OF_LAYERS * ((family, backend) in LAYERED)):
+        check(early(family, depth, backend), written, length)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_sampling_from_the_target_itself_accepts_everything(pair_of: Callable[..., Pair], length: int) -> None:
-    pair = pair_of("llama", "itself", BACKENDS[length % 2])
-    sampling = SamplingParams(max_new_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=length, ignore_eos=True)
-    summary = pair.generate(prompt(5), "sd", sampling, k=length).summary
+def test_greedy_ids_with_penalties_and_up_to_the_contexts_end(tmp_path: Path) -> None:
+    """Penalties apply to draft and target; the last positions belong to the output, whatever drafts need."""
+    model = make_model("llama", **four_layers("llama"))
+    model.generation_config.repetition_penalty = 1.4
+    model.generation_config.no_repeat_ngram_size = 2
+    folders = [save(each, tmp_path / str(number)) for number, each in enumerate((model, near_copy(model)))]
+    pair = with_exit(specgen.load(*folders, device="cpu", dtype="float32"), 1)
+    ids = (prompt(1) * 30)[: CONTEXT - 16]
+    wanted = plain(pair.target.transformers_module, ids, 16)
+    for written in METHODS + OF_LAYERS:
+        name, *given = written.split(":")
+        given += ["window=3"] * (name == "pearl")
+        result = pair.generate(ids, name, SamplingParams(max_new_tokens=40, seed=0), **dict(parse_pairs(given)))
+        assert result.token_ids == wanted, written
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_perfect_drafts_are_accepted(pair_of: PairOf, tmp_path: Path, backend: str) -> None:
+    """Sampled from the target itself; or without a layer whose attention and MLP give zeros, which has no effect."""
+    sampling = SamplingParams(max_new_tokens=31, temperature=0.9, top_k=20, top_p=0.95, seed=3, ignore_eos=True)
     # both compute the same logits up to rounding, so a token at the edge of top-p may be rejected
-    assert summary["acceptance_rate"] > 0.97
+    assert pair_of("llama", "itself", backend).generate(prompt(5), "sd", sampling, k=4).summary["acceptance_rate"] > 0.97
+    model = make_model("llama", **four_layers("llama"))
+    layer = model.model.layers[2]
+    for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        torch.nn.init.zeros_(output.weight)
+    pair = specgen.load(save(model, tmp_path), device="cpu", dtype="float32", backend=backend)
+    greedy = SamplingParams(max_new_tokens=31, ignore_eos=True)
+    rounds = pair.generate(prompt(3), "selfsd", greedy, skip="2", policy="fixed", k=4).rounds
+    assert [len(round_.verdict.path) for round_ in rounds[1:]] == [4] * 6
 
 
-def test_any_policy_runs_on_any_drafter_that_feeds_it(pair_of: Callable[..., Pair]) -> None:
-    pair = pair_of("llama", "near")
-    ids = prompt(11)
-    expected = plain(make_model("llama"), ids, COUNT)
-    combinations_ = [("sd", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
-    combinations_ += [(method, "adaptive") for method in ("sd:width=2", "lookup", "spectr", "specinfer", "pearl")]
-    combinations_ += [("pearl", p) for p in ("fixed", "heuristic", "confidence", "svip", "beta-ts")]
-    combinations_ += [("lookup", p) for p in ("fixed", "heuristic", "beta-ts")]
-    for method, policy in combinations_:
-        name, *fixed = method.split(":")
-        given: dict[str, object] = {**parse_pairs(fixed), **({"window": 6} if method == "pearl" else {})}
-        if policy == "adaptive":
-            given |= {"verify_cost": 0.05, **({} if name == "pearl" else {"draft_cost": 0.1})}
-        result = pair.generate(ids, name, SamplingParams(max_new_tokens=COUNT), policy=policy, **given)
-        assert result.token_ids == expected, (method, policy)
+@pytest.mark.parametrize(
+    ("name", "depth", "backend"),
+    [("eesd-fixed", 1, "native"), ("eesd-beta", 2, "transformers"), ("eesd-cali", 2, "native"), ("eesd-tree", 1, "native")],
+)
+def test_whole_runs_run_each_token_once(tmp_path: Path, name: str, depth: int, backend: str) -> None:
+    """The target's layers run the prompt, each correction or bonus token but the last, and each drafted token, each once."""
+    folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
+    pair = with_exit(Pair(specgen.load(folder, device="cpu", dtype="float32", backend=backend).target, None), depth)
+    counted = CountedLayers(pair.target.model, pair.parts.named["exit"].load().layers)  # type: ignore[union-attr]
+    pair.parts.runners(methods.find(name))  # runs the layers to check them, which is not counted
+    for temperature in (0.0, 1.0):
+        pair.forget()
+        counted.tokens.clear()
+        rounds = pair.generate([1, 5, 6, 7, 8, 9], name, SamplingParams(24, temperature, ignore_eos=True, seed=1)).rounds
+        drafted = sum(len(round_.draft.tokens) for round_ in rounds)
+        assert drafted > 8
+        assert [counted.tokens[str(layer)] for layer in range(4)] == [6 + len(rounds) - 1 + drafted] * 4
+        assert counted.tokens["exit 0"] < counted.tokens["0"]

@@ -18,7 +18,6 @@ from tuning_helpers import GREEDY, PROMPTS
 import specgen
 from specgen import demo
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.cost_check import FEWEST_ROUNDS, LARGEST_FACTOR, CostCheck
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.pair import measurements, preparation
 from specgen.pair.measurements import Measurements
@@ -69,13 +68,8 @@ def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Pat
     assert other.find("numbers", (1,)) is None, "not read yet"
     assert [got(other), got(other, key=(2,)), got(other, "others")] == [1, 2, 3]
     assert {path.name for path in tmp_path.iterdir()} == {"measurements.json", "measurements.lock"}
-    with monkeypatch.context() as threads:
-        threads.setattr(torch, "get_num_threads", lambda: 17)  # PEARL changes it during a run
-        store.drop("numbers", (1,))
-    assert got(store) == 1, "in memory it stays"
     monkeypatch.setattr(measurements, "_MOST", 2)
-    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 2, 3)] == [4, 2, 5]
-    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 3, 2)] == [4, 5, 6], "the latest values stay"
+    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 3, 2)] == [1, 4, 2], "the latest values stay"
 
 
 @pytest.mark.parametrize("content", ["[]", '{"numbers": 3}', "\x00\xff", '{"numbers": {'])
@@ -155,47 +149,13 @@ def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch
     assert timed.count == 1
 
 
-@pytest.mark.parametrize(("draft", "target"), [(1.4, 0.7), (1.6, 1), (1, 1.6), (0.6, 1), (1, 0.6)])
-def test_costs_that_runs_contradict_are_dropped_once(draft: float, target: float) -> None:
-    dropped: list[str] = []
-    found = CostCheck(COSTS.draft_pass.__mul__, COSTS.pass_seconds, lambda: dropped.append("dropped"))
-    for number in range(FEWEST_ROUNDS):
-        found.conclude()
-        assert not dropped, "too few rounds"
-        slow = 20 if number % 3 == 0 else 1  # now and then; this contradicts nothing
-        found.add(4, 4 * slow * draft * COSTS.draft_pass, 5, slow * target * (COSTS.single_pass + COSTS.target_pass) / 2)
-    for _ in range(2):
-        found.conclude()
-    fits = all(1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR for ratio in (draft, target))
-    assert dropped == ([] if fits else ["dropped"])
-
-
-@pytest.mark.parametrize("is_contradicted", [True, False])
-def test_the_next_process_measures_again_and_this_one_keeps_its_window(
-    near: Pair, monkeypatch: pytest.MonkeyPatch, is_contradicted: bool
-) -> None:
-    """Passes of a million seconds are contradicted by any machine."""
-    kept = ParallelCosts(5e5, 1e6, 1e6, 2, 64) if is_contradicted else ParallelCosts(0.002, 0.004, 0.004, 2, 64)
-    timed = Source(kept, replace(kept, draft_pass=3.0))
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
-    if not is_contradicted:
-        monkeypatch.setattr(CostCheck, "add", lambda *_: None)  # no round: nothing is known
-    sampling = SamplingParams(max_new_tokens=60, temperature=1, seed=4, ignore_eos=True)
-    first = near.generate(PROMPTS[0], "pearl", sampling)
-    assert len(first.rounds) > FEWEST_ROUNDS
-    assert near.generate(PROMPTS[0], "pearl", sampling).token_ids == first.token_ids
-    request = near.request(PROMPTS[0], "pearl", sampling)
-    again = pass_costs(fresh(near), request.typical_length, sampling)
-    assert (again.draft_pass, timed.count) == ((3.0, 2) if is_contradicted else (0.002, 1))
-
-
-def test_costs_that_are_not_finite_are_not_checked(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_are_not_finite_are_not_stored(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the draft model cannot follow the context: the window is 1, and the next process tries again."""
     monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: replace(COSTS, draft_pass=math.inf))
     request = near.request(PROMPTS[0], "pearl", GREEDY)
     near.prepare(request)
     run = near.run(request)
-    assert (run.check, run.settings.values["window"]) == (None, 1)
+    assert run.settings.values["window"] == 1
     assert not measurements._stored()
 
 
@@ -227,8 +187,6 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a run runs a model"))
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
-        measured = [name for name, method in specgen.METHODS.items() if method.policy == "adaptive"]
-        settings |= {name: {"draft_cost": 0.1, "verify_cost": 0.02} for name in measured}
         for name, method in specgen.METHODS.items():
             if not method.head or demo.head_folder(method.head).is_dir():
                 pair.run(pair.request("def f(x):", name, **settings.get(name, {})))

@@ -32,7 +32,7 @@ def test_a_tree_its_path_and_a_chain_give_transformers_logits(family: str, backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_token_is_run_once(backend: str) -> None:
-    """Of a chain that grows, of a tree that grows level by level and whose second branch is accepted, and of a repeated call."""
+    """Of a chain that grows, of a tree that grows level by level and whose second branch is accepted, of other calls."""
     module = make_model("llama")
     model = model_of(module, backend)
     counted, runner, context = CountedLayers(model).tokens, ModelRunner(model), Context([1, 5, 6, 7])
@@ -53,9 +53,13 @@ def test_each_token_is_run_once(backend: str) -> None:
     run([], [], 0, 1)
     for new in (3, 3):
         run([8, 9], [-1, 0], 0, new)
-    cut = context.ids[:-2]
-    context = Context(cut)
+    run([8, 9, 10], [-1, 0, 1], 3, 1)
+    run([8, 7], [-1, 0], 2, 1)  # another draft with the same beginning
+    ids = context.ids[:-2]
+    context = Context(ids)
     run([], [], 0, 1)
+    context = Context([*ids[:2], 33, *ids[3:]])
+    run([], [], 0, len(ids) - 2)
 
 
 def test_alibi_models_run_chains_and_refuse_trees() -> None:

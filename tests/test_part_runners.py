@@ -15,9 +15,7 @@ from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_model, model_of,
 from glide_models import GlideReference
 from runner_checks import (
     LAYERED,
-    TRACED,
     CountedLayers,
-    InterruptAt,
     check,
     four_layers,
     path_to,
@@ -231,39 +229,6 @@ def test_rows_are_those_of_the_definition(kind: type[Part], options: dict[str, A
         if rng.random() < 0.7:  # otherwise the target lacks tokens at the draft's next call
             check(part.module, part.made.target.logits(context, draft, parents).logits, context, draft, parents)
         context.extend([*(draft[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
-
-
-@pytest.mark.parametrize(("kind", "options"), ONE_EACH)
-def test_an_interruption_at_any_line_leaves_the_runners_usable(kind: type[Part], options: dict[str, Any]) -> None:
-    """Draft token by token, verify, commit a part, draft a tree, commit a branch, take another context."""
-    files = (*TRACED, *(f"engine/parts/{name}.py" for name in ("eagle", "glide", "medusa")), "engine/native/glide_layers.py")
-    line, finished = 0, False
-    while not finished:
-        line += 1 if line < 12 else 151
-        part, context = kind(**options), Context([1, 5, 6, 7])
-        draft, verify = part.made.draft, part.made.target
-        with InterruptAt(line, files):
-            try:
-                verify.logits(context)
-                context.extend([4])
-                draft.logits(context, [8], start=1)
-                draft.logits(context, [8, 9], start=2)
-                verify.logits(context, [8, 9])
-                context.extend([8, 30])
-                draft.logits(context, [7, 9], [-1, -1])
-                draft.logits(context, [7, 9, 4, 5], [-1, -1, 1, 1], start=3)
-                verify.logits(context, [7, 9, 4, 5], [-1, -1, 1, 1])
-                context.extend([9, 4, 12])
-                draft.logits(Context([*context.ids[:5], 3, 3]), [5, 6])
-                draft.logits(context, [5])
-                finished = True
-            except KeyboardInterrupt:
-                pass
-        before = {4: 4, 5: 5, 7: 5, 10: 7}[len(context)]  # tokens before the context grew, to which row 0 may belong
-        for ids in (context.ids[:before], context.ids, [*context.ids[:3], 8, 9]):
-            part.check(context if ids is context.ids else Context(ids), [11, 13, 13], [-1, 0, -1], start=2)
-            assert len(verify.logits(Context(ids)).logits) == 1
-    assert line > 200
 
 
 @pytest.mark.parametrize(("kind", "options"), ONE_EACH)

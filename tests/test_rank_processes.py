@@ -126,17 +126,6 @@ def test_bad_input_is_one_line() -> None:
     assert started[1].wait(5) == 0
 
 
-def test_a_process_that_runs_out_of_memory_says_so_and_ends_the_run(
-    pair_of: Callable[..., Pair], capfd: pytest.CaptureFixture[str]
-) -> None:
-    models = folders(pair_of("llama", "near"))
-    pair = RankPair(TEST_PASSES="40")
-    for _ in range(2):
-        with pytest.raises(specgen.SpecgenError, match=r"on 2 processes has ended: another of torchrun's processes has ended"):
-            pair.ask(models, "generate", PROMPT, "ar", GREEDY, {})
-    assert pair.close() == [0, 1]
-
-
 # ------------------------------------------------------------------ torchrun itself
 
 

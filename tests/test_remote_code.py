@@ -39,7 +39,7 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 @pytest.mark.parametrize(
     "command",
-    [("generate", "abc"), ("compare", "-m", "lookup"), ("tune",), ("inspect",), ("generate", "abc", "--backend", "transformers")],
+    [("generate", "abc"), ("inspect",), ("generate", "abc", "--backend", "transformers")],
     ids=" ".join,
 )
 def test_a_model_with_code_is_refused_and_its_code_is_not_run(

@@ -55,7 +55,7 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
             rounds = list(decoding.rounds())
             figures = Figures(method, rounds).as_dict("text", "length")
             lines = (writing.round_line(round_, demo_pair.tokenizer.text_of) for round_ in rounds)
-            for line in (start, *lines, writing.summary_line(figures)):
+            for line in (start, *lines, {"type": "summary", **figures}):
                 file.write(line)
             expected.append((start, rounds, figures))
     runs = list(read_trace(path))

@@ -129,7 +129,7 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(
     """And the gradient is that of both losses."""
     objective, batches = started(folders, texts)
     assert batches.window > ONLY_TAUGHT.window, "as many of the target's tokens"
-    to_draft = torch.tensor([*translation.target_to_draft, *[-1] * VOCABULARY])
+    to_draft = torch.tensor([*translation.target_to_draft, *[-1] * VOCABULARY], dtype=torch.int)
     for text, (taught, teacher) in zip(texts, batches._taught, strict=True):
         found = predicted(target, text)
         is_read = text.prompt_length == len(text.ids)  # its first tokens are then taken as a prompt

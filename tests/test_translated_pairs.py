@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -49,13 +48,9 @@ def run(pair: Pair, method: str, prompt: Any, **sampling: Any) -> Any:
     return pair.generate(prompt, name, SamplingParams(**{"max_new_tokens": COUNT} | sampling), **dict(parse_pairs(given)))
 
 
-def kinds() -> Iterator[Any]:
-    """Every method with two kinds of tokenizer, in turn one of them slow; for the third kind see the next test."""
-    for (row, method), (column, kind) in product(enumerate(METHODS), enumerate(("merges", "sentencepiece"))):
-        yield pytest.param(method, kind, marks=pytest.mark.slow if (row + column) % 2 else ())
-
-
-@pytest.mark.parametrize(("method", "kind"), list(kinds()))
+@pytest.mark.parametrize(
+    ("method", "kind"), [(method, ("merges", "sentencepiece")[number % 2]) for number, method in enumerate(METHODS)]
+)
 def test_greedy_ids_are_the_targets_own(translated: Callable[[str], Pair], demo_pair: Pair, method: str, kind: str) -> None:
     pair = translated(kind)
     prompt = PROMPTS[((kind == "merges") + METHODS.index(method)) % len(PROMPTS)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +123,20 @@ def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
 
 
 CASES = [
-    ("sd", {"k": 3}, 3, {}),
     ("sd", {"k": 2}, 4, {"top_p": 0.8, "temperature": 1.3}),
     ("sd", {"max_draft": 2, "policy": "confidence", "threshold": 0.3}, 4, {}),
     ("sd", {"depth": 2, "width": 2}, 4, {"top_k": 2}),
     ("sd", {"k": 2, "cape": True}, 3, {}),
     ("adaptive", {"draft_cost": 0.2, "verify_cost": 0.05, "lookup": False}, 3, {}),
-    ("specinfer", {"k": 1, "drafts": 2}, 3, {}),
     ("spectr", {"k": 1, "drafts": 2}, 3, {}),
-    ("pearl", {"window": 2}, 3, {}),
     ("pearl", {"window": 3, "pre_verify": False}, 3, {"top_k": 2}),
     ("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 3, {}),
     ("mtad", {"tau": 1, "k": 2, "beams": 2}, 3, {}),
 ]
 
 
-def both_ways() -> Iterator[Any]:
-    """The cases with and without an end-of-sequence token, half of them in the slow tests."""
-    for number, (case, with_end) in enumerate(product(CASES, (False, True))):
-        yield pytest.param(*case, with_end, marks=pytest.mark.slow if number % 4 in (1, 2) else ())
-
-
-@pytest.mark.parametrize(("method", "settings", "limit", "warp", "with_end"), list(both_ways()))
+@pytest.mark.parametrize(("method", "settings", "limit", "warp"), CASES)
+@pytest.mark.parametrize("with_end", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_is_exactly_the_targets(
     small: Translation,
     ending: Translation,

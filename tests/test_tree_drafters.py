@@ -169,7 +169,7 @@ LIMITED: dict[str, dict[str, object]] = {
     "mtad": {"beams": 3},
     "bild": {"fallback": 0},
     "eesd-tree": {"width": 2, "theta0": 1.0},
-    "lookup": {"ngram": 1},
+    "lookup": {"ngram": 1, "policy": "fixed"},
     "suffix": {"policy": "fixed"},
     "lookahead": {},
     "ouroboros": {"branches": 2},

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune_run import json_line
 from specgen.compare.prompts import load_prompts
-from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.methods.learned_drafting import Learned
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 
@@ -65,18 +62,6 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
 
 
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-def test_what_adaptive_learned_comes_back_also_if_it_is_negative(key: profiles.ProfileKey, tmp_path: Path) -> None:
-    learned = Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0)
-    learned.later = [-1.5, 5.0]
-    for number in range(5):
-        learned.token.learn(number, accepted=False)
-    saved = profiles.from_outcome(replace(outcome(), learned={"model": learned.as_dict()}), key)
-    profiles.save(saved, tmp_path)
-    found = profiles.load(tmp_path).measured.learned["model"]
-    assert max(found["token_offsets"]) == 0 > min(found["token_offsets"])
-    assert {name: pytest.approx(numbers, rel=1e-4) for name, numbers in learned.as_dict().items()} == found
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from mutants import GREEDY, Selection, mutants
+from mutants import GREEDY, LIMITS, Selection, mutants
 
 TREE = Selection("test_enumeration.py::test_trees", "specinfer or spectr")
 SPECINFER = Selection("test_enumeration.py::test_trees", "specinfer")
 SPECTR = Selection("test_enumeration.py::test_trees", "spectr")
 LIKELIEST = Selection("test_tree_drafters.py::test_the_likeliest_of_all_candidates_are_drafted")
-LIMITS = Selection("test_tree_drafters.py::test_no_draft_passes_its_limits")
 CAPE_ROUNDS = Selection("test_enumeration.py::test_trees", "cape")
 CAPE_TESTS = Selection("test_tree_drafters.py", "cape")
 LOOKAHEAD = Selection("test_golden_rounds.py", "lookahead or ouroboros")

@@ -11,9 +11,7 @@ from typer.testing import CliRunner
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt
-from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.methods.learned_drafting import Learned
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome
@@ -48,8 +46,7 @@ def outcome() -> TuningOutcome:
         Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
     ]
     costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
-    learned = {"model": Learned.prior(DraftingCosts.linear(0.2, 0.02), 0.0).as_dict()}
-    return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8, learned=learned)
+    return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8)
 
 
 def finished(observer: Mock) -> list[str]:

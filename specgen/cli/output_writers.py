@@ -109,13 +109,12 @@ class OutputWriter:
         if output.perplexity or not self._request.method.lossless:
             summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, summary.token_ids))
         if self._records:
-            self._record(traces.summary_line(summary.as_dict(self._answer.text, finish_reason)))
+            self._record({"type": "summary", **summary.as_dict(self._answer.text, finish_reason)})
         if not output.quiet:
             if not output.json:
                 self._err.print()
-            mono = theme.is_mono(no_color=output.no_color)
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(summary, notes, theme.width(self._err), mono=mono, tuned=self._tuned))
+            self._err.print(footer(summary, notes, theme.width(self._err), mono=self._err.is_mono, tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
 

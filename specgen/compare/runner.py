@@ -234,7 +234,7 @@ class Runner:
             summary.add_log_likelihood(self.pair.log_likelihood(ids, summary.token_ids))
         text = request.text(self.pair.tokenizer, summary.token_ids)
         line = summary.as_dict(text, counted.get("finish_reason") or run.finish_reason or "length") | own
-        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], traces.summary_line(line))
+        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], {"type": "summary", **line})
 
     def _traced(self, round_: Round) -> TracedRound:
         text_of, token = self.pair.tokenizer.text_of, round_.verdict.token

@@ -104,6 +104,10 @@ class LengthPolicy:
         the context. `ended`: the copied token after them did not.
         """
 
+    def observe_seconds(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+        """Learns from the times of a round: `levels` tokens that a model drafted in a row took `drafting` seconds, the target's
+        pass over `tokens` drafted tokens `verification` seconds. Only the schedule `sequential` tells them."""
+
     def state(self) -> Mapping[str, float] | None:
         """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
         return None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
-from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.drafting import Drafter, LearningDrafter
 from specgen.decoding.policy import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
@@ -95,8 +94,7 @@ class Run:
     `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
     ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
     `settings` are the method's, with measured values in place of `auto`, and `seed` is that of the run's random numbers.
-    `costs` are the pass times that PEARL's window was computed from, None if it was given. `check` compares the times of rounds
-    with those that the run decides by; None if it decides by none that may be out of date.
+    `costs` are the pass times that PEARL's window was computed from, None if it was given.
     """
 
     context: Context
@@ -112,7 +110,6 @@ class Run:
     settings: Settings = NO_SETTINGS
     seed: int = 0
     costs: ParallelCosts | None = None
-    check: CostCheck | None = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 
@@ -193,19 +190,14 @@ def sequential(run: Run) -> Iterator[Round]:
     Plain decoding has empty drafts.
     """
     yield run.prefill()
-    has_drafted = False  # the draft model runs over the prompt in the first draft, whose time is not checked
-    try:
-        while run.finish_reason is None:
-            round_ = _draft_then_verify(run)
-            if run.check is not None:
-                drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
-                counted = drafted if has_drafted else 0
-                run.check.add(counted, round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds)
-                has_drafted |= drafted > 0
-            yield round_
-    finally:
-        if run.check is not None:
-            run.check.conclude()
+    has_drafted = False
+    while run.finish_reason is None:
+        round_ = _draft_then_verify(run)
+        drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
+        if has_drafted or not drafted:  # the draft model's first draft also runs the prompt
+            run.policy.observe_seconds(drafted, round_.drafting_seconds, round_.pass_tokens - 1, round_.verification_seconds)
+        has_drafted |= drafted > 0
+        yield round_
 
 
 @inference

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -118,30 +117,30 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
     return torch.mps.synchronize if device.type == "mps" else None
 
 
-class DeviceTimer(Protocol):
-    """Finds out when a device finished some work, without making the host wait for that alone."""
+class DeviceTimer:
+    """Finds out when an accelerator finished some work: `start`, then `mark`s.
+
+    Work of the current stream of a GPU is timed by CUDA events, which the host reads after it has waited for a result, so that it
+    waits for nothing else. Other devices are waited for at each mark.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def start(self) -> None:
         """Begins a measurement. The device should have no work queued."""
+        if self._device.type == "cuda":
+            self._origin, self._started = self._event(), time.perf_counter()
 
     def mark(self) -> Callable[[], float]:
         """Marks the end of the work queued so far. Returns a function that waits for it, and returns when it ended.
 
         The time is in seconds on the clock of `time.perf_counter`.
         """
-        ...
-
-
-class CudaTimer:
-    """Times the work of the current stream of a GPU by CUDA events, which the host reads after it has waited for a result."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self) -> None:
-        self._origin, self._started = self._event(), time.perf_counter()
-
-    def mark(self) -> Callable[[], float]:
+        if self._device.type != "cuda":
+            torch.mps.synchronize()
+            now = time.perf_counter()
+            return lambda: now
         origin, started, event, marked = self._origin, self._started, self._event(), time.perf_counter()
 
         def ended() -> float:
@@ -156,26 +155,9 @@ class CudaTimer:
         return event
 
 
-class WaitingTimer:
-    """Waits for the device at each mark."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-
-    def start(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[], float]:
-        self._synchronize()
-        ended = time.perf_counter()
-        return lambda: ended
-
-
 def device_timer(device: torch.device) -> DeviceTimer | None:
     """Returns a timer for the work of a device; None for a CPU, which has done its work when a call returns."""
-    if device.type == "cuda":
-        return CudaTimer(device)
-    return WaitingTimer(torch.mps.synchronize) if device.type == "mps" else None
+    return None if device.type == "cpu" else DeviceTimer(device)
 
 
 @contextmanager

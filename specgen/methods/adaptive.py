@@ -6,24 +6,25 @@ probability that a drafted token was rejected). After the tokens drafted so far,
     P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`); the policy never reads the clock, so that equal runs stay equal.
-Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more (`lookup_gain`).
+in units of a target pass over one token (`DraftingCosts`). They are learned from the times of the run's own rounds, but for runs
+that draw tokens with a seed, where they stay what they were at the beginning: equal runs give equal tokens.
+Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting, Settings, Value
 from specgen.base.types import Context, Draft
-from specgen.decoding.costs.drafting_costs import DraftingCosts
+from specgen.decoding.costs.drafting_costs import DraftingCosts, LearnedCosts
 from specgen.decoding.policy import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
-from specgen.methods.acceptance_calibration import features
-from specgen.methods.learned_drafting import OPTION, Learned
+from specgen.methods.learned_drafting import OPTION, DraftingGuard, Learned
 from specgen.methods.lookup import PromptLookupDrafter, lookup_drafter, ngram_setting
-from specgen.methods.lookup_gain import LookupPlan, best_plan
 from specgen.methods.method import ADAPTIVE, DRAFT_MODEL, Grid, Method
 from specgen.methods.sd import model_drafter
 
@@ -31,14 +32,38 @@ if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
 
 AUTO = "auto"
+_UNLIKELY = 0.01  # lookup's draft ends before a token that is worth less than this, even if verification costs nothing
+# Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the weights of `features`. Fitted
+# to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts that
+# `compare` takes from `examples.yaml` and on those for tuning.
+_TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
+_FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
+_COPIED = (-1.2, 0.8)  # that of a copied token: a constant and the weight of ln(match length); for the bundled target
+_SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
+
+
+def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
+    """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+
+    p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
+    the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    """
+    top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
+    return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
+
+
+@cache
+def _copied_score(match_length: int) -> float:
+    return _COPIED[0] + _COPIED[1] * math.log(match_length)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInputs:
     """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
 
-    `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost only what
-    `slowdown` says: by how many target passes a drafted token makes the target's pass longer.
+    `learned` changes during the run. `timed` gets the times of the run's rounds, and `costs` are only those at its beginning;
+    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost only what `slowdown` says: by how
+    many target passes a drafted token makes the target's pass longer.
     Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
     nothing.
     """
@@ -48,6 +73,7 @@ class AdaptiveInputs:
     in_parallel: bool = False
     key: Hashable = None
     slowdown: float = 0.0
+    timed: LearnedCosts | None = None
 
 
 # A drafted token (a level of a tree) that is not judged yet: its two scores and the probability that it is accepted.
@@ -74,93 +100,97 @@ class Adaptive(LengthPolicy):
 
     def __init__(self, draft_cost: Value, verify_cost: Value, exploration: float, max_draft: int, inputs: AdaptiveInputs) -> None:
         drafting, verification = (None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost))
-        self._in_parallel, self.learned = inputs.in_parallel, inputs.learned
-        self._costs = inputs.costs.with_values(inputs.slowdown if inputs.in_parallel else drafting, verification)
+        self._given = inputs.slowdown if inputs.in_parallel else drafting, verification
+        self._in_parallel, self._timed, self.learned = inputs.in_parallel, inputs.timed, inputs.learned
+        self._costs = inputs.costs.with_values(*self._given)
         self._exploration, self.max_draft = exploration, max_draft
-        priors = self.learned.token.prior, self.learned.following.prior
-        self._weights = [(prior.bias, *prior.weights) for prior in priors]
         self.signals = self.preferred_signals
-        self.predictions: list[float] = []
+        self.predictions: Sequence[float] = []
         self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
         self._before: float | None = None  # the following score of the drafted token before them, if there is one
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        self._level = self._first_level = 1  # tokens that one more step adds, and a draft's first one: several in a tree
-        self._missed = 0  # tokens that the draft model has not read, because rounds drafted nothing or copied
-        self._plan: LookupPlan | None = None  # of this round, if prompt lookup drafts
+        self._copied: list[float] | None = None  # acceptances of the tokens to copy in this round, if prompt lookup drafts
 
     def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        self._tokens, self._plan, self.predictions = 0, None, []
+        self._tokens, self._copied, self.predictions = 0, None, []
+        learned = self.learned
         if MATCH_LENGTH in signals:
-            return self._starts_lookup(int(signals[MATCH_LENGTH]), 0.0 if is_last else self._model_gain)
+            other = 0.0 if is_last or learned.guard.left else max(0.0, self._model_gain)
+            return not self._pauses(learned.lookup_guard) and self._copies(int(signals[MATCH_LENGTH]), other)
         del self._steps[unverified:]
-        self._survival = 1.0
-        for _, _, acceptance in self._steps:
-            self._survival *= acceptance
-        guard = self.learned.guard
-        if guard.pauses():
-            self.reason = _paused(guard.left)
+        self._survival = math.prod(acceptance for _, _, acceptance in self._steps)
+        if self._pauses(learned.guard):
             return False
-        if self._in_parallel:  # the first token costs nothing: the target's pass that runs now judges it
+        if self._in_parallel or self._model_gain > 0:  # in PEARL the first token costs nothing: the pass that runs now judges it
             return True
-        gain, cost = self.learned.start_gain, self._costs.next_cost(0, self._first_level)
-        if gain <= cost and not guard.tries():
-            self.reason = f"no draft: gain {comparison(gain, '< cost', cost)}"
-            return False
-        return True
-
-    def _starts_lookup(self, match_length: int, other_gain: float) -> bool:
-        """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in units of a target pass."""
-        lookup = self.learned.lookup
-        if lookup.guard.pauses():
-            self.reason = _paused(lookup.guard.left)
-        else:
-            plan = best_plan(lookup, match_length, self.learned.worth, self._costs, self.max_draft)
-            if plan.gain > other_gain:
-                self._plan = plan
-            self.reason = f"no draft: {plan.reason}"
-        return self._plan is not None
+        self.reason = f"no draft: gain {comparison(self._model_gain, '<', 0.0)}"
+        return False
 
     @property
     def _model_gain(self) -> float:
-        """What a draft of the model is expected to gain in this round: nothing if it would draft nothing."""
-        learned = self.learned
-        drafts = not learned.guard.left and learned.start_gain > self._costs.next_cost(0, self._first_level)
-        return max(0.0, learned.mean_gain) if drafts else 0.0
+        """What a draft of the model is expected to gain; negative if a token costs more than it is worth."""
+        surplus = self.learned.worth - self._costs.of_draft(1, 1)
+        return self.learned.mean_gain if surplus > 0 else surplus
+
+    def _pauses(self, guard: DraftingGuard) -> bool:
+        if not guard.pauses():
+            return False
+        self.reason = "no draft: paused" + (f", {guard.left} more rounds" if guard.left else "")
+        return True
+
+    def _copies(self, match_length: int, other_gain: float) -> bool:
+        """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in units of a target pass.
+
+        The copied tokens cost nothing to draft, and the acceptance of each is predicted before: from the number of tokens before
+        it that equal those before the token that it copies.
+        """
+        copied, gain, survival, cost = list[float](), 0.0, 1.0, self._costs.verify
+        self.reason = f"limit {self.max_draft}"
+        while len(copied) < self.max_draft:
+            acceptance = self.learned.lookup.predict(_copied_score(match_length + len(copied)))
+            survival *= acceptance
+            worth = survival * self.learned.worth
+            if worth <= max(cost, _UNLIKELY):  # each token after it is worth less
+                self.reason = f"gain {comparison(worth, '< cost', cost)}"
+                break
+            copied.append(acceptance)
+            gain += worth - cost
+        if gain > other_gain:
+            self._copied = self.predictions = copied
+            return True
+        self.reason = f"no draft: {self.reason}"
+        return False
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        if self._plan is not None:
-            self.predictions.append(self._plan.acceptances[token.position - 1])
-            self.reason = self._plan.reason
-            return token.position < len(self._plan.acceptances)
+        if self._copied is not None:
+            return token.position < len(self._copied)
         learned, known = self.learned, token.signals.get
         x1, x2, x3, x4 = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
-        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = self._weights  # written out, because this runs for every token
+        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = _TOKEN, _FOLLOWING  # written out, because this runs for every token
         score = t0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4
         following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3 + f4 * x4
         acceptance = learned.token.predict(score)
         self._steps.append((score, following_score, acceptance))
-        self.predictions.append(acceptance)
+        self.predictions = [*self.predictions, acceptance]
         self._survival *= acceptance
-        self._level = token.nodes
-        if not self._tokens:
-            self._first_level = self._level
-        self._tokens += self._level
+        self._tokens += token.nodes
         gain = self._survival * learned.following.predict(following_score) * learned.worth * OPTION
-        cost = self._costs.next_cost(self._tokens - self._in_parallel, self._level)
+        cost = self._costs.of_draft(1, token.nodes)
         if gain <= cost:
             self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False
-        if token.position < self.max_draft:
-            return True
-        self.reason = f"limit {self.max_draft}"
-        return False
+        return self._below(self.max_draft, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        if self._plan is not None:
-            self._observe_lookup(drafted, accepted)
-            return
         learned, before, was_rejected = self.learned, self._before, accepted < drafted
+        if self._copied is not None:  # what is learned from copied tokens comes with `observe_match`
+            cost = self._costs.of_draft(0, drafted)
+            learned.lookup_guard.count(1 + cost, accepted + 1, self._exploration)
+            learned.add_idle()
+            learned.add_round(1 + cost, accepted + 1)
+            self._copied = None
+            return
         for position, (score, following_score, _) in enumerate(self._steps[: min(accepted + 1, drafted)]):
             is_accepted = position < accepted
             learned.token.learn(score, is_accepted)
@@ -175,35 +205,24 @@ class Adaptive(LengthPolicy):
         tokens = accepted + (was_rejected or not judges_new)
         cost = self._costs.of_draft(levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
-            learned.add_draft(accepted, cost, self._costs.next_cost(0, self._first_level))
-            missed = self._missed * self._costs.draft * self._costs.verification.at(1)  # per token as the target's, relatively
-            cost += min(missed, self._exploration / 2)  # after a long pause it must not cause the next one by itself
-            self._missed = 0
+            learned.add_draft(accepted, cost)
             learned.guard.count(1 + cost, tokens, self._exploration)
         else:
-            self._missed += tokens
-        learned.first.add(accepted > 0 if drafted else None)
+            learned.add_idle()
         learned.add_round(1 + cost, tokens)
         self._tokens = 0
 
-    def _observe_lookup(self, drafted: int, accepted: int) -> None:
-        """Counts a round that prompt lookup drafted. What it learns from its tokens comes with `observe_match`."""
-        learned, tokens, cost = self.learned, accepted + 1, 1 + self._costs.of_draft(0, drafted)
-        self._missed += tokens
-        learned.fade_gains()
-        learned.lookup.guard.count(cost, tokens, self._exploration)
-        learned.add_round(cost, tokens)
-        self._plan = None
-
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        self.learned.lookup.learn(match_length, agreed, ended=ended)
+        for position in range(agreed + ended):
+            self.learned.lookup.learn(_copied_score(match_length + position), position < agreed)
+
+    def observe_seconds(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+        if self._timed is not None:
+            self._timed.add(levels, drafting, tokens, verification)
+            self._costs = self._timed.costs.with_values(*self._given)
 
     def state(self) -> Mapping[str, float]:
-        return {"worth": self.learned.worth, "first_acceptance": self.learned.first.mean}
-
-
-def _paused(left: int) -> str:
-    return "no draft: paused" + (f", {left} more rounds" if left else "")
+        return {"worth": self.learned.worth, "gain": self.learned.mean_gain}
 
 
 class HybridDrafter:

@@ -74,17 +74,13 @@ class Parallel:
     post_verify: bool = True
 
     def __call__(self, run: Run) -> Iterator[Round]:
-        try:
-            with closing(self.drafter):
-                self.drafter.prefill(run.context)
-                yield run.prefill()
-                unverified = Draft()
-                while run.finish_reason is None:
-                    round_, unverified = self._step(run, unverified)
-                    yield round_
-        finally:
-            if run.check is not None:
-                run.check.conclude()
+        with closing(self.drafter):
+            self.drafter.prefill(run.context)
+            yield run.prefill()
+            unverified = Draft()
+            while run.finish_reason is None:
+                round_, unverified = self._step(run, unverified)
+                yield round_
 
     @inference
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
@@ -114,7 +110,6 @@ class Parallel:
             self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
         run.clock.lap("draft")
-        drafted = len(fresh.tokens)
         both = _joined(unverified, fresh)
         if lead:
             fresh = fresh.part(len(known))
@@ -122,8 +117,6 @@ class Parallel:
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)
-        if run.check is not None:
-            run.check.add(drafted, self.drafter.seconds, len(inputs) + 1, round_.seconds["verify"])
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 from specgen.base.settings import Settings
 from specgen.base.types import Context
-from specgen.decoding.costs.cost_check import CostCheck
 from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.drafting import Drafter, NoDrafter, Setup, derive_seed
 from specgen.decoding.policy import LengthPolicy
@@ -29,11 +28,10 @@ def make_run(
     clock: Clock,
     *,
     costs: ParallelCosts | None = None,
-    check: CostCheck | None = None,
 ) -> Run:
     """Makes a run of the method, which continues `context` by at most `limit` new tokens.
 
-    `stop_texts` is None without stop strings. For `costs` and `check` see `Run`. Raises SpecgenError if what drafts is missing.
+    `stop_texts` is None without stop strings. For `costs` see `Run`. Raises SpecgenError if what drafts is missing.
     """
     assert setup.target is not None
     schedule = sequential if method.schedule is None else method.schedule(setup, settings)
@@ -57,7 +55,6 @@ def make_run(
         settings=settings,
         seed=setup.seed,
         costs=costs,
-        check=check,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,14 +17,12 @@ from filelock import FileLock, Timeout
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
-from specgen.decoding.costs.cost_check import CostCheck
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 
 if TYPE_CHECKING:
     from specgen.decoding.costs.round_costs import RoundCosts
     from specgen.engine.timing import ThreadChoice
-    from specgen.methods.learned_drafting import Learned
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -39,18 +36,14 @@ class Measurements:
     `kind` names a type of measurement; `key`, a tuple of JSON values, says what it depends on apart from the models and the
     machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads` is the number of
     CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result of `specgen tune`)
-    sets `tuned_costs`, seconds of rounds by `Method.cost_kind`, and `tuned_learned`, what the length policy `adaptive` learned
-    during tuning, by the drafter's name.
+    sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
     """
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
         self.threads: ThreadChoice | None = None
         self.tuned_costs: Mapping[str, RoundCosts] = {}
-        self.tuned_learned: Mapping[str, Learned] = {}
         self._target, self._draft = target, draft
         self._known: dict[tuple[str, Key], Any] = {}
-        self._digests: dict[tuple[str, Key], str] = {}
-        self._checks: dict[tuple[str, Key], CostCheck] = {}
 
     def find(self, kind: str, key: Key) -> Any:
         """Returns the value in memory, None if `get` was not called with this kind and key."""
@@ -74,7 +67,7 @@ class Measurements:
         depend on the draft model. `about` identifies what the key names, such as the weights of a trained part.
         """
         if (kind, key) not in self._known:
-            digest = self._digests[kind, key] = self._digest((*key, about), with_draft=with_draft)
+            digest = self._digest((*key, about), with_draft=with_draft)
             try:
                 value = read(_stored()[kind][digest])
             except (TypeError, ValueError, KeyError):
@@ -85,16 +78,14 @@ class Measurements:
         found: T = self._known[kind, key]
         return found
 
-    def drop(self, kind: str, key: Key) -> None:
-        """Removes a value from the file, so that later processes measure again. The value in memory stays."""
-        _change(kind, self._digests[kind, key], None)
+    def stored(self, kind: str, key: Key) -> Any:
+        """Returns the JSON value in the file; None if there is none."""
+        return _stored().get(kind, {}).get(self._digest((*key, None), with_draft=True))
 
-    def check(
-        self, kind: str, key: Key, draft_seconds: Callable[[int], float], pass_seconds: Callable[[int], float]
-    ) -> CostCheck:
-        """Returns the one check of all runs that decide by this value; see `CostCheck`. It drops a value that they contradict."""
-        fresh = CostCheck(draft_seconds, pass_seconds, partial(self.drop, kind, key))
-        return self._checks.setdefault((kind, key), fresh)
+    def put(self, kind: str, key: Key, value: Any) -> None:
+        """Stores a JSON value in the file, in place of an earlier one. Values that are not finite are left out."""
+        with suppress(ValueError):
+            _change(kind, self._digest((*key, None), with_draft=True), json.dumps(value, allow_nan=False))
 
     def _digest(self, key: Key, *, with_draft: bool) -> str:
         """Returns a hash of the key and of all about the models and the machine that changes how long passes take."""
@@ -127,15 +118,14 @@ def _stored() -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _change(kind: str, digest: str, value: str | None) -> None:
-    """Stores a value (JSON text), or removes it (None). Does nothing if the file cannot be written."""
+def _change(kind: str, digest: str, value: str) -> None:
+    """Stores a value (JSON text). Does nothing if the file cannot be written."""
     with suppress(OSError, Timeout):
         _path().parent.mkdir(parents=True, exist_ok=True)
         with FileLock(_path().with_suffix(".lock"), timeout=_PATIENCE):
             stored = _stored()
             values = stored.setdefault(kind, {})
             values.pop(digest, None)
-            if value is not None:
-                values[digest] = json.loads(value)
+            values[digest] = json.loads(value)
             stored[kind] = dict(list(values.items())[-_MOST:])
             write_whole(_path(), json.dumps(stored, indent=1))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from itertools import islice
 
 import torch
 
@@ -32,7 +31,7 @@ from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
-from specgen.pair.drafting_knowledge import LONGEST_MEASURED, DraftingKnowledge
+from specgen.pair.drafting_knowledge import TRIAL_ROUNDS, DraftingKnowledge
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import Key, Measurements
 from specgen.pair.parts import PartStore, name_in
@@ -147,15 +146,11 @@ class Pair:
             draft_worker(self).ready()
         if values.get("skip") == "auto":
             preparation.find_skips(self.measurements, self.target, partial(skipping_speed, self))
-        if self._knowledge.lacks_costs(request):
-            part = self.parts.digest(method, name_in(values))
-            part = self.measurements.find(preparation.SKIPS, ()) if method.skips_layers else part
-            limit = min(model.context_limit for model in _models(self, method))
-
-            def run_of(*arguments: Any, **settings: Any) -> Run:
-                return self.run(self.request(*arguments, **settings))
-
-            self._knowledge.measure(request, run_of, limit, part, partial(capture_passes, self))
+        if self._knowledge.needs_trial(request):
+            unseeded = replace(request, sampling=replace(request.sampling, seed=None))
+            for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
+                pass
+            self._knowledge.after_trial(request)
 
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes. Decodes and measures nothing itself.
@@ -183,13 +178,9 @@ class Pair:
             key = self._passes_key(request.typical_length, sampling, record=request.record)
             if is_measured or self._knowledge.reads_pass_costs(request):
                 passes = prepared(method, self.measurements.find(preparation.PASSES, key))
-        check = self._knowledge.check(request)
         if is_measured and passes is not None:
             window = passes.run_window(is_flexible=has_flexible_window(self, sampling))
             components, settings = replace(components, window=window), settings.with_value("window", passes.window.size)
-            if max(passes.seconds) < math.inf:
-                drafting = passes.draft_pass.__mul__
-                check = self.measurements.check(preparation.PASSES, key, drafting, passes.pass_seconds)
         if settings.values.get("history"):
             components = replace(components, history=self._history)
         if settings.policy == Adaptive.name:
@@ -198,7 +189,7 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
         clock, costs = Clock(device_timer(self.target.device)), passes if is_measured else None
         given = components, Context(prompt_ids), request.limit, stops, clock
-        return runs.make_run(method, settings, *given, costs=costs, check=check)
+        return runs.make_run(method, settings, *given, costs=costs)
 
     def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
         """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
@@ -275,11 +266,11 @@ class Pair:
         self.forget()
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV caches of all later runs large enough for `capacity` tokens at once, and for those that time rounds.
+        """Makes the KV caches of all later runs large enough for `capacity` tokens at once.
 
         Then no cache grows between runs, which would make the passes that were captured invalid.
         """
-        self._reserved = max(self._reserved, capacity, min(LONGEST_MEASURED, self.target.context_limit))
+        self._reserved = max(self._reserved, capacity)
 
     def forget(self) -> None:
         """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
@@ -296,6 +287,8 @@ class Pair:
 
         The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
         """
+        if not self._is_closed:
+            self._knowledge.save()
         self._is_closed = True
         if self._worker is not None:
             self._worker.close()

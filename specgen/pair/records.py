@@ -88,11 +88,6 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
     return line
 
 
-def summary_line(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The last line of a recorded run, with the given results."""
-    return {"type": "summary", **summary}
-
-
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 

@@ -59,7 +59,7 @@ class DraftBatches(TrainingBatches):
     ) -> None:
         self._translation = translation
         compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
-        self.top_k_ids = torch.cat([each.top_k_ids for each in compared]) if compared else torch.empty(0, 1).long()
+        self.top_k_ids = torch.cat([each.top_k_ids for each in compared]) if compared else torch.empty(0, 1).int()
         self.top_k_log_probs = torch.cat([each.log_probs for each in compared]) if compared else torch.empty(0, 1)
         starts = accumulate((len(each.after) for each in compared), initial=0)
         taught = []
@@ -144,6 +144,7 @@ class DraftObjective(Objective):
         taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
         rows = teacher[is_taught].cpu()
         top_k_ids, log_probs = (table[rows].to(logits.device) for table in (self.batches.top_k_ids, self.batches.top_k_log_probs))
+        top_k_ids = top_k_ids.long()
         loss = divergence(taught, top_k_ids, log_probs, self.off_overlap).sum()
         loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
         return torch.cat((loss[None], greedy_matches(self._restricted(taught.detach()), top_k_ids[:, 0])))
@@ -162,7 +163,7 @@ class DraftObjective(Objective):
             found = self._compared(text)
             logits = self._restricted(self.next_logits(found.ids)[found.after].cpu())
             if not text.greedy:
-                q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0))
+                q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0).long())
                 p = torch.where(found.top_k_ids >= 0, found.log_probs.exp(), 0)
                 accepted.append(torch.minimum(p, q).sum(dim=-1))
             return (logits.argmax(dim=-1) != found.top_k_ids[:, 0])[:, None].long()

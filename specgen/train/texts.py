@@ -58,7 +58,7 @@ class Text:
 class PredictedText(NamedTuple):
     """A text of n tokens with what the target predicts after each of them.
 
-    `top_k_ids` and `top_k_log_probs` [n, TOP_K] are the most probable next tokens in descending order and their
+    `top_k_ids` (int32) and `top_k_log_probs`, each [n, TOP_K], are the most probable next tokens in descending order and their
     log-probabilities. `hidden` [n, width], bfloat16, are the target's last hidden states after its final norm; None: not kept.
     """
 
@@ -74,11 +74,11 @@ def predicted(target: LoadedModel, text: Text, *, keep_hidden: bool = False) -> 
     model, batch = target.model, text_pass(torch.tensor(text.ids, device=target.model.device))
     if not keep_hidden:
         top_k_ids, log_probs = most_probable(model.batch(batch).logits[0])
-        return PredictedText(text, top_k_ids.cpu(), log_probs.cpu())
+        return PredictedText(text, top_k_ids.int().cpu(), log_probs.cpu())
     output = model.batch(batch, taps=[model.shape.num_layers])
     assert output.features is not None
     top_k_ids, log_probs = most_probable(output.logits[0])
-    return PredictedText(text, top_k_ids.cpu(), log_probs.cpu(), output.features[0].to("cpu", torch.bfloat16))
+    return PredictedText(text, top_k_ids.int().cpu(), log_probs.cpu(), output.features[0].to("cpu", torch.bfloat16))
 
 
 def wanted_for_predictor(target: LoadedModel) -> int:

@@ -132,7 +132,7 @@ def comparisons(
     chosen = [(after, before) for after, before in enumerate(positions) if 0 <= before < length - 1]
     after, before = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
     of_target, log_probs = found.top_k_ids[before], found.top_k_log_probs[before]
-    to_draft = torch.tensor(translation.target_to_draft)
+    to_draft = torch.tensor(translation.target_to_draft, dtype=torch.int)
     is_known = of_target < len(to_draft)
     top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)
     probs = log_probs.exp()

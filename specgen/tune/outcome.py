@@ -238,7 +238,7 @@ class TuningOutcome:
     `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single passes, None
     without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token, given that it
     accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that was not
-    tuned. `learned` is what the length policy `adaptive` has learned in its simulation (`Learned.as_dict`), by drafter.
+    tuned.
     `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were not.
     """
 
@@ -249,7 +249,6 @@ class TuningOutcome:
     speedup_model: SpeedupModel | None = None
     acceptance_probability: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    learned: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     draft_dtype: str | None = None
 
     @property

@@ -21,7 +21,6 @@ from specgen.base.files import pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
 from specgen.decoding.costs.round_costs import RoundCosts
-from specgen.methods.learned_drafting import Learned
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class Measured(_StrictModel):
     `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
-    (PEARL). `learned` is what the length policy `adaptive` has learned (`Learned.as_dict`), by drafter; older profiles have none.
+    (PEARL). `learned` is in older profiles, and not read.
     """
 
     prompts: Count
@@ -142,7 +141,7 @@ class Measured(_StrictModel):
     acceptance: Share | None
     costs: dict[Word, Costs]
     prompt_fingerprints: list[Fingerprint] | None = None
-    learned: dict[Word, dict[Word, Annotated[list[Number], Field(max_length=256)]]] = {}
+    learned: Any = Field(default=None, exclude=True)
 
 
 class Profile(_StrictModel):
@@ -171,19 +170,11 @@ class Profile(_StrictModel):
                 methods.resolve(methods.find(name), settings)
             except SpecgenError as error:
                 raise ValueError(f"{name}: {error.message}") from error
-        for drafter, numbers in self.measured.learned.items():
-            try:
-                Learned.of_dict(numbers, self.sampling.temperature)
-            except ValueError as error:
-                raise ValueError(f"measured.learned.{drafter}: {error}") from error
         return self
 
     def inform(self, measurements: Measurements) -> None:
-        """Gives the length policy `adaptive` of a pair what the tuning has measured and learned."""
+        """Gives the length policy `adaptive` of a pair what the tuning has measured."""
         measurements.tuned_costs = self.measured.costs
-        measurements.tuned_learned = {
-            drafter: Learned.of_dict(numbers, self.sampling.temperature) for drafter, numbers in self.measured.learned.items()
-        }
 
     @property
     def draft_dtype(self) -> str | None:
@@ -268,7 +259,6 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs=dict(outcome.costs),
-            learned={drafter: {name: list(each) for name, each in known.items()} for drafter, known in outcome.learned.items()},
             prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
         ),
     )

@@ -341,8 +341,7 @@ class Simulator:
 
     Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
     shape (a method with its width, beams or drafts), by a `probe`. The machine may then be slower than before, so target passes
-    are timed again with them, and the costs are corrected by the ratio to the earlier ones. `learned` is what the length policy
-    `adaptive` has learned in its last simulation, by `Method.drafts`.
+    are timed again with them, and the costs are corrected by the ratio to the earlier ones.
     """
 
     def __init__(
@@ -358,7 +357,6 @@ class Simulator:
         self.pair, self.references, self.costs = pair, references, costs
         self._sampling, self._probe, self._clock = sampling, probe, clock
         self._kept: dict[tuple[Any, ...], ModelOutput] = {}
-        self.learned: dict[str, Learned] = {}
         self._shape_costs: dict[tuple[object, ...], RoundCosts] = {}
         self._models: dict[tuple[str, int], _Models] = {}
 
@@ -374,9 +372,7 @@ class Simulator:
         costs, summary, learned = self._costs_of(method, settings), Figures(name), None
         if settings.policy == Adaptive.name:
             prior = DraftingCosts.of_rounds(costs, _length(self.references[0]))
-            learned = Learned.prior(prior, self._sampling.temperature, has_model=method.runs_model)
-            if _is_simple(method, settings):
-                self.learned[method.drafts] = learned
+            learned = Learned.prior(prior, has_model=method.runs_model)
         for number in range(len(self.references)) if numbers is None else numbers:
             ids: list[int] = []
             for round_ in self._run(method, settings, costs, number, learned).rounds():

@@ -317,5 +317,4 @@ def outcome_of(
         widths = {width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
         model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
     saved = {kind: cost.as_dict() for kind, cost in costs.items()}
-    learned = {drafter: each.as_dict() for drafter, each in simulator.learned.items()}
-    return TuningOutcome(candidates, sampling, len(simulator.references), saved, model, acceptance, left_out, learned)
+    return TuningOutcome(candidates, sampling, len(simulator.references), saved, model, acceptance, left_out)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specgen.base.measuring import prefill_reports
 from specgen.base.text import one_line
-from specgen.view.theme import SHORTEST_WRAP, width, wrapped
+from specgen.view.theme import labelled, width
 
 if TYPE_CHECKING:
     from specgen.train.task import TrainingProgress
@@ -158,11 +158,9 @@ class TuneProgress:
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
         console, took = self._progress.console, duration(seconds)
         room = width(console) - 1
-        lines = wrapped(Text(what), max(room - 2 - _TOOK, SHORTEST_WRAP))
-        for number, part in enumerate(lines):
-            line = (Text("  ") if number else Text("✓ ", "good")).append_text(part)
-            if part is lines[-1]:
-                line.append(took.rjust(room - line.cell_len) if console.is_terminal else f"  {took}", "quiet")
+        *lines, last = labelled(Text("✓", "good"), Text(what), room - _TOOK, 2)
+        last.append(took.rjust(room - last.cell_len) if console.is_terminal else f"  {took}", "quiet")
+        for line in (*lines, last):
             self._progress.keep(line)
 
     def doing(self, what: str) -> None:

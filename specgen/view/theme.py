@@ -77,11 +77,6 @@ def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: boo
     return "light" if background in ("7", "15") else "dark"
 
 
-def is_mono(*, no_color: bool) -> bool:
-    """Whether the output has no colours, because of --no-color (`no_color`) or an environment variable."""
-    return flavour(os.environ, no_color=no_color, many_colours=True) == "mono"
-
-
 class ThemedConsole(Console):
     """Rich's console, through which all text for a person passes. No control character in a text reaches the terminal: only the
     styles and the cursor movements that the program makes do.
@@ -91,6 +86,7 @@ class ThemedConsole(Console):
     """
 
     def __init__(self, flavour: str, **options: Any) -> None:
+        self.is_mono = flavour == "mono"
         super().__init__(theme=theme(flavour), highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:

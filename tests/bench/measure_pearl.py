@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 import specgen
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.methods.pearl_schedule import Parallel
 from specgen.pair.figures import Figures
 from specgen.pair.pair import pass_costs
 
@@ -29,25 +27,6 @@ PLAIN, AUTO = "ar", "pearl"
 SEQUENTIAL = ("sd:k=5", "svip")
 ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false")
 MOST_WINDOWS = 12  # of the sweep where --windows names none
-
-
-class PassLog(list[tuple[int, int]]):
-    """Takes the place of a run's `CostCheck`: the drafted tokens and the tokens of the target's pass, of each round."""
-
-    def add(self, drafted: int, draft_seconds: float, width: int, pass_seconds: float) -> None:
-        self.append((drafted, width))
-
-    def conclude(self) -> None:
-        pass
-
-
-def allowed_seconds(rounds: Sequence[Round], log: PassLog, costs: ParallelCosts) -> float:
-    """The least time that these rounds (without the prefill) can take, by the measured pass times."""
-    total = 0.0
-    for round_, (drafted, width) in zip(rounds, log, strict=True):
-        waited_for = width - 1 if round_.mode == "pre-verify" else 0  # drafted before the pass began
-        total += max(waited_for * costs.draft_pass + costs.pass_seconds(width), drafted * costs.draft_pass)
-    return total
 
 
 @dataclass(slots=True)
@@ -64,17 +43,14 @@ def measure(
 ) -> dict[str, MethodFigures]:
     """Decodes each prompt with each method in turn; the first prompt once more before, to warm up."""
     figures = {name: MethodFigures(Figures(name)) for name in names}
-    reached: list[float] = []
     for position, prompt in enumerate([prompts[0], *prompts]):
         taken, outputs = {}, {}
         for name in names:
             method, *settings = name.split(":")
             given: dict[str, Any] = dict(setting.split("=") for setting in settings)
-            request, log = pair.request(prompt.text, method, sampling, **given), PassLog()
+            request = pair.request(prompt.text, method, sampling, **given)
             pair.prepare(request)
             decoding = pair.run(request)
-            if isinstance(decoding.schedule, Parallel):
-                decoding = replace(decoding, check=cast("Any", log))
             pair.forget()
             rounds = list(decoding.rounds())
             run = Figures(name, rounds)
@@ -84,15 +60,10 @@ def measure(
             for summary in (figures[name].overall, figures[name].by_category.setdefault(prompt.category, Figures(name))):
                 for round_ in rounds:
                     summary.add(round_)
-            if decoding.costs is not None and len(rounds) > 1:
-                after = sum(sum(round_.seconds.values()) for round_ in rounds[1:])
-                reached.append(allowed_seconds(rounds[1:], log, decoding.costs) / after)
         for name in names if position else ():
             figures[name].ratios.append(taken[PLAIN] / taken[name])
         if different := [name for name in names if sampling.greedy and outputs[name] != outputs[PLAIN]]:
             print(f"NOT the same output: {', '.join(different)} on {prompt.label}")
-    if reached:
-        print(f"pearl reaches {median(reached):.0%} of what its pass times allow ({min(reached):.0%} to {max(reached):.0%})")
     return figures
 
 

@@ -2,78 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs.round_costs import RoundCosts
 
-_USUAL = 6  # drafted tokens: the cost of a draft divided by its tokens is taken at this length
-_STAGES = 8  # how many tokens `next_cost` looks ahead
-_CONTINUES = 0.9  # assumed probability that a token is accepted if the one before it was
-_USED = tuple(accumulate(_CONTINUES**step for step in range(_STAGES)))  # expected number of steps that are of use, of 1, 2, ...
+_USUAL = 6  # drafted tokens: costs per token are taken at this length
+_FADING = 0.98  # of all sums over rounds, for each round
+_OUTLIER = 3.0  # a time counts as at most this many times the expected one
+_WIDEST = 8  # drafted tokens of the second one of two passes that stand for the first guess
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingCosts:
-    """The cost of drafting and of verifying, in units of a target pass over one token.
+    """The costs of drafting and of verifying one more token, in units of a target pass over one token.
 
-    `draft` is that of one more drafted token (of one more level, for a tree). `verification` maps a number of drafted tokens to
-    what they add to the target's pass; it is 0 for none.
+    `draft` is that of one more drafted token (of one more level, for a tree), `verify` what a drafted token adds to the target's
+    pass.
     """
 
     draft: float
-    verification: Curve
-    _next_costs: dict[tuple[int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _next_verifications: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    @classmethod
-    def linear(cls, draft: float, verify: float) -> DraftingCosts:
-        """Costs that are the same for each token: `draft` to draft it, `verify` to verify it."""
-        return cls(draft, Curve({0: 0.0, 1: verify}))
+    verify: float
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
-        """Converts measured seconds of rounds, at this context length (tokens), to units of a target pass over one token."""
-        verification = _without_outliers(costs.verification_cost, context_length)
-        single = max(verification.at(1), min(verification.points.values()) / 2)  # bounds the extrapolation
-        points = {tokens - 1: max(0.0, seconds / single - 1) for tokens, seconds in verification.points.items()}
-        draft = _without_outliers(costs.draft_cost, context_length).at(_USUAL) / _USUAL + costs.signal_cost
-        return cls(draft / single, Curve({0: 0.0} | points))
+        """Converts measured seconds of rounds, at this context length (tokens)."""
+        single, usual = (costs.verification_cost.at(width, context_length) for width in (1, _USUAL + 1))
+        draft = costs.draft_cost.at(_USUAL, context_length) / _USUAL + costs.signal_cost
+        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
-        """Returns these costs with another cost of drafting or of verifying one token; None keeps what they have."""
-        if draft is None and verify is None:
-            return self
-        verification = self.verification if verify is None else Curve({0: 0.0, 1: verify})
-        return DraftingCosts(self.draft if draft is None else draft, verification)
+        """Returns these costs with another cost of drafting or of verifying; None keeps what they have."""
+        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify)
 
     def of_draft(self, levels: int, tokens: int) -> float:
         """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
-        return levels * self.draft + self.verification.at(tokens)
-
-    def next_cost(self, tokens: int, added: int = 1) -> float:
-        """Returns the cost of one more step after `tokens` drafted tokens. A step adds one token, or `added` (a tree's level).
-
-        If the target's pass gets longer in jumps, a step may pay only together with the steps after it. So this is the lowest
-        cost per step of several steps, where a later step counts less, because it is less likely to be of use.
-        """
-        key = tokens, added
-        if (known := self._next_costs.get(key)) is None:
-            known = self._next_costs[key] = min(
-                (steps * self.draft + self._added(tokens, steps * added)) / used for steps, used in enumerate(_USED, 1)
-            )
-        return known
-
-    def next_verification(self, tokens: int) -> float:
-        """Returns the lowest cost per token of verifying some more tokens, up to eight, after `tokens` drafted ones."""
-        if (known := self._next_verifications.get(tokens)) is None:
-            known = self._next_verifications[tokens] = min(self._added(tokens, more) / more for more in range(1, _STAGES + 1))
-        return known
-
-    def _added(self, tokens: int, more: int) -> float:
-        """What verifying `more` tokens adds to the cost of `tokens`. Not negative, as measured costs on a busy machine may be."""
-        return max(0.0, self.verification.at(tokens + more) - self.verification.at(tokens))
+        return levels * self.draft + tokens * self.verify
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
         """Returns the lowest expected cost per output token with drafts of a fixed length, at most `longest` tokens.
@@ -86,14 +49,43 @@ class DraftingCosts:
             best = min(best, (1 + self.of_draft(length, length)) / tokens)
         return best
 
+    def differs(self, other: DraftingCosts, factor: float) -> bool:
+        """Whether the cost of a drafted token is more than `factor` times that of the `other` costs, or the reverse."""
+        own, its = self.of_draft(1, 1), other.of_draft(1, 1)
+        return max(own, its) > factor * min(own, its)
 
-def _without_outliers(table: CostTable, context_length: int) -> Curve:
-    """Returns the seconds at a context length, where no number of tokens takes longer than a larger number.
 
-    If one did, the measurement was disturbed, and the tokens up to the larger number would seem to cost nothing or less.
+class LearnedCosts:
+    """Learns the costs of drafting from the times of rounds, beginning with a `guess`. `costs` are those learned so far.
+
+    The cost of verification is the slope of a line through the seconds of target passes by the number of drafted tokens, that of
+    drafting the mean of the seconds per drafted token. Two target passes and a draft that the guess predicts count, too.
     """
-    lengths = min(table.curves.items(), key=lambda item: abs(item[0] - context_length))[1].points
-    shortest, points = math.inf, dict[int, float]()
-    for tokens in sorted(lengths, reverse=True):
-        points[tokens] = shortest = min(shortest, table.at(tokens, context_length))
-    return Curve(points)
+
+    def __init__(self, guess: DraftingCosts) -> None:
+        self.guess = self.costs = guess
+        self.rounds = 0
+        self._single = 0.0  # seconds of a target pass over one token; 0: not known yet
+        self._passes = [0.0] * 5  # sums over target passes: 1, x, x^2, y, x y for y seconds with x drafted tokens
+        self._drafts = [0.0, 0.0]  # sums of seconds and of tokens (levels of a tree)
+
+    def add(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+        """Adds a round, see `LengthPolicy.observe_seconds`."""
+        guess, expected = self.guess, self.costs
+        if not self._single:
+            self._single = max(verification, 1e-9) / (1 + guess.verify * tokens)
+        seconds = min(verification, _OUTLIER * self._single * (1 + expected.verify * tokens))
+        added = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._passes = [_FADING * old + new for old, new in zip(self._passes, added, strict=True)]
+        if levels:
+            drafting = min(drafting, _OUTLIER * self._single * max(levels * expected.draft, 0.1))
+            self._drafts = [_FADING * self._drafts[0] + drafting, _FADING * self._drafts[1] + levels]
+        count, x, xx, y, xy = self._passes
+        widest = self._single * (1 + guess.verify * _WIDEST)
+        count, x, xx = count + 2, x + _WIDEST, xx + _WIDEST**2
+        y, xy = y + self._single + widest, xy + _WIDEST * widest
+        slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
+        self._single = max((y - slope * x) / count, 0.1 * self._single)
+        draft = (self._drafts[0] / self._single + guess.draft) / (self._drafts[1] + 1)
+        self.costs = DraftingCosts(draft, slope / self._single)
+        self.rounds += 1

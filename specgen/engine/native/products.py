@@ -120,22 +120,12 @@ class ProductChoice:
 class ProductFactory:
     """Makes the products of one model.
 
-    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here. `pack` True packs
-    small ones too. `cache_bytes` is the size of the processor's last-level cache. `quantise` (`int8`, `int4`) rounds all weights,
-    where this torch has products for it that work.
+    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here. `quantise`
+    (`int8`, `int4`) rounds all weights, where this torch has products for it that work.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        pack: bool | None = None,
-        cache_bytes: int | None = None,
-        quantise: str | None = None,
-    ) -> None:
-        self._device, self._dtype, self._pack, self._quantise = device, dtype, pack, quantise
-        self._cache_bytes = cache_bytes
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, quantise: str | None = None) -> None:
+        self._device, self._dtype, self._quantise = device, dtype, quantise
         self._by_shape: dict[tuple[int, ...], ProductChoice] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
@@ -172,7 +162,7 @@ class ProductFactory:
             packed += size if choice.packed else 0
         if 2 * packed <= total:
             return 1
-        return PADDED_ROWS if total > (self._cache_bytes or last_level_cache()) else 1
+        return PADDED_ROWS if total > last_level_cache() else 1
 
     def _is_small(self, weight: Tensor) -> bool:
         return weight.nbytes < _MIN_BYTES.get(self._dtype, 0)
@@ -181,11 +171,7 @@ class ProductFactory:
         """Returns why a weight is not packed, None if it is."""
         if self._device.type != "cpu":
             return "packing is for CPUs"
-        if self._pack is False:
-            return "packing is switched off"
-        if self._pack is None and self._is_small(weight):
-            return "too small"
-        return packing_problem(self._dtype)
+        return "too small" if self._is_small(weight) else packing_problem(self._dtype)
 
 
 @cache
