@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import LENGTHS, PEARL_ROUNDS, Selection, mutants
+from mutants import LENGTHS, Selection, mutants
 
 ADAPTIVE = Selection("test_adaptive.py")
 
@@ -42,7 +42,7 @@ POLICY_RULES = [
     ),
     *mutants(
         _RUN,
-        PEARL_ROUNDS,
+        Selection("test_golden_rounds.py", "pearl and beta-ts"),
         ("the policy observes tokens that are not verified yet", "draft.levels - unverified, accepted", "draft.levels, accepted"),
     ),
 ]

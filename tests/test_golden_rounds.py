@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from golden_rounds import FILE, cases, difference, run
 
+from specgen.methods import METHODS
+
 RECORDED = json.loads(gzip.decompress(FILE.read_bytes()))
 CASES = {name: (pair, arguments) for name, pair, arguments in cases()}
 DEMO = [name for name, (pair, _) in CASES.items() if pair == "demo" and " --" not in name]
@@ -22,3 +24,4 @@ def test_rounds_are_as_recorded(case: str, tmp_path: Path) -> None:
 
 def test_all_cases_are_recorded() -> None:
     assert list(RECORDED) == list(CASES)
+    assert set(METHODS) <= {name.split()[1].partition(":")[0] for name in DEMO}

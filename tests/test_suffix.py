@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy
+from specgen.decoding.policy import Fixed
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import SIMPLE, grid
@@ -87,16 +87,6 @@ def test_stored_outputs_match_within_their_borders(outputs: list[list[int]], end
     assert drafted(history.find(end), 6) == searched(ids, end, 6)
 
 
-def test_no_match_contains_tokens_of_two_outputs() -> None:
-    history = SuffixHistory()
-    history.add([1, 2, 3])
-    history.add([4, 5])
-    assert history.find([2, 3]) is None, "nothing follows the 3"
-    assert drafted(history.find([1, 2]), 5) == (2, [3], [pytest.approx(0.9 / 1.9)])
-    assert history.find([7, 3]) is None
-    assert drafted(history.find([3, 4]), 5)[:2] == (1, [5])  # type: ignore[index]
-
-
 def test_a_history_keeps_two_generations_of_outputs() -> None:
     history, budget = SuffixHistory(40), 40
     for first in range(0, 300, 10):
@@ -116,39 +106,9 @@ def test_a_history_keeps_two_generations_of_outputs() -> None:
         assert len(tiny) <= small
 
 
-class Recording(LengthPolicy):
-    """Drafts everything, and records what it is asked and what it gets to learn."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        self.seen.append(signals["match_length"])
-        return True
-
-    def keep_drafting(self, token: DraftedToken) -> bool:
-        self.seen.append((token.position, token["match_length"], round(token["prob"], 3)))
-        return True
-
-    def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        self.seen.append((match_length, agreed, ended))
-
-
-def test_the_policy_sees_each_token_and_learns_from_each_match() -> None:
-    drafter, policy, context = SuffixDrafter(0.0, 10.0, frozenset()), Recording(), Context([7, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
-    assert list(drafter.propose(context, policy, 2).tokens) == [4, 5]
-    assert policy.seen == [4, (1, 4, 0.643), (2, 5, 0.692)], "odds 0.45 times the tokens before: 1.8, 2.25"
-    rounds = [([4, 5, 9], [(4, 2, True)]), ([7], [1, (1, 1, 0.474)]), ([1, 2], [(1, 2, False), 3, (1, 3, 0.73)])]
-    for joined, seen in rounds:
-        policy.seen.clear()
-        context.extend(joined)
-        drafter.propose(context, policy, 1)
-        assert policy.seen == seen
-
-
 def propose(ids: Sequence[int], limit: int = 20, *, eos: int = -2, **given: float) -> tuple[list[int], str | None]:
     chosen = {"min_prob": 0.0, "factor": 10.0} | given
-    draft = SuffixDrafter(**chosen, eos_ids=frozenset({eos})).propose(Context(ids), Recording(), limit)
+    draft = SuffixDrafter(**chosen, eos_ids=frozenset({eos})).propose(Context(ids), Fixed(99), limit)
     return list(draft.tokens), draft.stop_reason
 
 
@@ -162,14 +122,6 @@ def test_a_draft_ends_at_each_limit() -> None:
     assert propose([1, 2, 3]) == ([], None)
     assert propose(text, 0) == ([], None)
     assert propose([1, 2, 1, 2], 6) == ([1, 2, 1, 2, 1, 2], "length"), "a copy of its own tokens"
-
-
-def test_the_most_frequent_continuation_is_drafted_and_the_latest_of_equal_ones() -> None:
-    assert propose([5, 1, 5, 2, 5, 2, 5, 1, 5, 2, 5], 1)[0] == [2]
-    assert propose([5, 1, 6, 5, 2, 6, 5], 1)[0] == [2]
-    index = SuffixIndex()
-    index.extend([9, 1, 9, 1, 9, 2, 8, 9])
-    assert drafted(index.find([8, 9]), 1) == (1, [1], [pytest.approx(0.9 / 2 / (1 + 0.9 / 2))])
 
 
 def rounds_of(pair: Pair, sampling: SamplingParams, **given: Any) -> list[Round]:
@@ -196,8 +148,8 @@ def test_only_with_history_a_run_copies_earlier_outputs(pair_of: Callable[..., P
     pair.forget()
 
 
-def test_no_measurement_has_a_history(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither `compare`, `tune`, nor the timing of rounds before a run; and a seed decides all tokens of a sampled run."""
+def test_no_measurement_has_a_history(near: Pair) -> None:
+    """Neither `compare` nor `tune`; and a seed decides all tokens of a sampled run."""
     with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
         parse_spec("suffix:history=true")
     assert parse_spec("suffix:history=false").name == "suffix"

@@ -17,8 +17,6 @@ from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
-from specgen import methods
-from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
@@ -111,16 +109,12 @@ def accepted(rounds: Sequence[Round]) -> float:
     ("target", "draft", "least"),
     [
         ("byte-level", "byte-level", 1.0),
-        ("byte-level", "permuted", 1.0),
         ("byte-level", "other merges", 0.85),
-        ("byte-level", "first", 0.85),
         ("byte-level", "gemma", 0.85),
         ("with bos", "prepend", 0.85),
         ("first", "byte-level", 0.8),
-        ("prepend", "with bos", 0.8),
         ("gemma", "first", 1.0),
         ("byte-level", "word piece", 0.2),
-        ("first", "word piece", 0.1),
         ("lower case", "byte-level", 0.0),
         ("byte-level", "lower case", 0.0),
     ],
@@ -134,7 +128,7 @@ def test_a_draft_that_knows_the_text_is_accepted(tokenizer_of: TokenizerOf, targ
     assert accepted(rounds) >= least
 
 
-@pytest.mark.parametrize(("draft", "least"), [("permuted", 0.5), ("other merges", 0.5), ("first", 0.4), ("word piece", 0.1)])
+@pytest.mark.parametrize(("draft", "least"), [("other merges", 0.5), ("first", 0.4), ("word piece", 0.1)])
 def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, draft: str, least: float) -> None:
     """The target may split a word, or a character, anywhere. Drafts continue there, and a draft that errs changes nothing."""
     ours, theirs, rng = tokenizer_of("byte-level"), tokenizer_of(draft), Random(0)
@@ -146,39 +140,6 @@ def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, dra
     rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT, errs=19)).rounds())
     assert ids_of(rounds) == ids[6:]
     assert accepted(rounds) >= least
-
-
-def test_a_character_of_which_the_target_has_said_a_part_is_completed(tokenizer_of: TokenizerOf) -> None:
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("first")
-    text = "at Noël 🙂 and then"
-    ids = ours.encode(text)
-    said = [token_bytes(ours).of_ids(ids[:place]).decode(errors="replace") for place in range(len(ids))]
-    inside = [place for place, text in enumerate(said) if text.startswith("at Noël \N{REPLACEMENT CHARACTER}")]
-    assert inside, "the character has several tokens"
-    for place in inside:
-        texts = RetokenizedContext(ours, theirs)
-        texts.follow(Context(ids[:place]))
-        assert texts.text.endswith("Noël ")
-        assert texts.target_tokens("🙂 and") == ids[place : len(ours.encode("at Noël 🙂 and"))]
-        assert texts.target_tokens(" and") == [], "another character has been begun"
-
-
-def test_text_that_follows_without_a_space(tokenizer_of: TokenizerOf) -> None:
-    """The seam is where the text ends, not where tokens are equal: after `dog dog` they are, one word too early."""
-    for target, draft in (("byte-level", "first"), ("first", "byte-level"), ("gemma", "prepend")):
-        ours, theirs = tokenizer_of(target), tokenizer_of(draft)
-        for before, after in (
-            ("the quick br", "own"),
-            ("dog dog", " dog dog"),
-            ("fibo", "nacci(n"),
-            ("a  ", "  b"),
-            ("(n", "):"),
-        ):
-            texts = RetokenizedContext(ours, theirs)
-            texts.follow(Context(ours.encode(before)))
-            tokens = texts.target_tokens(after)
-            assert ours.text_of(tokens) == after
-            assert texts.text_after(theirs.encode_after(before, after)) == after
 
 
 def test_the_drafts_context_only_grows_and_is_the_texts_encoding(tokenizer_of: TokenizerOf) -> None:
@@ -232,9 +193,6 @@ def test_limits(tokenizer_of: TokenizerOf) -> None:
     """The run's limit counts the target's tokens, the draft's context limit its own."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     ids = ours.encode(TEXT)
-    rounds = list(run_of(ours, theirs, ids[:60], 6, Oracle(theirs, TEXT), k=30).rounds())
-    assert ids_of(rounds) == ids[6:60]
-    assert rounds[-1].draft.stop_reason == "length"
     short = Oracle(theirs, TEXT)
     short.context_limit = 70
     rounds = list(run_of(ours, theirs, ids, 6, short).rounds())
@@ -242,39 +200,6 @@ def test_limits(tokenizer_of: TokenizerOf) -> None:
     assert rounds[1].draft.tokens
     assert not rounds[-1].draft.tokens
     assert not any(round_.draft.tokens for round_ in rounds if len(theirs.encode(ours.text_of(ids[: 6 + round_.index]))) > 70)
-
-
-@pytest.mark.parametrize("policy", ["svip", "confidence", "heuristic", "beta-ts", "selfsd"])
-def test_other_length_policies_count_the_drafts_tokens(tokenizer_of: TokenizerOf, policy: str) -> None:
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("first")
-    ids = ours.encode(TEXT)
-    resolved = {"translation": "text", "policy": policy}
-    run = scripted_run(
-        "sd",
-        resolved,
-        Script(ids, max(ours.vocabulary().values()) + 1),
-        Oracle(theirs, TEXT, errs=23),
-        SamplingParams(max_new_tokens=len(ids) - 6),
-        prompt=ids[:6],
-        tokenizers=(ours, theirs),
-    )
-    rounds = list(run.rounds())
-    assert ids_of(rounds) == ids[6:]
-    assert accepted(rounds) > 0.3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy": "adaptive"}, "translation=text cannot use the policy 'adaptive'"),
-        ({"width": 2, "depth": 3}, "translation=text drafts a chain, and width is 2"),
-        ({"cape": True}, "translation=text drafts a chain, and cape is True"),
-        ({"translation": "words"}, "translation is 'words'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(SpecgenError, match=message):
-        methods.resolve(methods.METHODS["sd"], {"translation": "text", **settings})
 
 
 def letters(pieces: Sequence[str]) -> str:
@@ -324,21 +249,13 @@ def test_samples_have_the_targets_distribution(
     assert total_variation(found, exact(target, sampling, limit)) < ROUNDING
 
 
-def test_a_text_with_a_token_that_the_draft_model_lacks_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
-    """Its tokenizer may have more tokens than it has embeddings, and the last words may need one."""
+def test_what_the_draft_model_cannot_read_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
+    """Its tokenizer may have more tokens than it has embeddings, or put none before a text of a part of a character."""
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
     narrow.num_embeddings = max([*theirs.opening, *theirs.encode("T", special=False)]) + 1
     drafter = TextDrafter(Setup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
-    context = Context(ours.encode("T"))
-    assert drafter.propose(context, Fixed(4), 4).tokens
-    context.extend(ours.encode("he quick dog", special=False))
-    assert not drafter.propose(context, Fixed(4), 4).tokens
-
-
-def test_a_context_without_text_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
-    """The target has begun a character, and the draft's tokenizer puts no token before a text."""
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("byte-level")
-    drafter = TextDrafter(Setup(Oracle(theirs, TEXT), tokenizers=(ours, theirs)))  # type: ignore[arg-type]
-    context = Context(ours.encode("\N{SNOWMAN}", special=False)[:1])
-    assert not drafter.propose(context, Fixed(4), 4).tokens
+    for text, count in (("T", 1), ("The quick dog", 0)):
+        assert bool(drafter.propose(Context(ours.encode(text)), Fixed(4), 4).tokens) == count
+    drafter = TextDrafter(Setup(Oracle(ours, TEXT), tokenizers=(ours, ours)))  # type: ignore[arg-type]
+    assert not drafter.propose(Context(ours.encode("\N{SNOWMAN}", special=False)[:1]), Fixed(4), 4).tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specgen.base.errors import RunError
+from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput, ModelRunner
-from specgen.methods import METHODS
 from specgen.workers.worker import DraftWorker
 
 SAMPLING = SamplingParams(temperature=1.0)
@@ -129,55 +128,26 @@ def test_candidates_that_were_not_drawn_keep_the_targets_distribution(
 
 # samples
 
-WARPS: dict[str, dict[str, Any]] = {"plain": {}, "top-k": {"top_k": 4}, "both": {"top_p": 0.9, "top_k": 5}}
-PATHS: dict[str, dict[str, object]] = {
-    "ar": {},
-    "sd": {"k": 3},
-    "sd:tree": {"k": 3, "width": 2},
-    "heuristic": {"k": 2},
-    "confidence": {"threshold": 0.3, "max_draft": 4},
-    "svip": {"threshold": 0.42, "max_draft": 4},
-    "beta-ts": {"alpha": 3},
-    "eesd-cali": {"sigma_model": 0.5, "theta0": 0.9},
-    "eesd-tree": {"width": 3, "depth": 3, "theta0": 1.0},
-    "selfsd": {"skip": "1", "k": 4},
-    "lookup": {"ngram": 2, "k": 3},
-    "suffix": {"draft_cost": 0, "verify_cost": 0.01},
-    "lookahead": {"window": 3, "ngram": 3, "guesses": 2},
-    "ouroboros": {"k": 3, "ngram": 3, "branches": 2, "window": 2},
-    "adaptive": {"draft_cost": 0.3, "verify_cost": 0.02, "ngram": 2},
-    "spectr": {"k": 2, "drafts": 2},
-    "specinfer": {"k": 2, "drafts": 2},
-    "pearl": {"window": 3},
-    "pearl:pre_verify": {"window": 3, "pre_verify": False},
-    "pearl:policy": {"window": 4, "policy": "svip", "threshold": 0.42},
-    "mtad": {"tau": 1, "k": 2, "beams": 2, "beam": "sample"},  # nothing is accepted: the output is the target's own
-}
-OFTEN = [("sd", "both", ()), ("lookup", "plain", (1, 4)), ("sd:tree", "top-k", ())]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(PATHS, WARPS, [(), (1, 4)])]
 
-
-def p_value_of(name: str, target: Any, draft: Any, rows_of: Any, runs: int, eos: Sequence[int] = (), **warp: Any) -> float:
+def p_value_of(written: str, target: Any, draft: Any, rows_of: Any, runs: int, eos: Sequence[int] = (), **warp: Any) -> float:
     """The chi-square test of the first tokens' joint distribution in so many runs. `rows_of` gives the target's logits."""
-    sampling, method = SamplingParams(max_new_tokens=LENGTH, temperature=1.2, **warp), name.partition(":")[0]
+    sampling, (method, *settings) = SamplingParams(max_new_tokens=LENGTH, temperature=1.2, **warp), written.split(":")
     worker = DraftWorker.in_this_process(draft)
-    given = [
-        scripted_run(method, PATHS[name], target, draft, sampling, eos=eos, seed=seed, worker=worker) for seed in range(runs)
-    ]
+    chosen: Any = dict(parse_pairs(settings))
+    given = [scripted_run(method, chosen, target, draft, sampling, eos=eos, seed=seed, worker=worker) for seed in range(runs)]
     expected = output_distribution(lambda made: logits_ops.warp(rows_of([*PROMPT, *made]), sampling).tolist(), TOKENS, eos)
     return p_value(Counter(map(first_tokens, given)), expected)
 
 
-@pytest.mark.parametrize(("name", "warp", "eos"), [*OFTEN, *SLOW])
-def test_the_first_tokens_have_the_targets_distribution(name: str, warp: str, eos: Sequence[int]) -> None:
-    """`test_enumeration.py` has the exact distributions, of shorter runs."""
-    target, runs = TableRunner(1), 400 if (name, warp, eos) in OFTEN else 6000
-    assert p_value_of(name, target, TableRunner(2), target.row, runs, eos, **WARPS[warp]) > SIGNIFICANCE
-
-
-def test_every_lossless_method_is_tested() -> None:
-    without_a_head = {name for name, method in METHODS.items() if method.lossless and not method.head}
-    assert without_a_head - {"eesd", "eesd-fixed", "eesd-beta"} <= PATHS.keys()  # those are chains, as `sd` and `beta-ts`
+@pytest.mark.parametrize("runs", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "eos", "warp"),
+    [("sd:k=3", (), {"top_p": 0.9, "top_k": 5}), ("lookup:k=3:ngram=2", (1, 4), {}), ("sd:k=3:width=2", (), {"top_k": 4})],
+)
+def test_the_first_tokens_have_the_targets_distribution(method: str, eos: Sequence[int], warp: dict[str, Any], runs: int) -> None:
+    """`test_enumeration.py` has the exact distributions of all methods, in shorter runs."""
+    target = TableRunner(1)
+    assert p_value_of(method, target, TableRunner(2), target.row, runs, eos, **warp) > SIGNIFICANCE
 
 
 def test_a_draft_that_is_believed_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +155,12 @@ def test_a_draft_that_is_believed_would_be_noticed(monkeypatch: pytest.MonkeyPat
         return Verdict(tuple(range(len(draft.tokens))), int(rows.logits[-1].argmax()))
 
     monkeypatch.setattr(RejectionSampling, "verify", believe)
-    assert p_value_of("sd", TableRunner(1), TableRunner(2), TableRunner(1).row, 400) < 1e-12
+    assert p_value_of("sd:k=3", TableRunner(1), TableRunner(2), TableRunner(1).row, 400) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "runs"),
-    [("sd", "native", 200), *(pytest.param(*case, 4000, marks=pytest.mark.slow) for case in product(("sd", "pearl"), BACKENDS))],
+    [("sd:k=3", "native", 200), *(pytest.param("pearl:window=3", each, 4000, marks=pytest.mark.slow) for each in BACKENDS)],
 )
 def test_samples_of_a_real_model(name: str, backend: str, runs: int) -> None:
     """The same on model runners with KV caches: a random Llama with a vocabulary of twelve tokens."""
