@@ -360,6 +360,8 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("glide", put(**{"model.layers.0.cross_attn.q_proj.weight": torch.ones(48, WIDTH)}), {}, "attention of a width of 48, "),
     ("eagle3", same, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "does not fit "),
     ("eagle3", same, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
+    ("eagle3", same, {"norm_before_fc": True}, "a variant that specgen cannot run (norm_before_fc in its config.json)"),
+    ("glide", same, {"use_remap": True}, "a variant that specgen cannot run (use_remap in its config.json)"),
     ("eagle3-speculators", same, {"norm_output": True}, "a variant that specgen cannot run (norm_output in its config.json)"),
     ("eagle3-speculators", same, {"transformer_layer_config": {"model_type": "gemma2"}}, "model_type = 'gemma2'"),
     ("glide", without(*(f"model.layers.0.cross_attn.{name}_proj.weight" for name in "qo")), {}, "it is a model, not a head"),

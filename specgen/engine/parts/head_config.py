@@ -64,6 +64,9 @@ class HeadFields(BaseModel):
     original_lm_head: bool | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
+    norm_before_fc: bool | None = None
+    layernorms: bool | None = None
+    use_remap: bool | None = None
     use_aux_hidden_state: bool | None = None
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
     eagle_config: dict[str, Any] | None = None
@@ -72,7 +75,12 @@ class HeadFields(BaseModel):
 
 
 def read_fields(files: WeightFiles, config: Mapping[str, Any]) -> HeadFields:
-    return schema.check(json.dumps(config), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
+    """Reads a config.json. Raises SpecgenError for fields of other types, and for switches of variants that are not supported."""
+    fields = schema.check(json.dumps(config), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
+    for switch in ("norm_before_fc", "layernorms", "use_remap"):
+        if getattr(fields, switch):
+            raise files.refuse(f"it is of a variant that specgen cannot run ({switch} in its config.json)", OTHER_HEAD)
+    return fields
 
 
 def open_head(folder: Path, device: torch.device) -> tuple[WeightFiles, bool]:
