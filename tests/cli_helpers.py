@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from specgen.cli.app import main
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 # the keys of a summary's line, as documented
 SUMMARY = (

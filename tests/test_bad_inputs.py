@@ -90,10 +90,7 @@ LIGHT = [
     generate("--revision main", "--revision", "--target MODEL"),
     generate("--draft-dtype int3", "there is no draft dtype 'int3'"),
     generate("-t some/model --draft-dtype int8 -m lookup", "--draft-dtype int8 is given without --draft"),
-    generate("--backend transformers --draft-dtype int8", "--draft-dtype int8 needs the native backend"),
-    generate("--dtype int8", "there is no dtype 'int8'"),
     row("tune --train -m sd --draft-dtype int8", "--draft-dtype cannot be combined with --train"),
-    generate("-m joint --temperature 1", "joint"),
     generate("--backend onnx", "'onnx'", "auto, native or transformers"),
     generate("--system x", "--system", "Add --chat"),
     # methods and settings
@@ -208,6 +205,8 @@ TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
 TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
 MODELS = [
+    generate("--backend transformers --draft-dtype int8", "--draft-dtype int8 needs the native backend"),
+    generate("-m joint --temperature 1", "joint"),
     generate("-t {other-ids} -d {target}", "tokenizers differ", "WordLevel", "translation=text", "-m lookup"),
     row(f"generate {'a' * 3 * CONTEXT} -n 5 -t {{target}}", f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"),
     generate("-t {target} --context 1", "--context is 1"),
@@ -278,6 +277,10 @@ MODELS = [
     *(
         generation("generation_config.json: sequence_bias", sequence_bias=value)
         for value in ([[[1], 1e300]], [[[1], float("inf")]], [[[1], "x"]], {"x": 1})
+    ),
+    *(
+        generation(name, **{name: value})
+        for name, value in (("num_beams", 4), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),
     # chat templates

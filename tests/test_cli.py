@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_helpers import POSIX, Lines, parsed, run, run_main, start
+from cli_helpers import FULL, POSIX, Lines, parsed, run, run_main, start
 from families import CONTEXT, LETTERS, make_tokenizer
 from processes import Forked
 from rank_processes import environments
 
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 PROMPT = "the cat sat on the mat"
 PHASES = {"prefill", "draft", "policy", "verify", "sample", "other"}
 SAMPLED = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from cli_helpers import POSIX, run, run_main
+from cli_helpers import FULL, POSIX, run, run_main
 from comparisons import Compare
 from processes import one_by_one
 from tuning_helpers import outcome
@@ -24,7 +24,6 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.cli.app import app, compare, generate, inspect, tune
 from specgen.pair.records import TraceWriter
 
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 Main = Callable[..., tuple[int, str, str]]
 
 
@@ -242,12 +241,3 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
 
 
 # ------------------------------------------------------------------ streams and the environment
-
-
-@FULL
-def test_output_that_cannot_be_written_is_one_line_and_an_error_keeps_its_exit_code() -> None:
-    with open("/dev/full", "wb") as full:
-        for command in ((), ("generate", "--help")):
-            code, _, err = run(*command, stdout=full, environment={"PYTHONUNBUFFERED": ""})
-            assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
-        assert run("generate", "abc", "-m", "no-such-method", stderr=full, environment={"PYTHONUNBUFFERED": ""})[:2] == (2, b"")

