@@ -12,6 +12,7 @@ FILES = Selection("test_files.py")
 BAD_INPUTS = Selection("test_bad_inputs.py")
 PREDICTIONS = Selection("test_compare.py", "predict")
 SAFE_TEXT = Selection("test_safe_text.py")
+SIMULATED = Selection("test_simulator.py", "drawn or priced or twice or shape or longer")
 
 COMMAND_MUTANTS = [
     *mutants(
@@ -117,6 +118,28 @@ COMMAND_MUTANTS = [
             "command line: a closed pipe is an error",
             "if isinstance(error, BrokenPipeError):\n            return 0",
             "if isinstance(error, BrokenPipeError):\n            return 1",
+        ),
+    ),
+    *mutants(
+        "tune/simulator.py",
+        SIMULATED,
+        (
+            "tune: a drawn draft is accepted as if it were the output's",
+            "device=generator.device) >= chance",
+            "device=generator.device) > 9",
+        ),
+        ("tune: rejected tokens are drawn from q", "(probs - of_target).clamp_min(0)", "probs"),
+        ("tune: PEARL's overhead is free", "waiting + self._costs.synchronisation_overhead", "waiting"),
+        (
+            "tune: the target waits for no draft",
+            "max(0.0, self.seconds - self._lead_seconds -",
+            "0 * max(0.0, self.seconds - self._lead_seconds -",
+        ),
+        ("tune: a shape's costs are not corrected", "probe.costs.times(earlier / now.at(1))", "probe.costs"),
+        (
+            "tune: a pass costs what one token costs",
+            "verification_cost.at(len(draft) + 1, len(context))",
+            "verification_cost.at(1, len(context))",
         ),
     ),
 ]

@@ -255,6 +255,14 @@ def test_costs_are_learned_from_the_times_of_rounds(draft_cost: float, verify_co
         assert timed.costs.differs(timed.guess, 1.5) == (not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27)
 
 
+def test_costs_change_within_a_run_unless_they_are_given() -> None:
+    made = Adaptive(AUTO, 0.5, 3.0, 40, AdaptiveInputs(CHEAP, Learned.prior(CHEAP), timed=LearnedCosts(CHEAP)))
+    for _ in range(50):
+        made.observe_seconds(2, 2.0, 2, 1.0)
+    assert made._costs.draft > 0.5
+    assert made._costs.verify == 0.5
+
+
 PROMPT = [5, 9, 7, 3]
 
 

@@ -126,20 +126,5 @@ def test_transformers_drafts_as_the_exported_settings_say(monkeypatch: pytest.Mo
         assert (min(drafted) < length) == (method == "confidence"), "only a threshold ends a draft early"
 
 
-def test_transformers_looks_up_as_the_exported_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[candidate_generator.PromptLookupCandidateGenerator] = []
-
-    class Observed(candidate_generator.PromptLookupCandidateGenerator):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            made.append(self)
-
-    monkeypatch.setattr("transformers.generation.utils.PromptLookupCandidateGenerator", Observed)
-    prompt, fields = torch.tensor([[5, 9, 7, 5, 9, 7]]), as_generation_config("lookup", k=6, ngram=2)
-    make_model("llama").generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, **fields)
-    (lookup,) = made
-    assert (lookup.num_output_tokens, lookup.max_matching_ngram_size) == (6, 2)
-
-
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps({engine: exported(engine) for engine in ENGINES}, indent=1) + "\n")

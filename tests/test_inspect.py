@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import traces
-from cli_helpers import parsed, run, run_main
+from cli_helpers import run_main
 
 Inspect = Callable[..., tuple[str, str]]
 
@@ -70,19 +67,6 @@ def test_runs_of_other_programs_and_of_one_round_are_shown(inspect: Inspect, tmp
     assert "the run has no rounds: another program decoded it" in (tmp_path / "p.html").read_text()
 
 
-def test_the_methods_as_json(inspect: Inspect) -> None:
-    from specgen import METHODS
-
-    lines = parsed(inspect("--methods", "--json")[0])
-    assert [line["name"] for line in lines] == list(METHODS)
-    mtad = next(line for line in lines if line["name"] == "mtad")
-    assert (mtad["lossless"], mtad["settings"]["tau"]["default"]) == (False, 0.1)
-    assert mtad["settings"]["beam"]["choices"] == ["greedy", "sample"]
-    out, _ = inspect("--methods")
-    assert re.search(r"^mtad  .*  lossy  needs a draft model$", out, flags=re.MULTILINE)
-    assert "\n  tau=0.1  " in out
-
-
 def test_what_is_not_recorded_names_the_option_that_records_it(inspect: Inspect, tmp_path: Path) -> None:
     assert "--record distributions adds to a trace how likely acceptance is" in inspect(written(tmp_path, traces.a_run()))[0]
     lookup = [line | {"entropies": []} if line["type"] == "round" else line for line in traces.a_run("lookup")]
@@ -102,21 +86,15 @@ def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "nothing to inspect"),
         (("t.jsonl", "--pair"), "--pair is for a pair of models"),
-        (("t.jsonl", "--target", "x"), "--target is for a pair of models"),
-        (("t.jsonl", "--measure"), "--measure is for a pair of models"),
         (("t.jsonl", "--draft-dtype", "int8"), "--draft-dtype is for a pair of models"),
         (("--methods", "--device", "cpu"), "--methods lists the methods, and --device is given too"),
-        (("--methods", "t.jsonl"), "--methods lists the methods, and a trace is given too"),
         (("--pair", "--html", "x.html"), "--html is given without a trace"),
-        (("--pair", "--rounds", "3"), "--rounds is given without a trace"),
         (("--pair", "--target", "x"), "--pair is the bundled pair"),
         (("--draft", "x"), "--draft x is given without --target"),
         (("t.jsonl", "--rounds", "-1"), "--rounds is -1"),
         (("t.jsonl", "--run", "0"), "--run is 0"),
         (("nowhere.jsonl",), "cannot read the trace nowhere.jsonl"),
-        (("nowhere.jsonl", "--html", "."), "cannot write the page"),
         (("nowhere.jsonl", "--html", "nowhere/page.html"), "cannot write the page"),
     ],
 )
@@ -137,28 +115,6 @@ def test_malformed_traces_get_one_line_and_no_page(inspect: Inspect, tmp_path: P
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_failed_write_leaves_the_old_page(inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, page = written(tmp_path, traces.a_run()), tmp_path / "page.html"
-    inspect(path, "--html", page)
-    before = page.read_text(encoding="utf-8")
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("specgen.base.files.os.replace", fails)
-    _, err = inspect(path, "--html", page, code=1)
-    assert "No space left on device" in err
-    assert page.read_text(encoding="utf-8") == before
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["page.html", "t.jsonl"]
-
-
-def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
-    path = written(tmp_path, traces.a_recorded_run(3000))
-    with open("/dev/full", "w") as full:
-        code, _, err = run("inspect", str(path), "--rounds", "3000", stdout=full)
-    assert (code, err) == (1, b"error: cannot write the output: No space left on device\n")
-
-
 def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:
     start, first, second, *_ = traces.a_run()
     nulls = second | {"entropies": [None, 0.5, None], "overlap": [None, 0.5, 0.25], "kl": [0.5, None, 0.5], "top_probs": []}
@@ -174,18 +130,3 @@ def test_runs_on_different_prompts_are_not_ranked(inspect: Inspect, tmp_path: Pa
     for prompt, headline in (([1, 2, 3], "was the fastest: "), ([9], "2 recordings side by side")):
         inspect(written(tmp_path, traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)), "--html", page)
         assert headline in page.read_text(encoding="utf-8").partition("<h1>")[2].partition("</h1>")[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--html", "page.html"), ("--json",)])
-def test_ten_thousand_rounds_take_little_memory(tmp_path: Path, options: tuple[str, ...]) -> None:
-    path = written(tmp_path, traces.a_recorded_run(10_000))
-    limited = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))\n"
-        "from specgen.cli.app import main\nmain()"
-    )
-    command = [sys.executable, "-c", limited, "inspect", "-q", str(path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=dict(os.environ))
-    assert (done.returncode, done.stderr) == (0, "")
-    page = tmp_path / "page.html"
-    assert not page.exists() or page.stat().st_size < 20 << 20

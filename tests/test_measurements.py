@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from filelock import FileLock
-from tuning_helpers import GREEDY, PROMPTS
+from tuning_helpers import GREEDY
 
 import specgen
 from specgen import demo
@@ -147,16 +147,6 @@ def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch
         assert run.costs == announced
         assert pair.run(pair.request(prompt, "pearl", sampling, window=3)).costs is None
     assert timed.count == 1
-
-
-def test_costs_that_are_not_finite_are_not_stored(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the draft model cannot follow the context: the window is 1, and the next process tries again."""
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: replace(COSTS, draft_pass=math.inf))
-    request = near.request(PROMPTS[0], "pearl", GREEDY)
-    near.prepare(request)
-    run = near.run(request)
-    assert run.settings.values["window"] == 1
-    assert not measurements._stored()
 
 
 # ------------------------------------------------------------------ layers to skip, and runs that measure nothing

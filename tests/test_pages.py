@@ -74,15 +74,6 @@ def test_points_lie_where_their_numbers_say(browser: Browser, open_page: OpenPag
     assert browser.find("svg.posterior polygon.band")[0].rect["width"] > 500
 
 
-def test_many_tokens_are_thinned_out(browser: Browser, open_page: OpenPage) -> None:
-    open_page([line for seed in range(3) for line in traces.a_recorded_run(300, seed, spec="beta-ts")])
-    notes = " ".join(browser.texts("figure .note"))
-    assert "897 drafts of 3 runs. Correlation −" in notes
-    assert "One in 2 of 300 rounds is drawn." in notes
-    assert len(browser.texts("svg.rounds.gutter .col")) == 150
-    assert len(browser.find("svg.sorted.gutter polyline.true")[0].get_attribute("points").split()) <= 600
-
-
 @pytest.mark.parametrize(
     ("width", "dark"),
     [(320, False), (768, True), *(pytest.param(*view, marks=pytest.mark.slow) for view in ((390, True), (1600, False)))],
@@ -113,12 +104,3 @@ def test_markup_and_control_characters_in_a_trace_stay_text(browser: Browser, op
     assert browser.find("img") == []
     assert browser.driver.title != "owned"
     assert browser.texts(".tok.own")[0] == evil.replace("\x1b", "␛").replace("\u202e", "")
-
-
-def test_print_shows_the_whole_text(browser: Browser, open_page: OpenPage) -> None:
-    open_page(traces.a_recorded_run(400))
-    assert browser.css(".answer", "overflowY") == "auto"
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    assert (browser.css(".answer", "maxHeight"), browser.css(".answer", "overflowY")) == ("none", "visible")
-    assert browser.css(".reveal", "display") == "none"
-    assert len(browser.driver.print_page()) > 10_000

@@ -15,7 +15,6 @@ from families import BACKENDS, EOS, VOCAB, exit_layers_of, make_model, model_of,
 from glide_models import GlideReference
 from runner_checks import (
     LAYERED,
-    CountedLayers,
     check,
     four_layers,
     path_to,
@@ -337,52 +336,6 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeyp
 # early exit
 
 
-def counted_exit(module: Any, backend: str, depth: int) -> tuple[PartRunners, Any]:
-    """Early exit, and the number of tokens that each of its layers has been run on."""
-    model = model_of(module, backend)
-    layers = exit_layers_of(model, module)
-    counted = CountedLayers(model, layers).tokens
-    both = exit_layers.make_runners(ExitWeights(layers, depth), model, None, lambda: None)
-    counted.clear()  # what the check of the model's structure ran
-    return both, counted
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_each_layer_runs_as_few_tokens_as_possible(backend: str) -> None:
-    """With drafts accepted partly, fully or not at all, the target's layers run each committed and drafted token once, and the
-    exit layer runs the last drafted token only if it is committed. A tree grown by levels runs each node once."""
-    both, counted = counted_exit(make_model("llama", num_hidden_layers=4), backend, 2)
-    rng, context = random.Random(3), Context([1, 5, 6, 7])
-    both.target.logits(context)
-    context.extend([8])
-    first = 4
-    for accepted in (0, 2, 4, 1, 4, 4, 0, 3):
-        draft = [rng.randrange(3, 40) for _ in range(4)]
-        for size in range(4):
-            both.draft.logits(context, draft[:size], start=size)
-        both.target.logits(context, draft)
-        first += 1 + 4  # the correction or bonus token, and the drafted ones
-        context.extend([*draft[:accepted], 50 + accepted])
-    assert [counted[str(layer)] for layer in range(4)] == [first] * 4
-    # the exit: the prompt, and per round the correction or bonus token and the drafted ones; the last of these only if accepted
-    assert counted["exit 0"] == 4 + 8 * (1 + 3) + [0, 2, 4, 1, 4, 4, 0].count(4)
-    both.clear_cache()
-    counted.clear()
-    context = Context([1, 5, 6])
-    both.target.logits(context)
-    context.extend([4])
-    nodes, parents = [7, 8, 9, 10, 11, 12], [-1, -1, 1, 1, 2, 3]
-    both.draft.logits(context)
-    both.draft.logits(context, nodes[:2], parents[:2], start=1)
-    both.draft.logits(context, nodes[:4], parents[:4], start=3)
-    both.target.logits(context, nodes, parents)
-    assert counted == {"0": 10, "1": 10, "2": 10, "3": 10, "exit 0": 8}
-    context.extend([8, 10, 20])  # the second branch of the second branch: gathered in every cache
-    both.draft.logits(context)
-    both.target.logits(context)
-    assert counted == {"0": 11, "1": 11, "2": 11, "3": 11, "exit 0": 9}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_hidden_state_that_predicted_the_last_token_is_found(backend: str) -> None:
     """The predictor needs the target's hidden state after its norm, at whichever node of a draft."""
@@ -422,6 +375,3 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
         torch.testing.assert_close(both.predictor.score(states_[1], position), expected, atol=1e-5, rtol=0)
         logit = predictor.logits(predictor.offsets(target_hidden), states_[1:], torch.tensor([position]))
         torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)  # training's form
-
-
-# lossless

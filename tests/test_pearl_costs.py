@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_models import TableRunner, scripted_run
 from timed_models import SlowDrafter, SlowTarget
 from tuning_helpers import GREEDY, PROMPTS
 
-from specgen.base.types import Context, Draft, SamplingParams
+from specgen.base.types import Context, Draft
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts, Window
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.costs.speedup import SpeedupModel
@@ -33,7 +30,6 @@ from specgen.tune.outcome import grid
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
 from specgen.view import pair_report
-from specgen.workers.worker import DraftWorker
 
 BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
 ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})}))
@@ -165,23 +161,3 @@ def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
     target.logits(context)
     drafter.cut()
     assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (4, pytest.approx(2.75 + 0.25))
-
-
-def test_each_round_is_checked_and_an_open_run_concludes_too() -> None:
-    """Numbers of drafted tokens and widths of passes, of a draft and a target that agree."""
-    added: list[tuple[int, float, int, float]] = []
-    concluded: list[int] = []
-    noted: Any = SimpleNamespace(add=lambda *given: added.append(given), conclude=lambda: concluded.append(len(added)))
-    runner = TableRunner(0)
-    for rounds_read in (None, 3):
-        added.clear()
-        with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
-            run = scripted_run("pearl", {"window": 3}, runner, runner, SamplingParams(max_new_tokens=12), worker=worker)
-            run = replace(run, check=noted)
-            rounds: Iterator[Any] = run.rounds()
-            read = [next(rounds) for _ in range(rounds_read)] if rounds_read else list(rounds)
-            rounds.close()  # type: ignore[attr-defined]
-        assert [(drafted, width) for drafted, _, width, _ in added][:3] == [(3, 1), (3, 3), (3, 3)][: len(read) - 1]
-        assert [seconds for *_, seconds in added] == [round_.seconds["verify"] for round_ in read[1:]]
-        assert all(seconds > 0 for _, seconds, _, _ in added)
-        assert concluded.pop() == len(added)

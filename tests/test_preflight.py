@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from runner_checks import LAYERED, RUN_BY, quick
 import specgen
 from specgen import demo, methods
 from specgen.base.measuring import timed
-from specgen.base.settings import Setting
 from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs.pearl_window import LONGEST_WINDOW
@@ -27,10 +25,7 @@ from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.timing import time_passes
-from specgen.methods import runs
-from specgen.methods.method import Method
 from specgen.tune import pair_inspection
-from specgen.view import pair_report
 
 Inspect = Callable[..., tuple[str, str]]
 CPU = torch.device("cpu")
@@ -189,31 +184,6 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypat
         assert entry["speedup"] == pytest.approx(tokens * seconds[1] / (k * draft + seconds[k + 1]))
 
 
-def test_methods_that_cannot_be_planned_say_why(
-    inspect: Inspect, strangers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a method lacks is found by planning a run with it."""
-    picky = replace(methods.find("lookup"), name="picky", policy="fixed", settings={"ngram": Setting(3, "")})
-    monkeypatch.setitem(methods.METHODS, "picky", picky)
-    planned = runs.make_run
-
-    def refusing(method: Method, *rest: Any, **given: Any) -> Any:
-        if method.name == "picky":
-            raise specgen.SpecgenError("no exit layer for this pair", "make one: specgen tune --train")
-        return planned(method, *rest, **given)
-
-    monkeypatch.setattr(runs, "make_run", refusing)
-    line = json_report(inspect, "-t", strangers[0], "--measure")
-    assert line["methods"]["picky"] == {
-        "ready": False,
-        "why": "no exit layer for this pair",
-        "cure": "make one: specgen tune --train",
-    }
-    out, _ = inspect("-t", strangers[0], "--measure")
-    assert "✗ picky" in out
-    assert "no exit layer for this pair: make one: specgen tune --train" in " ".join(out.split())
-
-
 def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     runner = demo_pair.target.runner()
     seen = []
@@ -226,47 +196,26 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     assert len(seen[1:]) >= 10
 
 
-def speedup_model(draft: float, a_token_more: float) -> SpeedupModel:
-    return SpeedupModel({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
-
-
 def test_the_speedup_model_by_hand() -> None:
-    cheap = speedup_model(draft=0.2, a_token_more=0.0)
-    assert cheap.break_even_acceptance(1) == pytest.approx(0.2)
-    assert cheap.break_even_acceptance(5) == pytest.approx(0.2)
-    assert cheap.speedup(5, 1.0) == pytest.approx(6 / 2)
-    assert cheap.speedup(1, 0.2) == pytest.approx(1.0)
-    dear = speedup_model(draft=1.1, a_token_more=0.1)
-    assert dear.relative_draft_cost == pytest.approx(1.1)
-    assert dear.break_even_acceptance(3) is None
-    free = speedup_model(draft=0.0, a_token_more=0.05)
-    assert free.break_even_acceptance(10) == pytest.approx(0.05)
-    assert cheap.relative_draft_cost == pytest.approx(0.2)
+    def model(draft: float, a_token_more: float) -> SpeedupModel:
+        return SpeedupModel({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
+
+    cheap, dear, free = model(0.2, 0.0), model(1.1, 0.1), model(0.0, 0.05)
+    assert (cheap.break_even_acceptance(5), cheap.speedup(5, 1.0)) == pytest.approx((0.2, 6 / 2))
+    assert (dear.relative_draft_cost, dear.break_even_acceptance(3)) == (pytest.approx(1.1), None)
     assert cheap.break_even_draft_cost(0.5) == pytest.approx(0.5)  # with one drafted token: 1.5 tokens for 1 + 0.5 target passes
-    assert speedup_model(draft=0.2, a_token_more=1.0).break_even_draft_cost(0.5) is None
+    assert model(0.2, 1.0).break_even_draft_cost(0.5) is None
     assert free.best(0.9)[0] > free.best(0.3)[0]
 
 
 def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's device has room for its weights and a part of its cache, the draft model's for nothing."""
     sources = [ModelSource(str(demo.folder(role)), role) for role in demo.ROLES]
     free = {"cpu": 12 << 20, "mps": 900 << 10}
     monkeypatch.setattr(pair_inspection, "free_memory", lambda device: free[device.type])
-
-    def shown(draft: str) -> list[str]:
+    for draft, own in (("cpu", None), ("mps", 900 << 10)):
         devices = CPU, torch.device(draft)
         report = pair_inspection.inspect_files(sources[0], sources[1], devices, ("float32", None), lambda _: None)
-        assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, None if draft == "cpu" else 900 << 10)
-        assert report.as_dict()["draft_free_bytes"] == report.draft_free_bytes
-        return [f"{label}: {text}" for label, text in pair_report._memory(report)]
-
-    (together,) = shown("cpu")
-    assert "cpu has 12.0 MiB free" in together
-    target, draft = shown("mps")
-    assert target.startswith("✓ memory: 11.2 MiB of weights")
-    assert "cpu has 12.0 MiB free: room for about" in target
-    assert draft.startswith("✗ memory: ")
-    assert draft.endswith("mps has 900 KiB free: the weights do not fit")
+        assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, own)
 
 
 def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

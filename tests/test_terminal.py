@@ -52,7 +52,6 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "hostile": (100, {}, random),
         "hostile rounds": (100, {}, [*random, "--rounds"]),
         "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
-        "error without a prompt": (100, {}, ["generate"]),
         "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
     }
     environment = {
@@ -135,6 +134,3 @@ def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error:"]}
     assert styles(screens["error without colours"]) == {"1": ["error:"]}
-    lead, hint = plain(screens["error without a prompt"]).splitlines()
-    assert lead == "error: there is no prompt"
-    assert hint.strip().startswith("Give one: specgen generate ")

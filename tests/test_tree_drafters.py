@@ -108,7 +108,7 @@ def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: Samplin
     for seed in range(6):
         runner, policy, generator = TableRunner(0), Seeing(5), torch.Generator().manual_seed(seed)
         scales = torch.tensor([0.5, 2.0, 4.0, 12.0])[torch.randint(4, (40, 40, 1), generator=generator)]
-        runner.table = torch.randn(40, 40, 40, generator=generator) * scales
+        runner.table = torch.randn(40, 40, 40, generator=generator) * (scales if seed else 0.02)
         runner.table[..., 8 if seed else 3 :] = -torch.inf
         runner.num_embeddings = 40
         setup = Setup(runner, sampling, frozenset({3}), 40, seed)
@@ -121,12 +121,13 @@ def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: Samplin
             row = runner.row([*PROMPT, *chain.tokens[:position]])
             possible = row.argsort(descending=True)[: 8 if seed else 3].tolist()
             others = [token for token in possible if token != chain.tokens[position]]
-            wanted = others[: further_candidates(float(row.softmax(-1).max()))]
+            number = further_candidates(float(row.softmax(-1).max()))
+            wanted = others[:number]
             nodes = [node for node in range(length, len(draft.tokens)) if draft.parents[node] == position - 1]
             assert [draft.tokens[node] for node in nodes] == wanted
-            assert seen.nodes == 1 + len(wanted)
+            assert seen.nodes == 1 + number
             numbers.add(len(wanted))
-    assert numbers >= {1, 3, 5, 7}
+    assert numbers >= {1, 2, 3, 5, 7}
 
 
 @pytest.mark.parametrize(("width", "ngram", "guesses"), [(1, 2, 1), (4, 2, 2), (1, 4, 1), (3, 3, 2), (5, 4, 3)])

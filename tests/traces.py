@@ -103,14 +103,3 @@ def a_recorded_run(rounds: int, seed: int = 0, method: str = "beta-ts", **change
         line["predicted"] = [*top_probs[:-1], None]
         made.append(line | {"policy": {"alpha": alpha, "beta": beta}, "stop_reason": "bandit θ 0.71"})
     return [start_line(method, **changes), *made, summary_line(made)]
-
-
-def rounds_with_distributions() -> list[dict[str, Any]]:
-    """The lines of three rounds: two distributions of two tokens whose figures can be computed by hand."""
-    halves = {"entropies": [0.6931472] * 2, "overlap": [0.7] * 2, "kl": [0.2231436] * 2}
-    apart = {"entropies": [0.3250830], "overlap": [0.2], "kl": [1.7577797]}
-    return [
-        round_line(0),
-        round_line(1, (1, 2), 2, 4, "bonus", **halves),
-        round_line(2, (7,), 0, 9, "correction", **apart),
-    ]

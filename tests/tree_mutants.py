@@ -145,7 +145,7 @@ CAPE = [
     ),
     *mutants(
         _VERIFIERS,
-        CAPE_TESTS,
+        GREEDY,
         (
             "CaPE: further candidates are never accepted",
             "for child in range(drawn, len(draft.tokens)):",

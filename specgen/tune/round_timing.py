@@ -6,6 +6,7 @@ Passes of one model alone would be too fast: in a round, the two models evict ea
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -15,9 +16,10 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import Signals
+from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
 from specgen.methods.pearl_schedule import Parallel
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from specgen.decoding.drafting import Drafter
+    from specgen.engine.model_runner import DraftRunner, ModelRunner
     from specgen.pair.pair import Pair
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
@@ -69,6 +72,21 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
     ids = [token for round_ in rounds for token in round_.token_ids]
     seconds = [sum(round_.seconds.values()) for round_ in rounds]
     return ReferenceOutput(prompt_ids, ids, run.limit, frozenset(run.eos_ids), seconds[0], sum(seconds))
+
+
+@inference
+def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
+    """Returns the seconds of the draft model's pass over the prompt, minus the seconds of its pass over one token."""
+    target.logits(Context(reference.prompt_ids))  # an exit layer reads the first layers' hidden states from the target's pass
+    wait = synchronizer(draft.device) or (lambda: None)
+    context, seconds = Context(reference.prompt_ids), []
+    for _ in range(2):  # the second pass finds all but the last token in the cache
+        wait()
+        start = time.perf_counter()
+        draft.logits(context)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return max(0.0, seconds[0] - seconds[1])
 
 
 class RoundProbe:

@@ -30,7 +30,6 @@ from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.drafting import LearningDrafter, ModelDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
 from specgen.decoding.verification import match_path
-from specgen.engine.devices import synchronizer
 from specgen.engine.forward_pass import ModelOutput, depths
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
@@ -43,7 +42,7 @@ from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN, Deadline
-from specgen.tune.round_timing import RoundProbe
+from specgen.tune.round_timing import RoundProbe, draft_prefill_seconds
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -383,14 +382,6 @@ class Simulator:
                 summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
         return summary
 
-    def plain_perplexity(self, numbers: Sequence[int]) -> float:
-        """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
-        summary = Figures(PLAIN)
-        for reference in (self.references[number] for number in numbers):
-            summary.token_ids += reference.token_ids
-            summary.add_log_likelihood(self.pair.log_likelihood(reference.prompt_ids, reference.token_ids))
-        return summary.perplexity or 0.0
-
     @inference
     def acceptance(self, name: str) -> float | None:
         """Returns the mean probability that the target accepts a token that the method `name` drafts after accepted ones.
@@ -503,20 +494,6 @@ def _is_simple(method: Method, settings: Settings) -> bool:
 def run_seed(number: int, seed: int) -> int:
     """Returns the seed of a run on prompt number `number`: each prompt has one of its own."""
     return derive_seed(seed, f"prompt {number}")
-
-
-def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Returns the seconds of the draft model's pass over the prompt, minus the seconds of its pass over one token."""
-    target.logits(Context(reference.prompt_ids))  # an exit layer reads the first layers' hidden states from the target's pass
-    wait = synchronizer(draft.device) or (lambda: None)
-    context, seconds = Context(reference.prompt_ids), []
-    for _ in range(2):  # the second pass finds all but the last token in the cache
-        wait()
-        start = time.perf_counter()
-        draft.logits(context)
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return max(0.0, seconds[0] - seconds[1])
 
 
 def _length(reference: ReferenceOutput) -> int:

@@ -18,6 +18,7 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.pair.figures import Figures
 from specgen.pair.pair import capture_passes
 from specgen.tune.method_readiness import obstacle
 from specgen.tune.outcome import (
@@ -273,7 +274,7 @@ def _search_shapes(
     share = SEARCH_ALONE if not set(names) & set(SIMPLE) - {PLAIN} else SEARCH
     tried, failed = search(simulator, grids, request.deadline.share(share), observer.doing, numbers=numbers)
     any_lossy = any(tried[name] for name in grids if not methods.METHODS[name].lossless)
-    perplexity = simulator.plain_perplexity(numbers) if any_lossy else None
+    perplexity = plain_perplexity(simulator, numbers) if any_lossy else None
     best, left_out = best_of_each(tried, failed, perplexity, objective)
     merged = {candidate.name: candidate for candidate in candidates}
     scale = plain_of(candidates).predicted / expected(simulator, PLAIN, {}, numbers).predicted
@@ -290,6 +291,15 @@ def _search_shapes(
         observer.done(f"{counted(total, 'shape')} of trees, drafts and beams simulated{lossy}{named}")
     reasons = {f"{name} with width" if name == "sd" else name: why for name, why in left_out.items()}
     return by_speed(list(merged.values())), reasons
+
+
+def plain_perplexity(simulator: Simulator, numbers: Sequence[int]) -> float:
+    """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
+    figures = Figures(PLAIN)
+    for reference in (simulator.references[number] for number in numbers):
+        figures.token_ids += reference.token_ids
+        figures.add_log_likelihood(simulator.pair.log_likelihood(reference.prompt_ids, reference.token_ids))
+    return figures.perplexity or 0.0
 
 
 def outcome_of(

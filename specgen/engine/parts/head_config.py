@@ -75,7 +75,7 @@ class HeadFields(BaseModel):
 
 
 def read_fields(files: WeightFiles, config: Mapping[str, Any]) -> HeadFields:
-    """Reads a config.json. Raises SpecgenError for fields of other types, and for switches of variants that specgen cannot run."""
+    """Reads a config.json. Raises SpecgenError for fields of other types, and for switches of variants that are not supported."""
     fields = schema.check(json.dumps(config), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
     for switch in ("norm_before_fc", "layernorms", "use_remap"):
         if getattr(fields, switch):

@@ -1,4 +1,4 @@
-"""Draws the README's pictures from runs on the bundled pair: `python tests/pictures.py`."""
+"""Draws the README's pictures from runs on the bundled pair: `python tests/bench/draw_pictures.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specgen.view.theme import BACKGROUNDS, recorder
 from specgen.view.trace_report import RecordedMethod
 
 WIDTH = 100  # columns
-FOLDER = Path(__file__).parent.parent / ".github"
+FOLDER = Path(__file__).parents[2] / ".github"
 QUESTION = (
     "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 pencils to Hugo. "
     "How many pencils does Ben have now?"
