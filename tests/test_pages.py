@@ -57,23 +57,6 @@ def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, open_pa
     assert browser.find(".list li")[0].is_displayed()
 
 
-def test_points_lie_where_their_numbers_say(browser: Browser, open_page: OpenPage) -> None:
-    run = traces.a_recorded_run(40, settings={"c": 0.15, "threshold": 0.4})
-    open_page(run)
-    drafted = [(line, position) for line in run[1:-1] for position in range(len(line["draft_ids"]))]
-    drafted.sort(key=lambda each: max(-1, min(each[1] - len(each[0]["accepted_ids"]), 1)))  # accepted, rejected, discarded
-    points = browser.find("svg.scatter.gutter circle, svg.scatter.gutter svg.x")
-    assert len(points) == len(drafted)
-    plot = browser.find("svg.scatter.gutter")[0].rect
-    right = max(line["entropies"][position] for line, position in drafted) * 1.02
-    for element, (line, position) in list(zip(points, drafted, strict=True))[::7]:
-        at = element.rect
-        x, y = at["x"] + at["width"] / 2 - plot["x"], at["y"] + at["height"] / 2 - plot["y"]
-        assert x == pytest.approx(plot["width"] * line["entropies"][position] / right, abs=1.5)
-        assert y == pytest.approx(8 + 288 * (1 - line["overlap"][position]), abs=1.5)
-    assert browser.find("svg.posterior polygon.band")[0].rect["width"] > 500
-
-
 @pytest.mark.parametrize(
     ("width", "dark"),
     [(320, False), (768, True), *(pytest.param(*view, marks=pytest.mark.slow) for view in ((390, True), (1600, False)))],

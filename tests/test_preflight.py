@@ -164,8 +164,7 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypat
     seconds = {int(width): taken for width, taken in found["target_seconds"].items()}
     draft = found["draft_seconds"]
     assert sorted(seconds) == list(range(1, 17))
-    assert all(taken > 0 for taken in seconds.values())
-    assert draft > 0
+    assert min(draft, *seconds.values()) > 0
     assert found["pearl_window"] == min(LONGEST_WINDOW, max(1, round(found["cost_ratio"])))
     for k in range(1, 16):
         rate = (k * draft + seconds[k + 1] - seconds[1]) / (k * seconds[1])

@@ -46,7 +46,6 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     scenes: dict[str, tuple[int, dict[str, str], list[str]]] = {
         "colours": (100, {}, usual),
         "no colours": (120, {"NO_COLOR": "1"}, usual),
-        "no colours asked": (120, {}, [*usual, "--no-color"]),
         "rounds": (100, {}, [*usual, "--rounds"]),
         "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
         "hostile": (100, {}, random),
@@ -101,9 +100,8 @@ def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> Non
     assert set(styles(answer)) == {"32"}  # the target's own is plain
 
 
-@pytest.mark.parametrize("screen", ["no colours", "no colours asked"])
-def test_no_color_keeps_the_underline_and_counts_the_targets_own_tokens(screens: Mapping[str, str], screen: str) -> None:
-    shown = after_loading(screens[screen])
+def test_no_color_keeps_the_underline_and_counts_the_targets_own_tokens(screens: Mapping[str, str]) -> None:
+    shown = after_loading(screens["no colours"])
     assert plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
     assert set(styles(shown)) <= {"1", "2", "4"}
     assert "".join(styles(shown)["4"])
