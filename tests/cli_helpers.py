@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,9 @@ import pytest
 from specgen.cli.app import main
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
-# the keys of the JSON lines, as documented
-START = "type method settings lossless target draft device dtype prompt_ids sampling versions"
-ROUND = (
-    "type index mode draft_ids draft_texts parents accepted_ids token_id token_text source "
-    "stop_reason entropies top_probs predicted policy target_passes seconds"
-)
+# the keys of a summary's line, as documented
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
     "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "

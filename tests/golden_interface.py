@@ -1,4 +1,4 @@
-"""What users and scripts rely on, read from the program: commands, options, JSON keys, exit codes, methods and Python names.
+"""What users and scripts rely on, read from the program: commands, options, JSON keys, methods and Python names.
 
 `python tests/golden_interface.py --write` records it in `golden/interface.json`. `command` runs `specgen` in this process.
 """
@@ -27,30 +27,6 @@ OPEN = {"settings", "costs", "engine", "policy", "predicted", "perplexity", "lef
 OPEN |= {"tune.measured", "target_seconds", "pays_from"}
 BY_NAME = {"methods", "by_category"}  # dictionaries of equal records: the keys of one of them are recorded
 UNPROMISED = {"self", "announce", "process"}  # parameters that no user is told of
-EXITS: dict[str, list[str]] = {  # name -> arguments; their exit codes are recorded
-    "help": ["--help"],
-    "done": ["generate", "-m", "ar", "-n", "2", "text"],
-    "no command": ["nonesuch"],
-    "no such option": ["generate", "--nonesuch", "text"],
-    "no such method": ["generate", "-m", "nonesuch", "text"],
-    "no such setting": ["generate", "-m", "sd", "--set", "nonesuch=1", "text"],
-    "a setting out of bounds": ["generate", "-m", "sd", "--set", "k=0", "text"],
-    "a policy that the drafter cannot feed": ["generate", "-m", "lookup", "--set", "policy=svip", "text"],
-    "zero tokens": ["generate", "-n", "0", "text"],
-    "a draft without a target": ["generate", "-d", "FOLDER/MODEL", "text"],
-    "no such model": ["generate", "-t", "FOLDER/nonesuch", "text"],
-    "no such device": ["generate", "--device", "cuda:99", "text"],
-    "a trace that cannot be written": ["generate", "-n", "2", "--trace", "FOLDER/nonesuch/trace.jsonl", "text"],
-    "- for an output": ["generate", "-n", "2", "--trace", "-", "text"],
-    "a prompt without room for a token": ["generate", "--context", "2", "one two three four five"],
-    "sampling with joint": ["generate", "-m", "joint", "--temperature", "1", "text"],
-    "NaN logits": ["generate", "-t", "FOLDER/BROKEN", "--device", "cpu", "--dtype", "float32", "text"],
-    "no method that can run": ["compare", "-t", "FOLDER/MODEL", "-m", "medusa", "--limit", "1"],
-    "no such prompts": ["compare", "--prompts", "FOLDER/nonesuch.yaml"],
-    "a budget that is too small": ["tune", "--budget", "1"],
-    "no such trace": ["inspect", "FOLDER/nonesuch.jsonl"],
-    "nothing to inspect": ["inspect"],
-}
 
 
 @contextmanager
@@ -82,18 +58,6 @@ def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
     for stream in (out, err):
         stream.seek(0)
     return code, out.read(), err.read()
-
-
-def save_models(folder: Path) -> None:
-    """Saves a tiny model as MODEL, and as BROKEN one whose logits are NaN."""
-    import torch
-    from golden_rounds import make_model, save
-
-    model = make_model("llama")
-    save(model, folder / "MODEL")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(torch.nan)
-    save(model, folder / "BROKEN")
 
 
 def help_of(name: str) -> tuple[str, dict[str, str]]:
@@ -183,13 +147,10 @@ def record() -> dict[str, Any]:
     """Everything that the golden file holds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_models(folder)
-        exits = {what: command(*(each.replace("FOLDER", name) for each in arguments))[0] for what, arguments in EXITS.items()}
         usage = {name or "specgen": help_of(name) for name in ("", "generate", "compare", "inspect", "tune")}
         return {
             "usage": {name: line for name, (line, _) in usage.items()},
             "options": {name: options for name, (_, options) in usage.items()},
-            "exit_codes": exits,
             "json": json_keys(folder),
             "methods": methods(),
             "python": python_names(),

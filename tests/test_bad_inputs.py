@@ -81,17 +81,16 @@ LIGHT = [
     generate("--tempratur 1", "--tempratur", "--temperature"),
     generate("-n 0", "max_new_tokens is 0", "at least 1"),
     generate(f"-n {NINES}", "max_new_tokens is above 2^40", "smaller"),
-    generate("-n abc", "--max-new-tokens is 'abc'", "integer"),
-    generate("--top-k -1", "top_k is -1", "0 for no cut"),
     generate("--temperature nan", "temperature is nan", "between 0"),
     generate("--temperature 1e-9", "temperature is 1e-09", "0 for greedy decoding"),
-    generate("--temperature warm", "--temperature is 'warm'", "number"),
     generate("--top-p 2", "top_p is 2", "at most 1"),
-    generate("--seed -1", "seed is -1", "from 0"),
     row(["generate", "hi", "--stop", ""], "stop holds", "at least one character"),
     row(["generate", "hi", "--stop", LATIN_1], r"stop holds ('caf\udce9',), which is not UTF-8"),
     generate("--draft some/model", "--draft some/model", "--target MODEL"),
     generate("--revision main", "--revision", "--target MODEL"),
+    generate("--draft-dtype int3", "there is no draft dtype 'int3'"),
+    generate("-t some/model --draft-dtype int8 -m lookup", "--draft-dtype int8 is given without --draft"),
+    row("tune --train -m sd --draft-dtype int8", "--draft-dtype cannot be combined with --train"),
     generate("--backend onnx", "'onnx'", "auto, native or transformers"),
     generate("--system x", "--system", "Add --chat"),
     # methods and settings
@@ -99,50 +98,37 @@ LIGHT = [
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
     generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
-    generate("-m ar --set k=1", "ar has no setting 'k'"),
-    generate("-m sd --set k=abc", "k is 'abc'", "whole number"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),
     generate("-m sd --set policy=fixd", "'fixd'", "did you mean fixed?", "beta-ts"),
-    generate("-m joint --set nodes=10", "nodes is 10", "between 16 and 1,048,576"),
     generate("-m eesd --set exit=", "exit is empty", "leave exit out"),
-    generate("-m svip --set threshold=nan", "threshold is nan", "between 0 and 100"),
     generate("-m lookup --set policy=svip", "lookup", "'svip'", "Use one of fixed, heuristic, beta-ts"),
     generate("-m lookup --set k=3 --set policy=svip", "lookup with policy=svip has no setting 'k'", "threshold"),
-    generate("-m lookup --set k=3 --set max_draft=9", "lookup with policy=fixed has no setting 'max_draft'"),
     generate("-m suffix --set history=maybe", "history is 'maybe'", "true or false"),
     generate("-m pearl --set policy=adaptive --set draft_cost=1", "pearl drafts during", "Leave it out"),
     generate("-m mtad --set beam=wide", "beam is 'wide'", "greedy, sample"),
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
-    row("tune -t some/model -m pearl", "pearl needs a draft model, and there is none"),
     row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
     row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     row("tune --budget 1", "--budget is 1", "at least 5 seconds"),
-    row("tune --budget inf", "--budget is inf"),
-    row("tune -m svipp", "did you mean svip"),
     row("tune -m joint", "joint is only a yardstick for other methods and cannot be tuned"),
     row("tune --export vlm", "did you mean vllm"),
-    row("tune --limit 0", "--limit is 0"),
     row("tune --steps 3", "needs --train"),
     row("tune --train --export mlx", "--export cannot be combined with --train"),
     row("tune --objective quality", "--objective is 'quality'", "speed or perplexity"),
     row("tune --max-perplexity 0.9", "--max-perplexity is '0.9'"),
     row("tune --max-perplexity 0%", "a percentage of plain decoding's such as 105%"),
-    row("tune --max-perplexity nan", "--max-perplexity is 'nan'"),
     row("tune --max-perplexity 105", "write 105% for a percentage of plain decoding's"),
     row("tune --objective perplexity --max-perplexity 2", "--max-perplexity cannot be combined with --objective perplexity"),
     row("tune --objective perplexity -m sd", "--objective perplexity is for lossy methods, and none is tuned"),
     row("tune --max-perplexity 110% -m svip", "--max-perplexity is for lossy methods, and none is tuned"),
     # comparisons
-    row("compare -m sivp", "'sivp'", "did you mean svip?"),
     row("compare --limit 0", "--limit is 0"),
-    row("compare --repeats 0", "--repeats is 0"),
     row("compare --category codes", "'codes'", "did you mean code?"),
     row("compare --record distributions", "--record distributions", "--trace"),
-    row("compare --record all --trace t", "--record is 'all'"),
     row("compare --csv /nowhere/f.csv", "CSV file", "/nowhere"),
     row("compare --resume /nowhere/t.jsonl", "/nowhere"),
     generate("--record distributions", "--record distributions", "--json"),
@@ -151,7 +137,6 @@ LIGHT = [
     row("generate -", "the prompt is empty", stdin=b"\n"),
     row("generate -", "standard input is not UTF-8", "byte 3", "iconv", stdin=b"caf\xe9"),
     row(["generate", LATIN_1], "the prompt is not UTF-8"),
-    row(["generate", "hi", "--chat", "--system", LATIN_1], "--system is not UTF-8"),
     # paths
     generate("--trace {places}/no/t.jsonl", "{places}/no", "no folder"),
     generate("--trace {places}", "{places}", "is a folder"),
@@ -164,7 +149,6 @@ LIGHT = [
     prompts("prompts: {", "line 2 is not YAML: "),
     trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
-    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": 1e400'), "1e400 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
 ]
 
@@ -221,9 +205,12 @@ TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
 TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
 MODELS = [
+    generate("--backend transformers --draft-dtype int8", "--draft-dtype int8 needs the native backend"),
+    generate("-m joint --temperature 1", "joint"),
     generate("-t {other-ids} -d {target}", "tokenizers differ", "WordLevel", "translation=text", "-m lookup"),
     row(f"generate {'a' * 3 * CONTEXT} -n 5 -t {{target}}", f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"),
-    row(f"generate {'a' * CONTEXT} -n 1 -t {{target}}", "1 over", "Shorten the prompt"),
+    generate("-t {target} --context 1", "--context is 1"),
+    generate("-t {target} --context 129", "--context is 129, and ", " for 128 tokens"),
     generate("-t nobody/nothing", "nobody/nothing", "Check the spelling"),
     generate("-t nothing --offline", "nothing", "offline"),
     generate("-t what?", "what?", "Check the spelling"),
@@ -232,7 +219,6 @@ MODELS = [
     *(row(["generate", "hi", option, LONG], "aaa") for option in ("--exit-layer", "-t")),
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
-    generate("-t {target} -d {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
     generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
     generate("-t {target} -m svip", "svip needs a draft model", "--draft", "-m lookup"),
     generate("-t {target} --dtype float8", "'float8'", "auto, float32, bfloat16, float16"),
@@ -249,7 +235,6 @@ MODELS = [
     model(changed_config(sliding_window="x"), "forward passes after a rollback fail (", options=TRANSFORMERS),
     model(changed_config("tokenizer_config.json", model_max_length="x", unusual=1), "cannot read the tokenizer of "),
     model(removed("tokenizer*"), "has no tokenizer: it lacks tokenizer.json", "vocab.txt", "save_pretrained"),
-    model(removed("tokenizer.json"), "has no tokenizer: it lacks tokenizer.json", "vocab.txt", "save_pretrained"),
     model(removed("model.safetensors"), "no safetensors weights", "save it again"),
     model(lost_shards, "index of weight files, but none of the files"),
     model(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "only pytorch_model.bin"),
@@ -280,18 +265,22 @@ MODELS = [
     # generation_config.json
     *(
         model(written("generation_config.json", content), "{model}/generation_config.json", "is no")
-        for content in (b'{"repetition_penalty": 5', b"", b"[]", b"null", b"\xff", DEEP, b'{"a": ' + b"9" * 5000 + b"}")
+        for content in (b"", b"[]", b"\xff", DEEP, b'{"a": ' + b"9" * 5000 + b"}")
     ),
     *(
         generation("generation_config.json: repetition_penalty", repetition_penalty=value)
-        for value in ("abc", 0, -1, float("nan"), float("inf"), 1e300, 1e-300, 10**400, True)
+        for value in ("abc", 0, float("nan"), 1e300, 1e-300, 10**400, True)
     ),
-    *(generation("generation_config.json: eos_token_id", eos_token_id=value) for value in (1.5, [[1]], -1, "x", True, {})),
-    *(generation("generation_config.json: no_repeat_ngram_size", no_repeat_ngram_size=value) for value in (-3, 1.5, "x", True)),
-    *(generation("generation_config.json: suppress_tokens", suppress_tokens=value) for value in ("x", [-1], [1.5], [[1]], 5)),
+    *(generation("generation_config.json: eos_token_id", eos_token_id=value) for value in (1.5, [[1]], -1, "x", {})),
+    *(generation("generation_config.json: no_repeat_ngram_size", no_repeat_ngram_size=value) for value in (-3, 1.5)),
+    *(generation("generation_config.json: suppress_tokens", suppress_tokens=value) for value in ("x", [-1], 5)),
     *(
         generation("generation_config.json: sequence_bias", sequence_bias=value)
         for value in ([[[1], 1e300]], [[[1], float("inf")]], [[[1], "x"]], {"x": 1})
+    ),
+    *(
+        generation(name, **{name: value})
+        for name, value in (("num_beams", 4), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),
     # chat templates
@@ -397,14 +386,12 @@ class Described:
     [
         ("", "Input should be an object (it is None)"),
         ("count: '1'", "count: Input should be a valid integer (it is '1')"),
-        ("count: true", "count: Input should be a valid integer (it is True)"),
         ("count: 1\nshares: [1, x]", "shares.1: Input should be a valid number (it is 'x')"),
         ("count: 1\nshares: [.nan]", "NaN is not a number"),
         ("count: 1\nmore: {x: 99999999999999999999}", "99999999999999999999 is too large"),
         ("count: 1\nformat: 2", "format: Input should be 1 (it is 2)"),
         ("count: &x 1\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
         ("[" * 30, "more than 20 levels of nesting"),
-        ("count: 2020-99-99", "a value does not fit its type"),
         ("? [1, 2]\n: 3", "unhashable key"),
         ("count: !!python/object:os.system x", "could not determine a constructor"),
         *((f"count: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
@@ -430,19 +417,13 @@ def test_a_file_that_does_not_fit_its_schema_is_named(tmp_path: Path, content: s
 # ------------------------------------------------------------------ odd, but accepted
 
 
-@pytest.mark.parametrize(("backend", "ids"), [("native", [10**9, 10**30]), ("transformers", [10**9])])
 def test_ids_beyond_the_vocabulary_change_nothing(
-    places: Mapping[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    backend: str,
-    ids: list[int],
+    places: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(places["target"], tmp_path / "model"))
+    folder, ids = Path(shutil.copytree(places["target"], tmp_path / "model")), [10**9, 10**30]
     fields = {"eos_token_id": ids, "suppress_tokens": ids, "begin_suppress_tokens": ids, "min_length": 10**30}
     (folder / "generation_config.json").write_text(json.dumps(fields))
-    command = f"generate abc -m ar -n 3 -q --device cpu --ignore-eos --backend {backend} -t".split(" ")
+    command = ["generate", "abc", "-m", "ar", "-n", "3", "-q", "--device", "cpu", "--ignore-eos", "-t"]
     found, expected = (run_main(monkeypatch, capfd, *command, model) for model in (str(folder), places["target"]))
     assert found == expected
     assert found[0] == 0

@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_helpers import POSIX, ROUND, START, SUMMARY, Lines, parsed, run, run_main, start
+from cli_helpers import FULL, POSIX, Lines, parsed, run, run_main, start
 from families import CONTEXT, LETTERS, make_tokenizer
 from processes import Forked
 from rank_processes import environments
 
-from specgen.methods import METHODS
-
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 PROMPT = "the cat sat on the mat"
 PHASES = {"prefill", "draft", "policy", "verify", "sample", "other"}
 SAMPLED = ("-n", "40", "--seed", "3", "--temperature", "1.5", "--ignore-eos")
@@ -40,16 +37,13 @@ def generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 
 
 def check_record(lines: Lines) -> None:
-    """Check that the lines have the documented keys and no others, and that the rounds contain exactly the generated tokens."""
+    """Check that the rounds contain exactly the generated tokens, and the sums of the summary."""
     first, *rounds, last = lines
     assert (first["type"], last["type"]) == ("start", "summary")
-    assert set(first) == set(START.split())
-    assert set(last) == set(SUMMARY.split())
     assert set(last["phase_seconds"]) == PHASES
     joined = []
     for position, line in enumerate(rounds):
         assert (line["type"], line["index"]) == ("round", position)
-        assert set(line) == set(ROUND.split())
         assert set(line["seconds"]) == PHASES
         assert line["mode"] == ("sequential" if position else "prefill")
         assert len(line["draft_ids"]) == len(line["draft_texts"]) == len(line["parents"])
@@ -74,10 +68,10 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     assert re.fullmatch(r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  .*verif.*", err.decode().strip())
 
 
-def test_json_lines_have_the_promised_keys_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
+def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     options = (*SAMPLED, "--json", "--trace", str(trace))
-    code, out, err = run("generate", *pair, *options, PROMPT, environment={"PYTHONIOENCODING": "ascii"})
+    code, out, err = run("generate", *pair, *options, PROMPT, environment={"LC_ALL": "C", "PYTHONUTF8": "0"})
     assert (code, len(err.splitlines()), out) == (0, 1, trace.read_bytes())
     assert not out.isascii()  # UTF-8 whatever the locale
     lines = parsed(out.decode())
@@ -141,14 +135,13 @@ def test_a_full_disk_is_reported_in_one_line_and_a_closed_output_is_none(pair: t
     assert (process.communicate(timeout=120), process.returncode) == ((b"", b""), 0)
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_torchs_idle_threads_leave_their_cores_to_others_in_the_program_only(given: dict[str, str], expected: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+def test_torchs_idle_threads_leave_their_cores_to_others_in_the_program_only() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     code = "import os, sys, atexit; show = lambda: print(os.environ.get('OMP_WAIT_POLICY'))\n"
     code += "import specgen.cli.app as app; show(); atexit.register(show)\nsys.argv[1:] = ['--version']; app.program()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
     before, version, after = done.stdout.splitlines()
-    assert (before, version[:8], after) == (given.get("OMP_WAIT_POLICY", "None"), "specgen ", expected)
+    assert (before, version[:8], after) == ("None", "specgen ", "PASSIVE")
 
 
 # ------------------------------------------------------------------ text, options and the footer, in this process
@@ -170,12 +163,10 @@ def test_the_output_ends_before_a_stop_text(generate: Generate) -> None:
     [
         (["-"], b"abc", "abc"),
         ([], b"abc", "abc"),
-        (["-"], b"abc\n", "abc"),
         ([], b"abc\r\n", "abc"),
         ([], b"abc\n\n", "abc\n"),
         ([], " é ".encode(), " é "),
         (["abc\n"], b"not read", "abc\n"),
-        (["--chat", "hello"], b"", "user hello\nassistant "),
         (["--chat", "--system", "be brief", "hello"], b"", "system be brief\nuser hello\nassistant "),
     ],
 )
@@ -198,66 +189,7 @@ def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: 
     out, footer = generate("-n", "20", "--json", PROMPT, models=pair[:2])
     assert footer.strip().startswith("adaptive (no draft model)  ")
     assert parsed(out)[0]["draft"] is None
-    out, footer = generate("-m", "ar", "-n", "5", "--ignore-eos", "--json", PROMPT)
-    assert parsed(out)[-1]["acceptance_rate"] is None
-    assert re.fullmatch(r"ar  5 tokens  [\d.]+ tokens/s\n", footer)
     out, footer = generate("-n", "500", "--ignore-eos", "--json", PROMPT)
     lines = parsed(out)
     assert len(lines[0]["prompt_ids"]) + lines[-1]["new_tokens"] == CONTEXT
     assert f"(the context of {CONTEXT} tokens is full)" in footer
-
-
-def test_settings_and_recorded_distributions(generate: Generate) -> None:
-    options = ("-n", "20", "--ignore-eos", "--json", "-m", "sd", "--set", "policy=heuristic", "--set", "k=3", PROMPT)
-    lines = parsed(generate(*options, "--record", "distributions")[0])
-    own = {"width": 1, "depth": "auto", "nodes": "auto", "cape": False, "translation": "tokens"}
-    assert lines[0]["settings"] == {"policy": "heuristic", "k": 3, "max_draft": 40} | own
-    assert len(lines[2]["draft_ids"]) == 3
-    for line in lines[1:-1]:
-        assert set(line) == {*ROUND.split(), "overlap", "kl"}
-        assert len(line["overlap"]) == len(line["kl"]) == len(line["draft_ids"])
-        assert all(0 <= overlap <= 1 and kl >= 0 for overlap, kl in zip(line["overlap"], line["kl"], strict=True))
-    assert parsed(generate(*options)[0])[-1]["token_ids"] == lines[-1]["token_ids"]
-
-
-def test_methods_are_described(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One by `generate --help-method`, all by `inspect --methods`: with the policies that they can take, and no others."""
-    head, *settings = run_main(monkeypatch, capfd, "generate", "--help-method", "-m", "svip")[1].splitlines()
-    assert head.startswith("svip  SVIP  lossless")
-    assert [line.split("=")[0].strip() for line in settings] == ["threshold", "c", "every", "max_draft"]
-    monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = run_main(monkeypatch, capfd, "inspect", "--methods")
-    assert (code, err) == (0, "")
-    heads = {line.split()[0]: line for line in out.splitlines() if not line.startswith(" ")}
-    assert list(heads) == list(METHODS)
-    assert all(method.paper in heads[name] for name, method in METHODS.items())
-    needs = {name: line.partition("  needs ")[2] for name, line in heads.items()}
-    assert [needs[name] for name in ("sd", "eesd", "eagle", "lookup")] == ["a draft model", "an exit layer", "a trained head", ""]
-    lookup = out[out.index("\nlookup") : out.index("\npearl")]
-    assert [text in lookup for text in ("beta-ts", "svip", "policy=adaptive")] == [True, False, True]
-    assert out.count("k=N alone: policy=fixed") == 2, "lookup, suffix"
-
-
-@pytest.mark.parametrize("width", [100, 60])
-def test_rounds_show_a_legend_then_one_line_per_round_then_the_answer(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    options = ("-m", "sd", "--set", "k=3", "-n", "40", "--ignore-eos", PROMPT)
-    answer, _ = generate(*options)
-    record = parsed(generate(*options, "--json")[0])
-    out, err = generate(*options, "--rounds")
-    assert out == answer
-    *shown, blank, footer = err.rstrip("\n").splitlines()
-    assert blank == ""
-    assert footer.startswith("sd  40 tokens")
-    assert err.count("✗rejected") == err.count("⊕bonus") == err.count("3/5 accepted of drafted") == 1
-    rows = [line for line in shown if re.match(r" *\d+ .*", line) and "accepted of" not in line]
-    assert [int(row[:3]) for row in rows] == list(range(record[-1]["rounds"]))
-    assert f"prompt, {len(PROMPT)} tokens" in rows[0]
-    for row, line in zip(rows[1:], record[2:-1], strict=True):
-        assert row.split()[1] == f"{len(line['accepted_ids'])}/{len(line['draft_ids'])}"
-        assert (line["source"] == "correction", line["source"] == "bonus") == ("→" in row, "⊕" in row)
-        if len(line["draft_ids"]) == 3:
-            assert row.endswith("limit 3")
-            assert len(row) == width or width < 80

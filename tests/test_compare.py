@@ -166,17 +166,11 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
     assert trace.read_text() == before
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
 def test_seeds_are_fresh_and_repeat_a_run(
-    compare: Compare,
-    pair: tuple[str, ...],
-    tmp_path: Path,
-    temperature: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    compare: Compare, pair: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each prompt and repeat draws its own, whatever else is measured; `generate` repeats a run by the seed in the trace."""
-    options = ["-n", "16", "--ignore-eos", "--temperature", temperature, "--seed"]
+    options = ["-n", "16", "--ignore-eos", "--temperature", "1", "--seed"]
     trace, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     assert compare("-m", "beta-ts", *options, "5", "--repeats", "2", "--trace", str(trace))[0] == 0
     compare("-m", "sd", *options, "5", "--repeats", "1", "--limit", "2", "--trace", str(again))
@@ -340,15 +334,13 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     lines = {line["method"]: line for line in parsed(compare(*options, "--json", models=pair[:2])[1])}
     assert "draft model" in lines["svip"]["error"]
     assert (lines["svip"]["tokens_per_second"], lines["lookup"]["identical"]) == (None, 2)
-    shown = " ".join(compare("-m", "svip,suffix", *options[2:], models=pair[:2])[1].split())
-    assert "or use a method that needs none: -m lookup" in shown
 
 
-@pytest.mark.parametrize("methods", ["eagle,medusa", "svip,svip:threshold=0.3", "sd"])
+@pytest.mark.parametrize("methods", ["eagle,medusa", "svip,svip:threshold=0.3"])
 def test_where_no_named_method_can_run_nothing_is_measured(compare: Compare, pair: tuple[str, ...], methods: str) -> None:
     code, out, err = compare("-m", methods, "-n", "8", "--limit", "1", models=pair[:2])
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: none of these methods can run: " if "," in methods else "error: sd needs a draft model")
+    assert err.startswith("error: none of these methods can run: ")
     assert err.count("svip needs a draft model") == ("svip" in methods)
     assert all(f"{name} needs a head" in err for name in ("eagle", "medusa") if name in methods)
 
@@ -392,19 +384,6 @@ def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Co
     own, baseline = starts[0], next(line for line in starts if line["method"] == "transformers-assisted")
     assert baseline["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
     assert (baseline["sampling"], set(baseline), baseline["draft"]) == (own["sampling"], set(own), models[3])
-
-
-def test_the_baselines_end_and_sample_as_our_methods_do(compare: Compare, tmp_path: Path) -> None:
-    trace, baselines = tmp_path / "t.jsonl", "transformers,transformers-assisted"
-    code, out, _ = compare("-m", baselines, "-n", "60", "--repeats", "1", "--json")
-    assert code == 0
-    assert all(line["identical"] == 4 for line in parsed(out))
-    options = ("--temperature", "1.3", "--top-k", "5", "--top-p", "0.9", "--seed", "1", *ONCE)
-    code, _, err = compare("-m", baselines, "-n", "20", *options, "--trace", str(trace))
-    assert (code, err) == (0, "")
-    runs = runs_of(trace)
-    assert all(len(runs[method][index][0]["token_ids"]) == 20 for method in baselines.split(",") for index in range(4))
-    assert runs["transformers"][0][0]["token_ids"] != runs["ar"][0][0]["token_ids"]  # other draws
 
 
 def test_a_draft_whose_other_vocabulary_is_as_large_is_refused_for_transformers(compare: Compare, tmp_path: Path) -> None:

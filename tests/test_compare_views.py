@@ -11,7 +11,7 @@ from comparisons import comparison, report_of, results_of, run, shown, usual
 from specgen.compare.results import method_results, ranked
 from specgen.compare.verdict import Difference
 from specgen.view import theme
-from specgen.view.comparison import page, picture, speed_table
+from specgen.view.comparison import picture, speed_table
 from specgen.view.pages import comparison_page
 
 
@@ -19,12 +19,10 @@ from specgen.view.pages import comparison_page
     ("methods", "said"),
     [
         ({"ar": [2.0] * 3, "sd": [2.5] * 3}, "Nothing here is faster than plain decoding (ar); the best is sd at 0.80×."),
-        ({"ar": [2.0] * 3, "sd": [1.0, 2.5, 2.2]}, "nothing here is clearly faster than plain decoding (ar)."),
         ({"ar": [2.0] * 3, "sd": [1.0] * 3}, "sd keeps the target's output at 2.00× plain decoding (ar). 3 prompts are too few"),
         ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [0.9, 1.1, 1.03] * 2}, "Too close to call: svip."),
         ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [1.1] * 5}, "sd is the fastest that keeps the target's output: 2.00× plain"),
         ({"ar": [2.0], "sd": [1.0], "svip": [1.1]}, "(ar). One prompt gives no interval. Too close to call: svip."),
-        ({"ar": [2.0] * 2, "sd": [1.0] * 2, "svip": [1.7] * 2}, "Too close to call: svip."),
     ],
 )
 def test_the_result_in_plain_words(methods: dict[str, list[float]], said: str) -> None:
@@ -70,12 +68,7 @@ def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
     assert set(bars["svip"]) & set("╾─╴")
 
 
-def test_a_hidden_column_is_not_explained_and_a_picture_hides_none() -> None:
-    for width in range(200, 45, -1):
-        lines = [line.plain for line in page(comparison(), width)]
-        table, said = "\n".join(lines[: lines.index("", 3)]), " ".join(" ".join(lines[lines.index("", 3) :]).split())
-        assert ("Eq. 14: EESD's" in said) == ("Eq. 14" in table)
-        assert ("by pass costs: all" in said) == ("by pass" in table)
+def test_a_picture_of_the_table_hides_no_column() -> None:
     svg = picture(comparison()).replace("&#160;", " ")
     assert "lexity" in svg
     assert "A wider terminal" not in svg

@@ -56,12 +56,6 @@ def test_a_prompt_beyond_the_limit_is_refused(limited: Pair) -> None:
         limited.run(limited.request([5] * LIMIT, "ar", SAMPLING))
 
 
-@pytest.mark.parametrize(("limit", "message"), [(1, "--context is 1"), (CONTEXT + 1, "--context is 129, and .* for 128 tokens")])
-def test_impossible_limits_are_refused(pair_of: Callable[..., Pair], limit: int, message: str) -> None:
-    with pytest.raises(specgen.SpecgenError, match=message):
-        specgen.load(str(pair_of("llama", "near").target.folder), device="cpu", context=limit)
-
-
 class Allocations(TorchDispatchMode):
     """Records the bytes of each tensor that an operation makes, views left out, and the most rows of logits."""
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from cli_helpers import run_main
-from families import make_model, save
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import model_loading
-from specgen.engine.model_loading import ModelSource
 from specgen.pair import loading
-from specgen.workers.server import serve
 
 NOTHING: dict[str, Any] = {}
 
@@ -30,20 +23,6 @@ NOTHING: dict[str, Any] = {}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return save_pair(tmp_path_factory.mktemp("pearl"))
-
-
-@posix
-def test_a_failed_load_is_reported(tmp_path: Path) -> None:
-    """Runs the worker's loop in a thread of this process."""
-    folder = save(make_model("llama"), tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    here, there = Pipe()
-    with here, there:
-        here.send((7, "load", (ModelSource(folder, "a draft"), "cpu", "float32", 1, None)))
-        threading.Thread(target=serve, args=(there, -1, Mock()), daemon=True).start()
-        serial, error = here.recv()
-    assert (serial, type(error)) == (7, SpecgenError)
-    assert "no safetensors weights" in str(error)
 
 
 @pytest.fixture
@@ -80,29 +59,6 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
         assert loaded_here == [draft]
 
 
-@posix
-@pytest.mark.parametrize(
-    ("command", "loaded"),
-    [
-        ("generate -m pearl --set window=4 abc", []),
-        ("generate abc", ["draft"]),
-        ("compare -m pearl:window=4,sd --repeats 1 --limit 1", ["draft"]),
-    ],
-)
-def test_a_command_loads_the_draft_only_if_a_method_needs_it_here(
-    folders: tuple[str, str],
-    loaded_here: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: str,
-    loaded: list[str],
-) -> None:
-    named = ("-t", folders[0], "-d", folders[1], "-n", "3", "--device", "cpu", "-q")
-    code, _, err = run_main(monkeypatch, capfd, *command.split(), *named)
-    assert (code, err) == (0, "")
-    assert [Path(name).name for name in loaded_here] == loaded
-
-
 def test_threads_that_need_the_draft_at_once_load_it_once(folders: tuple[str, str], loaded_here: list[str]) -> None:
     with specgen.load(*folders, device="cpu", dtype="float32") as pair, ThreadPoolExecutor(4) as pool:
         assert pair.draft is not None
@@ -121,17 +77,9 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
                 pair.generate(PROMPT, method, **settings)
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "apart"),
-    [
-        ("cpu", "cpu", True),
-        ("cuda:0", "cuda:1", True),
-        ("cuda:0", "cuda:0", False),
-    ],
-)
-def test_a_process_drafts_unless_both_models_share_an_accelerator(
-    monkeypatch: pytest.MonkeyPatch, target: str, draft: str, apart: bool
-) -> None:
+def test_a_process_drafts_unless_both_models_share_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
     for possible in (True, False):
         monkeypatch.setattr(loading, "is_possible", lambda possible=possible: possible)
-        assert loading._needs_process(torch.device(target), torch.device(draft)) == (possible and apart)
+        found = [loading._needs_process(*devices) for devices in ((cpu, cpu), (first, second), (first, first))]
+        assert found == [possible, possible, False]

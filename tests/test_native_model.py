@@ -1,22 +1,30 @@
-"""The native decoder's logits against those of transformers' own models, for all families and their settings."""
+"""The native decoder against transformers: what it reads from config.json, its rotary tables, and the logits of all families."""
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from native_models import BOUNDARY, CASES, VARIANTS, both, expected, load, variant
+from native_models import BOUNDARY, CASES, ROPES, VARIANTS, both, expected, load, longrope, reference_of, sparse, variant
 from runner_checks import path_to, random_path, random_tree
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import LayerPart
+from specgen.engine.model import NO_LIMIT, of_transformers
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.families import FAMILIES, read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
@@ -114,3 +122,167 @@ def test_layers_with_parts_left_out(models: Any, family: str) -> None:
             assert_close(first.hidden_states, second.hidden_states)
             accepted = [tokens[node] for node in random_path(rng, parents)]
             context.extend([*accepted, rng.randrange(3, 40)][: longest - len(context)])
+
+
+def written(reference: Any, *, whole: bool) -> dict[str, Any]:
+    """What transformers 5 writes for a config: all fields, or those that differ from the base class."""
+    found: dict[str, Any] = json.loads(reference.to_json_string(use_diff=not whole))
+    return found
+
+
+def check_config(config: dict[str, Any]) -> tuple[Architecture, Any]:
+    """Compares what is read from all forms of a config with what transformers' config holds under other names."""
+    reference = reference_of(config)
+    found = read_architecture(config)
+    assert read_architecture(written(reference, whole=True)) == read_architecture(written(reference, whole=False)) == found
+    shape = of_transformers(reference)
+    assert {name: getattr(found, name) for name in shape.__slots__} == asdict(shape)
+    window = getattr(reference, "sliding_window", None)
+    types = getattr(reference, "layer_types", None) or [window and "sliding_attention"] * reference.num_hidden_layers
+    assert [layer.window for layer in found.layers] == [window if kind == "sliding_attention" else None for kind in types]
+    return found, reference
+
+
+def check_rotary(found: Architecture, reference: Any) -> None:
+    """Compares frequencies, and cos and sin near and far, with transformers' rotary module, bit by bit."""
+    with torch.device("meta"):
+        module: Any = type(AutoModelForCausalLM.from_config(reference).model.rotary_emb)
+    for key, rotary in found.rotary.items():
+        if key != "all" and key not in reference.layer_types:
+            continue
+        own, options, prefix = module(reference), {} if key == "all" else {"layer_type": key}, "" if key == "all" else f"{key}_"
+        assert list(rotary.inverse_frequencies) == getattr(own, f"{prefix}inv_freq").tolist()
+        assert rotary.factor == getattr(own, f"{prefix}attention_scaling")
+        boundary = rotary.long_boundary
+        runs = [(torch.tensor([0, 1, 30]), False), (torch.tensor([0, 127, 9_000]), boundary is not None)]
+        for dtype in (torch.float32, torch.bfloat16):
+            table = RotaryTable(rotary, "cpu", None if found.rotary_in_float32 else dtype)
+            for positions, long in runs[: 1 if "dynamic" in str(reference.rope_parameters) else 2]:
+                cos, sin = own(torch.zeros(1, dtype=dtype), positions[None], **options)
+                half = slice(0, found.rotary_size // 2)
+                expected = torch.complex(cos[0, :, half].float(), sin[0, :, half].float())
+                atol = 1e-7 if dtype == torch.float32 else 0
+                torch.testing.assert_close(table.gather(positions, long), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_silence_means_the_defaults_of_the_class_but_for_sizes(family: str) -> None:
+    written_out = written(CONFIG_MAPPING[family](), whole=True)
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    config = {name: written_out[name] for name in (*sizes, "max_position_embeddings", *FAMILIES[family].required)}
+    assert read_architecture({"model_type": family, **config}) == read_architecture(written_out)
+    for name in config:
+        with pytest.raises(UnsupportedConfig, match=name):
+            read_architecture({"model_type": family, **{key: value for key, value in config.items() if key != name}})
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_all_forms_of_a_config_describe_the_model_that_transformers_builds(family: str, index: int) -> None:
+    check_rotary(*check_config(variant(family, index)))
+
+
+MORE_ROPES = {
+    **ROPES,
+    "old name": {"type": "linear", "factor": 4.0},
+    "yarn tuned": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 0.5, "attention_factor": 1.3},
+    "yarn without factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 48},
+    "longrope with factor": longrope(4, factor=6.0),
+    "longrope tuned": longrope(4, attention_factor=1.1),
+}
+
+
+@pytest.mark.parametrize("name", MORE_ROPES)
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
+def test_rotary_frequencies_are_those_of_transformers(family: str, name: str) -> None:
+    rope = MORE_ROPES[name]
+    refused = {
+        "phi3": not name.startswith(("default", "longrope")),  # yarn means longrope there, and lacks its factors
+        "gemma3_text": "type" in rope or "truncate" in rope,
+    }
+    config = sparse(family, rope_theta=123_456.0, rope_scaling=rope)
+    if refused.get(family):
+        with pytest.raises(UnsupportedConfig, match="rope_scaling"):
+            read_architecture(config)
+    else:
+        check_rotary(*check_config(config))
+
+
+def test_lengths_and_settings_of_scaled_rotary_embeddings() -> None:
+    """Dynamic RoPE ends where its frequencies would change; LongRoPE changes them once; a length at the top wins."""
+    nested = {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 2e5}, "sliding_attention": ROPES["linear"]}
+    check_rotary(*check_config(sparse("gemma3_text", rope_parameters=nested, rope_local_base_freq=777.0)))
+    for family, rope, top, limits in (
+        ("llama", {**ROPES["dynamic"], "original_max_position_embeddings": 96}, {}, (96, None)),
+        ("llama", longrope(4), {"original_max_position_embeddings": 64}, (256, 64)),
+        ("llama", ROPES["yarn"], {}, (256, None)),
+        ("phi3", {**longrope(4), "rope_type": "su"}, {}, (256, 4096)),
+    ):
+        shape = read_architecture(sparse(family, rope_scaling=rope, **top))
+        assert (shape.context_limit, shape.rope_boundary) == limits
+
+
+BAD = [
+    ("bert", {}, "model_type"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"text_config": {"hidden_size": 8}}, "text_config"),
+    ("llama", {"sliding_window": 12}, "sliding_window"),
+    ("llama", {"surprise": 0}, "surprise"),
+    ("llama", {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    ("llama", {"attention_bias": 1}, "attention_bias"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"hidden_act": "relu2"}, "hidden_act"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ("llama", {"head_dim": 15}, "head_dim"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"dtype": "float8_e4m3fn"}, "dtype"),
+    ("llama", {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling.rope_type"),
+    ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope_scaling.mrope_section"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "sliding_window"),  # as use_sliding_window is off
+    ("gemma2", {"sliding_window": None}, "sliding_window"),
+    ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "field"), BAD)
+def test_what_is_not_known_is_refused_by_name(family: str, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedConfig) as caught:
+        read_architecture(sparse(family, **changes))
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+def test_fields_that_change_nothing_are_no_obstacle_and_eos_ids_come_from_the_file() -> None:
+    generation = {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "pretraining_tp": 2, "_name_or_path": "a/b"}
+    off = {"quantization_config": None, "auto_map": None, "attention_bias": False, "is_encoder_decoder": False}
+    assert read_architecture(sparse("qwen2", **generation, **off)) == read_architecture(sparse("qwen2"))
+    for changes, eos in (({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": None}, None), ({}, 2)):
+        assert read_architecture(sparse("llama", **changes)).default_eos == eos
+
+
+def test_config_files_are_read_with_special_numbers_or_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "x", "a": {"__float__": "-Infinity"}}')
+    assert read_config(tmp_path, "x")["a"] == float("-inf")
+    for content in ("[1]", "\xff", "[" * 100_000):
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(SpecgenError, match="cannot read the configuration of the model"):
+            read_config(tmp_path, "the model")
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "inner"),
+    [
+        (GPT2Config(n_inner=77), 1024, 77),
+        (BloomConfig(), NO_LIMIT, None),
+    ],
+)
+def test_the_shape_of_other_families_is_read_from_transformers(config: Any, length: int, inner: int | None) -> None:
+    shape = of_transformers(config)
+    assert (shape.context_limit, shape.rope_boundary, shape.intermediate_size) == (length, None, inner)
+    assert (shape.hidden_size, shape.num_layers) == (config.hidden_size, config.num_hidden_layers)
+    assert shape.num_kv_heads == shape.num_heads == config.num_attention_heads

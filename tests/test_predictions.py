@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from enumeration import InlineWorker
 from scripted_models import TableRunner, scripted_run
 
@@ -42,14 +41,6 @@ def test_each_judged_token_has_its_prediction() -> None:
             assert line["predicted"] == (expected if expected != [None] else [])
             ended += None in expected
     assert ended, "no draft ended with the end-of-sequence token"
-    trees = scripted_run("sd", {"width": 2, "k": 3}, TableRunner(0), TableRunner(1), GREEDY)
-    for round_ in replace(trees, policy=Predicting(3)).rounds():
-        assert len(round_.draft.predicted) == round_.draft.levels
-    run = scripted_run("sd", {"k": 4}, TableRunner(0), TableRunner(1), GREEDY)
-    assert all(round_.draft.predicted == () for round_ in run.rounds())
-    run = scripted_run("eesd-cali", {"max_draft": 4}, TableRunner(0), TableRunner(1), GREEDY)
-    for round_ in run.rounds():  # the predictor of `scripted_run` predicts the largest probability
-        assert round_.draft.predicted == pytest.approx(round_.draft.top_probs)
 
 
 def test_pearl_reports_the_predictions_of_drafts_in_parts() -> None:

@@ -109,22 +109,3 @@ def test_the_commands_show_the_drafts_dtype(
     target, draft = (parsed(out)[0][role] for role in ("target", "draft"))
     assert (target["dtype"], draft["dtype"], draft["dtype_reason"]) == ("float32", "int8", "chosen by --draft-dtype")
     assert draft["weight_bytes"] < 0.5 * target["weight_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("generate abc --draft-dtype int3", "there is no draft dtype 'int3'"),
-        ("generate abc -t TARGET --draft-dtype int8 -m lookup", "--draft-dtype int8 is given without --draft"),
-        ("generate abc --backend transformers --draft-dtype int8", "--draft-dtype int8 needs the native backend"),
-        ("generate abc --dtype int8", "there is no dtype 'int8'"),
-        ("tune --train -m sd --draft-dtype int8", "--draft-dtype cannot be combined with --train"),
-    ],
-)
-def test_mistakes_get_one_line(
-    pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: str, said: str
-) -> None:
-    code, out, err = run_main(monkeypatch, capfd, *arguments.replace("TARGET", pair[1]).split())
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {said}")
-    assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The bytes of tokens, and the translation between two vocabularies."""
+"""The bytes of tokens, the translation between two vocabularies, and kappa, the share of tokens that are one token in both."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cli_helpers import parsed, run_main
+from foreign_tokenizers import write_model
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizer_helpers import CORPUS, LLAMA, TEXTS, byte_level, load, metaspace, other_model, write
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
-from specgen.engine.text.token_bytes import NoTokenBytes, _of_byte_level, token_bytes
+from specgen.engine.text import translation as overlaps
+from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.text.translation import Translation
+from specgen.engine.text.translation import Translation, token_overlap
+from specgen.tune import pair_inspection
+from specgen.view import pair_report as words
 
 KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -59,13 +64,6 @@ def test_the_bytes_of_encoded_text_are_the_text(kind: str, folder: Path) -> None
     assert tokens.special == {"bos": 1, "eos": 2, "unk": 0}
     assert tokens.names[2] == "</s>"
     assert tokens.pieces[2] is None
-
-
-def test_every_character_of_the_byte_alphabet() -> None:
-    written_by = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for number in (*range(0x800), *range(0x2000, 0x2100), 0x1F600):
-        (written, _), *_ = written_by.pre_tokenize_str(chr(number))
-        assert _of_byte_level(written) == (chr(number).encode(), 1)
 
 
 def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) -> None:
@@ -148,3 +146,108 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
     assert made.target.pieces[ids[2]] == b"\n\n\n"
     assert made.prompt(ids) == [*draft.encode("<turn>The\n\n\ndog"), 2, *made.spelling(ids[-1])]
     assert made.draft.of_ids(made.spelling(ids[0])) == b"<turn>"
+
+
+TokenizerOf = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> TokenizerOf:
+    """Makes a byte-level tokenizer of single characters and of longer tokens, each of which is merged left to right."""
+
+    @cache
+    def made(*longer: str) -> Tokenizer:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        marked = [token.replace(" ", "Ġ") for token in longer]
+        vocabulary = {token: id_ for id_, token in enumerate([*alphabet, *marked])}
+        pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[(token[:-1], token[-1]) for token in marked]))
+        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        pipeline.decoder = decoders.ByteLevel()
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        return load(write(tmp_path / str(len(list(tmp_path.iterdir()))), pipeline.to_str(), settings, LLAMA))
+
+    return made
+
+
+def test_kappa_against_a_count_by_hand(pieces: TokenizerOf) -> None:
+    """`the cat sat` ten times: the target's tokens are `the`, ` c`, `a`, `t`, ` `, `s`, `a`, `t` (after the first: ` the`)."""
+    target, draft = pieces("th", "the", " c"), pieces("th", "the", "sa", "sat", "at")
+    text = "the cat sat"
+    assert [draft.text_of([token]) for token in draft.encode(text, special=False)] == ["the", " ", "c", "at", " ", "sat"]
+    found = token_overlap(target, draft, [text] * 4)
+    assert (found.covered, found.tokens, found.is_output) == (4 * 2, 4 * 8, False), "`the` and the second space"
+    assert found.kappa == 0.25
+    assert found.expected_run == pytest.approx(1 / 3)
+    assert found.is_low
+    assert (found.vocabulary, found.common) == (259, 258), "all but ` c`"
+    assert token_overlap(target, target, [text] * 4).kappa == 1
+    assert token_overlap(target, draft, [text]).kappa is None, "of eight tokens it would say little"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    parent = tmp_path_factory.mktemp("models")
+    return cache(lambda name: write_model(parent / name.replace(" ", "-"), name))
+
+
+Folders = Callable[[str], str]
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def specgen_(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, with what it writes to stdout and stderr."""
+
+    def call(*arguments: str, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setenv("COLUMNS", "400")
+        capfd.readouterr()  # of what has saved the models
+        found, out, err = run_main(monkeypatch, capfd, *arguments, "--device", "cpu")
+        assert found == code, err
+        return out, err
+
+    return call
+
+
+def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured. What it shows without measuring is in `golden/pair.txt`."""
+    monkeypatch.setattr(overlaps, "LOW", 0.99)
+    pair = ("inspect", "-t", folders("byte-level"), "-d", folders("other merges"))
+    monkeypatch.setattr(pair_inspection, "time_passes", lambda _, widths, length: dict.fromkeys(widths, 0.01))
+    monkeypatch.setattr(pair_inspection, "measure_parallel", lambda *_: None)
+    out, _ = specgen_(*pair, "--measure")
+    assert "of the tokens of the target's output are one token in both (kappa)" in out
+    assert "· tokens     " in out, "a draft pass takes as long as one of the target"
+    assert "so drafts in common tokens are slower, unless the draft was trained" in out
+    assert out.count(words.ALTERNATIVES) == 1
+    line = parsed(specgen_(*pair, "--measure", "--json")[0])[0]
+    assert line["tokenizers"]["overlap"]["is_output"]
+    assert line["measured"]["at_kappa"]["speedup"] < 1
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    (tmp_path / "prompts.yaml").write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    return str(tmp_path / "prompts.yaml")
+
+
+def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
+    folders: Folders, specgen_: Run, prompts: str, tmp_path: Path
+) -> None:
+    """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a draft model."""
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8")
+    compare = ("compare", *pair, "--prompts", prompts, "--repeats", "1", "--methods")
+    generate = ("generate", "the quick", *pair)
+    for command in (generate, (*generate, "-m", "sd"), (*compare, "sd:k=2")):
+        (line,) = specgen_(*command, code=2)[1].splitlines()
+        for part in ("their tokens cannot be translated", "WordPiece", "sd:translation=text", "-m lookup"):
+            assert part in line
+    found = parsed(specgen_(*compare, "sd,sd:translation=text,pearl,adaptive,lookup", "--json")[0])
+    lines = {line["method"]: line for line in found}
+    assert [lines[name]["identical"] for name in ("ar", "sd:translation=text", "lookup")] == [1] * 3
+    assert all("tokens cannot be translated" in lines[name]["error"] for name in ("sd", "pearl", "adaptive"))
+    tune = ("tune", *pair, "--prompts", prompts, "--budget", "5", "--out", str(tmp_path / "out"), "--methods")
+    (tuned,) = parsed(specgen_(*tune, "sd,lookup", "--json")[0])
+    assert "lookup" in tuned["predicted"]
+    assert "tokens cannot be translated" in tuned["left_out"]["sd"]
+    message = specgen_(*tune, "sd,pearl", code=2)[1].splitlines()[-1]
+    assert message.startswith("error: no method can be tuned: sd, pearl: the tokenizers differ")

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from families import LETTERS, make_model, make_tokenizer, save
+from families import make_model, save
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
-from training_helpers import TINY, Recorder, opened, refused, train_command, trained, written
+from training_helpers import TINY, Recorder, opened, train_command, trained, written
 from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
@@ -183,16 +183,6 @@ def test_the_command_distils_across_tokenizers(folders: tuple[Path, Path], corpu
     assert 0 < figures["acceptance"] < figures["common"]
     assert f"Expected acceptance at temperature 1: {figures['acceptance']:.1%}" in result.stderr
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folders[1] / "tokenizer.json").read_text()
-
-
-def test_tokenizers_without_bytes_are_refused(folders: tuple[Path, Path], corpus_file: Path, tmp_path: Path) -> None:
-    other = save(make_model("llama"), tmp_path / "other", make_tokenizer(LETTERS))
-    models = ["-t", str(folders[0]), "-d", other]
-    message = refused(train_command("sd", corpus_file, tmp_path / "out", *models))
-    assert f"their tokens cannot be translated: {other}: its tokens are those of a WordLevel model" in message
-    assert "Take a draft of the target's family" in message
-    assert "translation=text" not in message, "a method's setting trains nothing"
-    assert not any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(

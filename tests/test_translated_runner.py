@@ -1,19 +1,25 @@
-"""The runner of a draft model with another tokenizer: its logits, its contexts, and the target's exact distribution."""
+"""A draft model with another tokenizer: its runner's logits and contexts, and the target's exact distribution and own tokens."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from runner_checks import every
 from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
+from translated_pairs import DRAFTS
 
+import specgen
+from specgen import demo
+from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.generation_config import GenerationConfig
@@ -21,6 +27,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation
+from specgen.pair.pair import Pair, runners
 
 TARGET = {"a": 0, "b": 1, "ab": 2}
 DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}  # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
@@ -69,13 +76,13 @@ class CountingRunner(SmallRunner):
         return super().logits(context, draft, parents, start=start)
 
 
-def translated(runner: Any, translation: Translation, penalties: PenaltyProcessor | None = None) -> TranslatedRunner:
+def runner_of(runner: Any, translation: Translation, penalties: PenaltyProcessor | None = None) -> TranslatedRunner:
     return TranslatedRunner(runner, translation, penalties)
 
 
 def test_rows_are_the_restricted_distribution_and_the_whole_one(small: Translation) -> None:
     runner = SmallRunner(1, 4)
-    output = translated(runner, small).logits(Context(PROMPT))
+    output = runner_of(runner, small).logits(Context(PROMPT))
     q = runner.row(small.prompt(PROMPT)).softmax(dim=-1)
     common = torch.tensor([q[1] + q[2], q[0], 0.0])
     assert torch.allclose(output.logits[0].softmax(dim=-1), common / common.sum(), atol=1e-6)
@@ -94,7 +101,7 @@ def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
         tokens = [rng.randrange(3) for _ in range(5)]
         parents = [rng.randrange(-1, node) for node in range(5)]
         start = rng.randrange(5)
-        rows = translated(runner, small).logits(Context(PROMPT), tokens, parents, start=start).logits
+        rows = runner_of(runner, small).logits(Context(PROMPT), tokens, parents, start=start).logits
         for index in range(start, 6):
             path, node = [], index - 1
             while node >= 0:
@@ -102,7 +109,7 @@ def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
                 node = parents[node]
             context = Context(PROMPT)
             context.extend(path[::-1] or [PROMPT[-1]])
-            wanted = translated(runner, small).logits(context if path else Context(PROMPT)).logits[0]
+            wanted = runner_of(runner, small).logits(context if path else Context(PROMPT)).logits[0]
             assert torch.equal(rows[index - start], wanted)
 
 
@@ -111,46 +118,37 @@ def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
     config = GenerationConfig(repetition_penalty=1.5, suppress_tokens=[2])
     penalties = PenaltyProcessor(config, [], 3, torch.device("cpu"))
     context = Context([1, 1])  # in the draft's ids these are 0
-    free = translated(runner, small).logits(context, [1])
-    output = translated(runner, small, penalties).logits(context, [1])
+    free = runner_of(runner, small).logits(context, [1])
+    output = runner_of(runner, small, penalties).logits(context, [1])
     assert output.unpenalised is not None
     assert torch.equal(output.unpenalised, free.logits)
     assert torch.equal(output.logits, penalties(free.logits, context, [1], range(-1, 0), 0))
     assert not torch.equal(output.logits[:, 1], free.logits[:, 1])
     everything = PenaltyProcessor(GenerationConfig(suppress_tokens=[0, 1]), [], 3, torch.device("cpu"))
-    nothing = translated(runner, small, everything).logits(context)
+    nothing = runner_of(runner, small, everything).logits(context)
     assert torch.equal(nothing.logits, free.logits[:1]), "without an allowed token, the target rejects the drafted one"
 
 
 CASES = [
     ("sd", {"k": 2}, 4, {"top_p": 0.8, "temperature": 1.3}),
-    ("sd", {"max_draft": 2, "policy": "confidence", "threshold": 0.3}, 4, {}),
     ("sd", {"depth": 2, "width": 2}, 4, {"top_k": 2}),
     ("sd", {"k": 2, "cape": True}, 3, {}),
     ("adaptive", {"draft_cost": 0.2, "verify_cost": 0.05, "lookup": False}, 3, {}),
     ("spectr", {"k": 1, "drafts": 2}, 3, {}),
     ("pearl", {"window": 3, "pre_verify": False}, 3, {"top_k": 2}),
     ("ouroboros", {"k": 1, "ngram": 2, "branches": 2, "window": 2}, 3, {}),
-    ("mtad", {"tau": 1, "k": 2, "beams": 2}, 3, {}),
 ]
 
 
 @pytest.mark.parametrize(("method", "settings", "limit", "warp"), CASES)
-@pytest.mark.parametrize("with_end", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_is_exactly_the_targets(
-    small: Translation,
-    ending: Translation,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-    settings: dict[str, Any],
-    limit: int,
-    warp: dict[str, Any],
-    with_end: bool,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, method: str, settings: Any, limit: int, warp: Any
 ) -> None:
-    target, translation = SmallRunner(0, 3), ending if with_end else small
-    draft: Any = translated(SmallRunner(100, 4), translation)
+    """Spectr's vocabularies have end-of-sequence tokens."""
+    target, translation = SmallRunner(0, 3), request.getfixturevalue("ending" if method == "spectr" else "small")
+    draft: Any = runner_of(SmallRunner(100, 4), translation)
     sampling = SamplingParams(**{"max_new_tokens": limit, "temperature": 1.0} | warp)
-    ends = (2,) if with_end else ()
+    ends = (2,) if method == "spectr" else ()
     with monkeypatch.context() as patch:
         found = Paths(patch).of_rounds(lambda: states(method, settings, target, draft, sampling, ends))
     assert total_variation(found, exact(target, sampling, limit, ends)) < ROUNDING
@@ -161,7 +159,7 @@ def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
     of_draft = tokenizer(tmp_path / "draft", {"b": 0, "<0x61>": 1, "c": 2, "a": 3})
     translation = Translation(tokenizer(tmp_path / "target", {"a": 0, "b": 1}), of_draft)
     runner = CountingRunner(1, 3)
-    both = translated(runner, translation)
+    both = runner_of(runner, translation)
     assert both.logits(Context([1, 0, 1])).logits.softmax(dim=-1)[0, 0] > 0, "`a` can be drafted"
     output = both.logits(Context([1, 0, 1]), [0, 1], [-1, 0])
     context = Context([1, 0, 1])
@@ -169,3 +167,79 @@ def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
     both.logits(context)
     assert output.logits.shape == (3, 2)
     assert max(max([*run.ids, *draft]) for run, draft in runner.calls) < runner.num_embeddings
+
+
+METHODS = [
+    *("sd:k=4", "heuristic", "confidence", "svip", "adaptive:draft_cost=0.1:verify_cost=0.05", "beta-ts"),
+    *("sd:width=3:depth=3", "sd:width=3:nodes=6", "sd:k=3:cape=true", "spectr:drafts=2", "specinfer:drafts=3"),
+    *("ouroboros", "pearl:window=3", "pearl:window=2:pre_verify=false", "pearl:window=2:post_verify=false"),
+    *("mtad:tau=1", "bild:rollback=0:fallback=0"),
+]
+PROMPTS = [
+    "Once upon a time there was a little",
+    "def add(a, b):\n\treturn a + b\n\n\n  # d\u00e9j\u00e0 vu \u65e5\u672c \U0001f600\n",
+    "User: What is 12 + 34?\nAssistant: 46</s> <pad>\nUser: and",
+]
+COUNT = 10
+
+
+@pytest.fixture(scope="session")
+def translated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    @cache
+    def made(kind: str) -> Pair:
+        folder = DRAFTS[kind](tmp_path_factory.mktemp("translated") / kind)
+        pair = specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
+        pair._worker = None  # PEARL drafts in a thread
+        return pair
+
+    return made
+
+
+def run(pair: Pair, method: str, prompt: Any, **sampling: Any) -> Any:
+    name, *given = method.split(":")
+    return pair.generate(prompt, name, SamplingParams(**{"max_new_tokens": COUNT} | sampling), **dict(parse_pairs(given)))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [(method, ("merges", "sentencepiece")[number % 2]) for number, method in enumerate(METHODS)]
+)
+def test_greedy_ids_are_the_targets_own(translated: Callable[[str], Pair], demo_pair: Pair, method: str, kind: str) -> None:
+    pair = translated(kind)
+    prompt = PROMPTS[((kind == "merges") + METHODS.index(method)) % len(PROMPTS)]
+    wanted = run(demo_pair, "ar", prompt).token_ids
+    result = run(pair, method, prompt)
+    assert result.token_ids == wanted
+    assert result.summary["drafted"] > 0
+
+
+@pytest.mark.parametrize("method", every(2, METHODS))
+def test_a_permuted_vocabulary_changes_no_draft(translated: Callable[[str], Pair], demo_pair: Pair, method: str) -> None:
+    for prompt, sampling in (PROMPTS[2], {}), (PROMPTS[0], {"temperature": 0.7, "top_p": 0.9}):
+        if method.startswith("ouroboros") and sampling:
+            continue  # it draws tokens of its window from the ids at random
+        ours, theirs = (run(pair, method, prompt, seed=5, **sampling) for pair in (translated("permuted"), demo_pair))
+        assert ours.token_ids == theirs.token_ids
+        assert [list(round_.draft.tokens) for round_ in ours.rounds] == [list(round_.draft.tokens) for round_ in theirs.rounds]
+        drafted = [(round_.draft.entropies, round_.draft.top_probs) for round_ in ours.rounds]
+        wanted = [(round_.draft.entropies, round_.draft.top_probs) for round_ in theirs.rounds]
+        for found, expected in zip(drafted, wanted, strict=True):
+            assert list(found[0]) == pytest.approx(list(expected[0]), rel=1e-4)
+            assert list(found[1]) == pytest.approx(list(expected[1]), rel=1e-4)
+
+
+def test_the_drafts_context_limit_is_counted_in_its_own_tokens(
+    translated: Callable[[str], Pair], demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = translated("merges")
+    runner = runners(pair)[1]
+    assert isinstance(runner, TranslatedRunner)
+    prompt = demo_pair.tokenizer.encode(PROMPTS[1] * 2)
+    own = runner._translated(Context(prompt))
+    assert len(own) > len(prompt) + 3, "the draft needs more tokens for this text"
+    monkeypatch.setattr(runner.own, "context_limit", len(own) + 3)
+    for method in ("sd:k=6", "sd:width=2:depth=6", "pearl:window=3", "ouroboros", "specinfer:drafts=2"):
+        result = run(pair, method, prompt)
+        assert result.token_ids == run(demo_pair, "ar", prompt).token_ids
+        levels = [round_.draft.levels for round_ in result.rounds]
+        assert levels[-1] == 0, "no draft fits any more"
+        assert max(levels) <= (6 if method.startswith(("pearl", "ouroboros")) else 3)
