@@ -1,42 +1,59 @@
-"""Mutants: the mistakes in `mutants.py` and the files like it, put into a copy of the package, make default tests fail."""
+"""Mutants: the mistakes in `mutants.txt`, put into a copy of the package, make default tests fail."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from command_mutants import COMMAND_MUTANTS
-from engine_mutants import ENGINE_MUTANTS
-from head_mutants import HEAD_MUTANTS
-from mutants import DECODING_MUTANTS, Mutant, Selection
-from policy_mutants import POLICY_MUTANTS
-from train_mutants import TRAIN_MUTANTS
-from tree_mutants import TREE_MUTANTS
-from view_mutants import VIEW_MUTANTS
 
 import specgen
 
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
-MUTANTS = [
-    *DECODING_MUTANTS,
-    *POLICY_MUTANTS,
-    *TREE_MUTANTS,
-    *ENGINE_MUTANTS,
-    *HEAD_MUTANTS,
-    *TRAIN_MUTANTS,
-    *VIEW_MUTANTS,
-    *COMMAND_MUTANTS,
-]
+
+
+class Selection(NamedTuple):
+    """A selection of the default tests: a file or test in `tests/`, and pytest's `-k` expression (empty: all of them)."""
+
+    path: str
+    expression: str = ""
+
+
+class Mutant(NamedTuple):
+    """A mistake: in `file`, a path in the package, `replacement` is put in place of `text`, which occurs exactly once."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: Selection
+
+
+def read_mutants() -> Iterator[Mutant]:
+    file, tests = "", Selection("")
+    for block in re.split(r"^(?=[@*])", (TESTS / "mutants.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        head, *lines = block.splitlines()
+        if head.startswith("@"):
+            file, *given = head.removeprefix("@ ").split(" | ")
+            tests = Selection(*given)
+        else:
+            text, replacement = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
+            yield Mutant(head.removeprefix("* "), file, text, replacement, tests)
+
+
+MUTANTS = list(read_mutants())
 
 
 def test_mutants_have_names_of_their_own_and_change_something() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) > 200
     assert all(mutant.text != mutant.replacement for mutant in MUTANTS)
 
 

@@ -132,19 +132,12 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     out, err = inspect("-t", strangers[0], "-d", strangers[1])
     assert err == ""
     assert "✗ tokenizer  the tokenizers differ" in out
-    assert "use sd with translation=text (drafts text), lookup or suffix" in " ".join(out.split())
     alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
-    assert "✓ ar, lookup" in out
     assert re.search(r"✓ sd +ready; with translation=text", out)
-    assert "✗ heuristic, " in out
-    assert "the tokenizers differ: take a draft of the target's family" in " ".join(out.split())
-    assert "--measure" in out.partition("next")[2]
     measured, _ = inspect("-t", strangers[0], "-d", strangers[1], "--measure", width=200)
     assert "--methods sd:translation=text,lookup,suffix" in " ".join(measured.split())
-    assert re.search(r"✓ sd +ready; with translation=text", measured)
-    assert "PEARL's window" not in measured
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
     assert line["tokenizers"]["overlap"] is None
     assert [entry["token_id"] for entry in line["tokenizers"]["differences"]] == [3, 4, 5, 6, 7]

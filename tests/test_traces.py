@@ -324,10 +324,12 @@ def test_beta_quantiles_are_scipys() -> None:
 
 def test_a_posterior_is_normal_or_beta_with_possible_parameters() -> None:
     normals = [{"mean": mean, "deviation": deviation} for mean, deviation in ((0.6, 0.1), (0.95, 0.2), (1.1, 0.1), (0.5, -0.1))]
-    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in ((5e-324, 1.0), (9e5, 1.0), (1.1e6, 1.0), (1.0, 1e25), (0.0, 1.0))]
+    parameters = ((5e-324, 1.0), (9e5, 1.0), (1.1e6, 1.0), (1.0, 1e25), (0.0, 1.0), (3.0, 2.0))
+    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in parameters]
     states = [{"theta_hat": 0.7, "rounds": 0}, *normals, *betas]
     rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
     first, second, *others = posteriors(rounds)
-    assert [each.round for each in (first, second, *others)] == [1, 2, 5, 6]
+    assert [each.round for each in (first, second, *others)] == [1, 2, 5, 6, 10]
+    assert (others[2].low, others[2].high) == pytest.approx(stats.beta.ppf((0.05, 0.95), 3, 2), abs=1e-5)
     assert (first.mean, first.low, first.high) == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, 0.1)), abs=1e-5)
     assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)

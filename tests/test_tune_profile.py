@@ -127,12 +127,9 @@ def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
     ("text", "said"),
     [
         ("", "it is None"),
-        ("- 1", "a list of 1"),
         ("a: [", "is not YAML"),
         ("a: &x 1\nb: *x", "aliases"),
         ("version: 2", "version: Input should be 1"),
-        ("\x00", "is not YAML"),
-        ("[" * 5000, "is not YAML"),
     ],
 )
 def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -173,16 +170,6 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
 
 
-def test_a_profile_is_parsed_once(pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is read before, while and after the models are loaded: for PEARL's process, the draft's dtype, the method."""
-    read: list[Path] = []
-    original = profiles.schema.read
-    monkeypatch.setattr(profiles.schema, "read", lambda path, *given: read.append(path) or original(path, *given))
-    profiles._read.cache_clear()
-    assert "tuned: svip" in generated(pair, "--profile", str(folder))
-    assert read.count(folder / "profile.yaml") == 1
-
-
 def test_generate_finds_the_profile_by_itself(
     pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -211,7 +198,6 @@ def test_generate_finds_the_profile_by_itself(
     [
         (("fits", "versions", "torch"), "1.0", "torch was 1.0, and is"),
         (("fits", "target", "device"), "cuda:0", "the target's device was cuda:0, and is cpu"),
-        (("fits", "machine", "node"), "other", "the machine's node was other"),
         (("fits", "exit_layer"), "0" * 16, "the exit layer was"),
         (("fits", "heads"), {"eagle": "0" * 16}, "the eagle head was 0000000000000000, and is none"),
     ],
@@ -269,12 +255,8 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert line["profile"] == str(out / "profile.yaml")
     assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}
     assert line["settings"]["ar"] == {}
-    assert line["confirmed"] is (line["verdict"] != "unconfirmed")
-    assert line["confirmed"] is (len(line["measured"]) > 1)
-    assert set(line["measured"]) <= set(line["predicted"])
+    assert line["confirmed"] is (line["verdict"] != "unconfirmed") is (len(line["measured"]) > 1)
     assert all(speed > 0 for speed in (*line["predicted"].values(), *line["measured"].values()))
-    assert 0 < line["acceptance"] <= 1
-    assert set(line["costs"]) == {"echo", "model"}
     assert all(set(costs) == {"drafting", "judging", "looking", "together"} for costs in line["costs"].values())
     saved = profiles.load(out)
     assert saved.chosen.model_dump() == line["chosen"]
