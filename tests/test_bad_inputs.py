@@ -145,6 +145,7 @@ LIGHT = [
     row(["tune", "--out", LONG], "aaa"),
     row(["inspect", LONG], "aaa"),
     row("tune --out {file}/out", "{file}", content=""),
+    row("tune --train --out /proc/out", "cannot write to the folder /proc/out"),
     # files
     prompts("prompts: {", "line 2 is not YAML: "),
     trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),

@@ -212,18 +212,6 @@ def test_a_generation_shows_its_text_before_its_trace_failed(main: Main, pair: t
     assert len(out) > 10
 
 
-@POSIX
-def test_a_folder_that_cannot_be_written_is_refused_before_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "out" / "profile.yaml").mkdir(parents=True)
-    wrong = [["--out", str(tmp_path / "file" / "out")], ["--out", str(tmp_path / "out")], ["--train", "--out", "/proc/out"]]
-    assert [(ended.code, ended.has_torch) for ended in one_by_one(*(["tune", *given] for given in wrong))] == [(2, False)] * 3
-    environment = {**os.environ, "SPECGEN_DATA": "/proc"}  # it exists, and root cannot write there either
-    (ended,) = one_by_one(["tune"], environment=environment)
-    assert (ended.code, ended.has_torch) == (2, False)
-    assert "cannot write to the folder" in ended.err
-
-
 def test_tune_prints_its_answer_before_it_fails_to_save(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, ...], tmp_path: Path
 ) -> None:

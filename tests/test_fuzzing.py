@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from specgen.methods import METHODS
 
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
-FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 NUMBERS = st.sampled_from([0, -1, 1, 2, 17, 2**31, 2**63, 10**400, 1.5, 1e299, 5e-324, float("nan"), float("inf")])
 ODD = ["", " ", "x", "\x1b[2J\x9b31m", "=1+1", "a\nb\r\t", "é\u202e\u2028", "\ud800", "[bold]", "a" * 5000]
 TEXTS = st.sampled_from(ODD) | st.text(max_size=5)
@@ -87,7 +87,7 @@ def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, data: s
         assert not UNSAFE.search(page.read_text(encoding="utf-8"))
 
 
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=40)
 @given(data=st.data(), file=st.sampled_from(MODEL_FILES))
 def test_a_damaged_model_generates_or_is_refused(
     main: Main, pair: tuple[str, ...], tmp_path: Path, file: str, data: st.DataObject
@@ -99,7 +99,7 @@ def test_a_damaged_model_generates_or_is_refused(
     main("generate", "abc", "-q", "-n", "3", "-m", "ar", "-t", path.parent, "--device", "cpu")
 
 
-@settings(FEW, max_examples=15)
+@FEW
 @given(data=st.data())
 def test_any_options_generate_or_are_refused(main: Main, pair: tuple[str, ...], data: st.DataObject) -> None:
     usable = [name for name, each in METHODS.items() if not each.head and not each.needs_exit_layer]

@@ -220,11 +220,6 @@ def test_a_permuted_vocabulary_changes_no_draft(translated: Callable[[str], Pair
         ours, theirs = (run(pair, method, prompt, seed=5, **sampling) for pair in (translated("permuted"), demo_pair))
         assert ours.token_ids == theirs.token_ids
         assert [list(round_.draft.tokens) for round_ in ours.rounds] == [list(round_.draft.tokens) for round_ in theirs.rounds]
-        drafted = [(round_.draft.entropies, round_.draft.top_probs) for round_ in ours.rounds]
-        wanted = [(round_.draft.entropies, round_.draft.top_probs) for round_ in theirs.rounds]
-        for found, expected in zip(drafted, wanted, strict=True):
-            assert list(found[0]) == pytest.approx(list(expected[0]), rel=1e-4)
-            assert list(found[1]) == pytest.approx(list(expected[1]), rel=1e-4)
 
 
 def test_the_drafts_context_limit_is_counted_in_its_own_tokens(

@@ -74,7 +74,7 @@ def own_stream(path: Path) -> FileIO | None:
 def _is_replaceable(path: Path) -> bool:
     """Whether `path` names a regular file, or none yet. An open file that has lost its name, such as /dev/fd/3, is none."""
     target = Path(os.path.realpath(path))
-    return not path.exists() or (path.is_file() and target.exists() and path.samefile(target))
+    return not path.exists() or (path.is_file() and target.exists())
 
 
 def write_whole(path: Path, text: str) -> None:
