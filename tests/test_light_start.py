@@ -21,8 +21,11 @@ import atexit, json, os, sys
 argv = getattr(sys, "orig_argv", [])
 def note():
     name = "worker" if "specgen.workers" in argv else "command"
-    with open(os.path.join(os.environ["MODULES_TO"], name), "w") as file:
+    path = os.path.join(os.environ["MODULES_TO"], name)
+    part = f"{path}.{os.getpid()}"
+    with open(part, "w") as file:
         json.dump(sorted(sys.modules), file)
+    os.replace(part, path)  # the worker may be killed while it writes
 atexit.register(note)
 if "specgen.workers" in argv:
     from multiprocessing.connection import Connection
