@@ -144,12 +144,11 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
     compare(*options, "-n", "12", "--trace", str(trace))
     before = trace.read_text()
     other.write_text(Path(prompts).read_text().replace("hello", "hullo").replace("the cat", "a dog"))
-    wrong = {name: tmp_path / name for name in ("spec", "drafted", "seconds", "phase_seconds", "energy")}
-    values: dict[str, Any] = {"spec": 1, "seconds": 1e12, "phase_seconds": {"x": 1}, "energy": {"joules": 3}}
-    for name, path in wrong.items():
-        lines = [
-            line | {name: values.get(name, -1)} if name in line and line["type"] != "round" else line for line in parsed(before)
-        ]
+    mistakes: list[tuple[str, Any]] = [("spec", 1), ("drafted", -1), ("seconds", 1e12), ("seconds", 1e-40)]
+    mistakes += [("phase_seconds", {"x": 1}), ("energy", {"joules": 3})]
+    wrong = [(name, tmp_path / f"{name}{number}") for number, (name, _) in enumerate(mistakes)]
+    for (name, value), (_, path) in zip(mistakes, wrong, strict=True):
+        lines = [line | {name: value} if name in line and line["type"] != "round" else line for line in parsed(before)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for arguments, named in (
         (("-n", "13"), ("-n 12", "now it is 13")),
@@ -157,7 +156,7 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
         (("--ignore-eos",), ("--ignore-eos False",)),
         (("--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
         (("--trace", str(other)), ("--resume appends to its own file",)),
-        *((("--resume", str(path)), (f"{path}, ", name, "--trace")) for name, path in wrong.items()),
+        *((("--resume", str(path)), (f"{path}, ", name, "--trace")) for name, path in wrong),
     ):
         given = (*options, "-n", "12", "--resume", str(trace), *arguments)
         code, out, err = compare(*given)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
@@ -18,10 +18,17 @@ from specgen.base.measuring import Energy
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.results import Run
 from specgen.compare.runner import Runner
-from specgen.traces.reader import TracedRun, read_trace
+from specgen.traces.reader import SHORTEST, TracedRun, read_trace
+
+
+def _measurable(seconds: float) -> float:
+    if 0 < seconds < SHORTEST:
+        raise ValueError(f"no time is shorter than {SHORTEST:g} seconds")
+    return seconds
+
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-_Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e9), AfterValidator(_measurable)]
 _Joules = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 

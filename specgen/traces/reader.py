@@ -22,7 +22,7 @@ from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source,
 from specgen.pair.figures import Figures
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
-_SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
+SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
 _HINT = "Name an unchanged file from --trace"
 
 
@@ -246,7 +246,7 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
         _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        seconds[phase if phase in seconds else "other"] += value if value >= _SHORTEST else 0.0  # so that the seconds add up
+        seconds[phase if phase in seconds else "other"] += value if value >= SHORTEST else 0.0  # so that the seconds add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     round_ = Round(index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged)
     return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
