@@ -151,20 +151,30 @@ class TrainedPart:
         self.version = weights.version if isinstance(weights, EagleWeights) else None
         return weights
 
-    def _read_exit(self) -> ExitWeights:
+    def exit_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the weights in the file of an exit layer, those of the predictor apart, by their names in `ExitLayers`."""
+        return _under("exit.", self._exit_tensors())
+
+    def _exit_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of an exit layer's file, which has exactly those that its description implies."""
         described, model = self.description, self._target.model
         assert isinstance(described, ExitDescription)
         check_exit_layers(described.layers)
         check_exit_depth(model.shape.num_layers, described.after, self.name)
-        files, predictor = _exit_files(self.path, described.fingerprint), None
         shapes = {
             f"exit.{name}": shape for name, shape in exit_shapes(model, described.layers, own_head=described.own_head).items()
         }
         if described.predictor:
             predictor = Predictor(model.shape.hidden_size)
             shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in predictor.named_parameters()}
-        tensors = take_exactly(files, shapes)
-        if predictor is not None:
+        return take_exactly(_exit_files(self.path, described.fingerprint), shapes)
+
+    def _read_exit(self) -> ExitWeights:
+        described, model, tensors = self.description, self._target.model, self._exit_tensors()
+        assert isinstance(described, ExitDescription)
+        predictor = None
+        if described.predictor:
+            predictor = Predictor(model.shape.hidden_size)
             predictor.load_state_dict(_under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
         return ExitWeights(read_exit(model, _under("exit.", tensors), described.layers), described.after, predictor)
@@ -301,13 +311,6 @@ def save_exit(
     data = save({name: _stored(weight) for name, weight in kept.items()}, {"fingerprint": description.fingerprint})
     _write(folder, {EXIT_WEIGHTS: data, EXIT_DESCRIPTION: _yaml(description)})
     return folder / EXIT_WEIGHTS
-
-
-def replace_predictor(path: Path, folder: Path, predictor: Predictor, description: ExitDescription) -> Path:
-    """Writes a copy of the exit layer with the weights `path` and another predictor into `folder`, as `save_exit` does."""
-    files = _exit_files(path, description.fingerprint)
-    kept = {name: files.take(name) for name in files.names}
-    return save_exit(folder, _under("exit.", kept), predictor, description)
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:
