@@ -33,22 +33,16 @@ def time_parallel_passes(
     timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
     shared: bool = False,
-    before: Callable[[], None] | None = None,
 ) -> ParallelCosts:
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
     A few rough steps estimate the window (tokens drafted during one target pass) first; see `settled`. `timer` times the
     target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. `shared`: one thread runs
-    both models, so also measures whether they overlap. `before` is called before the first timed pass, after passes of both
-    models. Closes the drafter.
+    both models, so also measures whether they overlap. Closes the drafter.
     """
     drafter.prefill(context)
     try:
         target.logits(context)
-        if before is not None:
-            drafter.start(context, (), 1)
-            drafter.finish()
-            before()
         passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
         rough = passes.steps(min(ROUGH_WIDTH, widest), _ROUGH_STEPS)
         costs = settled(rough, lambda width: passes.steps(width, _WARM_UP + _STEPS), widest)

@@ -25,7 +25,7 @@ from specgen.workers.server import Drafted, DraftServer
 from specgen.workers.shared import SIZE, SharedDrafts
 
 if TYPE_CHECKING:
-    from specgen.engine.generation_config import GenerationConfig
+    from specgen.engine.logits_processors import GenerationConfig
     from specgen.engine.model_loading import LoadedModel, PreparedModel
     from specgen.engine.model_runner import DraftRunner
     from specgen.engine.text.translation import Translation

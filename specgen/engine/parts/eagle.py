@@ -60,7 +60,7 @@ class EagleHead:
         self.num_embeddings = model.shape.vocab_size if self._embedding is None else self._embedding.shape[0]
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
         self._devices = [device] * len(architecture.layers)
-        self._inputs = InputMaker(architecture, dtype, self._devices, min_rows=factory.min_rows)
+        self._inputs = InputMaker(architecture, dtype, self._devices)
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache, with one entry for each pair."""
