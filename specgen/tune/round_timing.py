@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policy import Signals
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.drafting import RepeatDrafter
+from specgen.decoding.policy import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
-from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel
 from specgen.pair.pair import capture_passes
 from specgen.tune.outcome import Deadline
 
