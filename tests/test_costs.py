@@ -1,4 +1,4 @@
-"""The cost model: times of passes and rounds; PEARL's window from measured times by one rule everywhere, and its expected gain."""
+"""The cost model: times of passes and rounds; PEARL's window by one rule everywhere, and its expected gain."""
 
 from __future__ import annotations
 

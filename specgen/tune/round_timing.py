@@ -171,7 +171,7 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
             if not round_.draft.tokens:  # the draft model has no room for this context
                 break
             late.append(sum(round_.seconds.values()) - max(run.schedule.drafter.seconds, round_.seconds["verify"]))
-    if not late or max(passes.seconds) == math.inf:
+    if not late or passes.draft_pass == math.inf:
         raise _drafts_nothing("pearl")
     drafting = CostTable({passes.context_length: Curve({0: 0.0, 1: passes.draft_pass})})
     verification = CostTable({passes.context_length: Curve({1: passes.single_pass, passes.width: passes.target_pass})})
