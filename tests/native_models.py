@@ -150,7 +150,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = Fals
     """Loads a saved model with the native decoder. `pack` replaces what the rules say."""
     with pytest.MonkeyPatch.context() as patch:
         if pack:
-            patch.setattr(products, "_MIN_BYTES", {})
+            patch.setattr(products, "_SMALL", 0)
         else:
             patch.setattr(products, "packing_problem", lambda _: "packing is switched off")
         architecture = read_architecture(read_config(folder, "the model"))
