@@ -46,7 +46,7 @@ def passes_key(worker: DraftWorker, sampling: SamplingParams, length: int, *, re
     """
     longest = 1 << (length - 1).bit_length()
     logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, has_penalties
-    return longest, *logits, worker.kind, worker.threads, record
+    return longest, *logits, worker.is_process, worker.threads, record
 
 
 def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
@@ -62,13 +62,13 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
     widest = max(1, min(LONGEST_WINDOW, shortest - length))
 
     def capture() -> None:
-        for model in (target, draft) if worker.kind != "process" else (target,):
+        for model in (target, draft) if not worker.is_process else (target,):
             if (captures := captures_of(model.model)) is not None:
                 captures.capture_passes(length, length + widest)
 
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)
-    return time_parallel_passes(components.target, drafter, context, timer, widest, worker.kind == "stream", capture)
+    return time_parallel_passes(components.target, drafter, context, timer, widest, not worker.is_process, capture)
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
