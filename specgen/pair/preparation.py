@@ -45,7 +45,7 @@ def passes_key(worker: DraftWorker, sampling: SamplingParams, length: int, *, re
     """
     longest = 1 << (length - 1).bit_length()
     logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, has_penalties
-    return longest, *logits, worker.kind, worker.threads, record
+    return longest, *logits, worker.is_process, worker.threads, record
 
 
 def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
@@ -61,7 +61,7 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
     widest = max(1, min(LONGEST_WINDOW, shortest - length))
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)
-    return time_parallel_passes(components.target, drafter, context, timer, widest, worker.kind == "stream")
+    return time_parallel_passes(components.target, drafter, context, timer, widest, not worker.is_process)
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
