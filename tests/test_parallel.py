@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.costs.pearl_window import Window
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel, Window
 from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 

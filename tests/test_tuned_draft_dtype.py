@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import specgen
 from specgen.cli.app import app
 from specgen.cli.tune import _rounded
-from specgen.decoding.costs.round_costs import CostTable, Curve
+from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.products import refusal
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair

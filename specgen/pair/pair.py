@@ -14,7 +14,6 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer
@@ -29,6 +28,7 @@ from specgen.engine.timing import pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
+from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import TRIAL_ROUNDS, DraftingKnowledge
