@@ -17,7 +17,7 @@ import specgen
 from specgen.cli import tune_run
 from specgen.cli.app import app
 from specgen.cli.model_options import ModelOptions
-from specgen.decoding.costs.round_costs import CostTable, Curve
+from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.products import refusal
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair

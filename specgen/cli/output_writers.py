@@ -17,7 +17,7 @@ from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, f
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
-    from specgen.methods.pearl_schedule import Parallel
+    from specgen.methods.pearl import Parallel
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
 
