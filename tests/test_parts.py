@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import parsed
-from families import BACKENDS, EOS, LETTERS, make_model, make_tokenizer, random_predictor, save
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, random_predictor, save
 from head_layouts import write_head
 from safetensors.torch import load_file
 from training_helpers import invoke, opened
