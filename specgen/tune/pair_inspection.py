@@ -10,8 +10,7 @@ import torch
 
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
@@ -23,6 +22,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
+from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.decoding.costs import SpeedupModel
 from specgen.pair.figures import Figures
 from specgen.pair.pair import capture_passes
 from specgen.tune.method_readiness import obstacle
