@@ -20,8 +20,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import examples_file
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.engine.devices import device_timer
-from specgen.engine.layer_skipping import SkippedLayers
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes
 from specgen.pair.measurements import Key, Measurements
 
