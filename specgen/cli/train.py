@@ -6,19 +6,19 @@ Imports no torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import make_writable_folder, pair_folder, part_folder
 from specgen.base.interrupts import interrupts
 from specgen.base.text import print_json, print_result
-from specgen.cli.error_reporting import INTERRUPTED
-from specgen.cli.model_options import ModelOptions, disable_hub_progress
+from specgen.cli.opening import disable_hub_progress
+from specgen.cli.options import ModelOptions, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ DEFAULT_MINUTES = 10.0
 _DEMO_CORPUS = Path("demo")  # a file of that name has to be given as ./demo or by its absolute path
 _DEMO_TOKENS = 600_000
 _NOTHING_HELD_OUT = " Nothing was held out to measure it: there are fewer than eight different documents or prompts."
-_EXIT_OPTIONS = {"layer": "--layer", "exit_layers": "--exit-layers", "exit_head": "--exit-head", "exit_layer": "--exit-layer"}
+_EXIT_OPTIONS = {"layer": "--layer", "exit_layers": "--exit-layers", "exit_head": "--exit-head"}
 _LOOP_OPTIONS = {"steps": "--steps", "self_text": "--self-text", "batch": "--batch-size", "learning_rate": "--learning-rate"}
+_OPTIONS = _EXIT_OPTIONS | _LOOP_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +62,19 @@ GLIDE = Trainable("a GliDe head", "glide", "layers.GlideObjective")
 TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
 
 
-@dataclass(frozen=True, slots=True)
-class TrainRequest:
-    """The command-line options of `specgen tune --train`; None: not given, use the default."""
+class Asked(NamedTuple):
+    """What the user asked for: the options, and the `part` that is trained."""
 
-    methods: str | None = None
-    prompts: Path | None = None
-    out: Path | None = None
-    seed: int = 0
-    chat: bool = False
-    exit_layer: Path | None = None
-    minutes: float | None = None
-    steps: int | None = None
-    corpus: Path | None = None
-    layer: int | None = None
-    exit_layers: int = 1
-    exit_head: str = "own"
-    self_text: float | None = None
-    batch: int | None = None
-    training_length: int | None = None
-    learning_rate: float | None = None
+    models: ModelOptions
+    tuning: TuneOptions
+    training: TrainingOptions
+    seed: int
+    part: Trainable
 
 
-def part_of(request: TrainRequest) -> Trainable:
+def part_of(tuning: TuneOptions, models: ModelOptions) -> Trainable:
     """Returns what is trained. Raises SpecgenError if --methods names a method that has nothing to train, or several parts."""
-    names = {name.strip() for name in (request.methods or "eesd").split(",")}
+    names = {name.strip() for name in (tuning.methods or "eesd").split(",")}
     found = {"eesd" if name.startswith("eesd") else name for name in names}
     for name in sorted(found - TRAINABLE.keys()):
         methods.find(name)  # an unknown name gets its own message
@@ -93,16 +82,18 @@ def part_of(request: TrainRequest) -> Trainable:
         raise SpecgenError(f"{name} has nothing to train", f"Name with --methods what to train: {known}")
     if len(found) > 1:
         raise SpecgenError(f"{' and '.join(sorted(found))} cannot be trained in one run", "Give one of them")
-    return PREDICTOR if found == {"eesd"} and request.exit_layer is not None else TRAINABLE[found.pop()]
+    return PREDICTOR if found == {"eesd"} and models.exit_layer is not None else TRAINABLE[found.pop()]
 
 
-def check(request: TrainRequest, part: Trainable) -> None:
+def check(asked: Asked) -> None:
     """Raises SpecgenError for options that are wrong for any model, and for those that do not apply to what is trained."""
-    unused = {} if part is EXIT else _EXIT_OPTIONS
+    models, tuning, training, seed, part = asked
+    unused = [] if part is EXIT else [*_EXIT_OPTIONS]
     if part is PREDICTOR:
-        unused = {name: option for name, option in (_EXIT_OPTIONS | _LOOP_OPTIONS).items() if name != "exit_layer"}
-    default = TrainRequest()
-    wrong = [option for name, option in unused.items() if getattr(request, name) != getattr(default, name)]
+        unused += _LOOP_OPTIONS
+    wrong = [_OPTIONS[name] for name in unused if getattr(training, name) != getattr(TrainingOptions, name)]
+    if models.exit_layer is not None and part is not PREDICTOR:
+        wrong.append("--exit-layer")
     if wrong:
         with_option = "--exit-layer" if part is PREDICTOR else f"--methods {part.method}"
         problem = f"{', '.join(wrong)} cannot be combined with --train {with_option}, which trains {part.name}"
@@ -110,43 +101,46 @@ def check(request: TrainRequest, part: Trainable) -> None:
     tiny, huge = sys.float_info.min, sys.float_info.max
     least_share = tiny if part is DRAFT else 0
     rules = (
-        ("--minutes", request.minutes, tiny, huge, "above 0"),
-        ("--steps", request.steps, 1, huge, "above 0"),
-        ("--layer", request.layer, 1, huge, "above 0"),
-        ("--batch-size", request.batch, 1, huge, "above 0"),
-        ("--learning-rate", request.learning_rate, tiny, huge, "above 0"),
-        ("--window", request.training_length, 8, huge, "at least 8 tokens"),
-        ("--exit-layers", request.exit_layers, 0, 2, "0 (a head alone), 1 or 2"),
-        ("--self-text", request.self_text, least_share, 1, "from 0 to 1, for sd above 0"),
-        ("--seed", request.seed, 0, 2**31 - 1, "a whole number from 0 to 2^31 - 1"),
+        ("--minutes", training.minutes, tiny, huge, "above 0"),
+        ("--steps", training.steps, 1, huge, "above 0"),
+        ("--layer", training.layer, 1, huge, "above 0"),
+        ("--batch-size", training.batch, 1, huge, "above 0"),
+        ("--learning-rate", training.learning_rate, tiny, huge, "above 0"),
+        ("--window", training.training_length, 8, huge, "at least 8 tokens"),
+        ("--exit-layers", training.exit_layers, 0, 2, "0 (a head alone), 1 or 2"),
+        ("--self-text", training.self_text, least_share, 1, "from 0 to 1, for sd above 0"),
+        ("--seed", seed, 0, 2**31 - 1, "a whole number from 0 to 2^31 - 1"),
     )
     for option, value, least, most, rule in rules:
         if value is not None and not least <= value <= most:
             raise SpecgenError(f"{option} is {value}", f"It has to be {rule}")
-    if request.exit_head not in ("own", "target"):
+    if training.exit_head not in ("own", "target"):
         hint = "Take own (a trained copy) or target (the target's head, unchanged)"
-        raise SpecgenError(f"--exit-head is {request.exit_head!r}", hint)
-    if request.minutes is not None and request.steps is not None:
+        raise SpecgenError(f"--exit-head is {training.exit_head!r}", hint)
+    if training.minutes is not None and training.steps is not None:
         raise SpecgenError("both --minutes and --steps are given", "Give one of them")
-    if request.chat and request.self_text is not None:
+    if tuning.chat and training.self_text is not None:
         raise SpecgenError("--self-text cannot be combined with --chat: the target then generates all text", "Leave it out")
-    has_both = request.prompts is not None and request.corpus is not None
-    if part is DRAFT and not request.chat and has_both and request.self_text in (None, 1):
+    has_both = tuning.prompts is not None and training.corpus is not None
+    if part is DRAFT and not tuning.chat and has_both and training.self_text in (None, 1):
         raise SpecgenError(
-            f"--corpus {request.corpus} would not be used: with --prompts a draft learns from the target's continuations only",
+            f"--corpus {training.corpus} would not be used: with --prompts a draft learns from the target's continuations only",
             "Leave it out, or mix it in: --self-text 0.5",
         )
-
-
-def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
-    """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
-    part = part_of(request)
-    check(request, part)
     if part is DRAFT and not models.has_draft:
         raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
-    prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
-    if request.out is not None:
-        make_writable_folder(request.out)
+
+
+def train(
+    models: ModelOptions, tuning: TuneOptions, seed: int, training: TrainingOptions, err: Console, *, quiet: bool, as_json: bool
+) -> None:
+    """Loads the models, trains, and prints the result. Raises KeyboardInterrupt if the user interrupted the training."""
+    part = part_of(tuning, models)
+    asked = Asked(models, tuning, training, seed, part)
+    check(asked)
+    prompts = [] if tuning.prompts is None else load_prompts(tuning.prompts, for_tuning=True)
+    if tuning.out is not None:
+        make_writable_folder(tuning.out)
     disable_hub_progress(err, quiet=quiet)
     from rich.text import Text
 
@@ -155,7 +149,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
     from specgen.view.progress import Progress, TrainingLine
 
     with Progress(err, quiet=quiet) as progress:
-        objective = load_objective(models, request, part, prompts, progress)
+        objective = load_objective(asked, prompts, progress)
         task, target, bars = objective.task, objective.target, TrainingLine(progress)
         make_writable_folder(task.folder)
         task.announce, task.show = bars.announce, bars.show
@@ -165,7 +159,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
                 path, made = run(objective)
             except TrainingStopped:
                 task.announce(f"interrupted; the same command resumes from here (state in {task.folder})")
-                return INTERRUPTED
+                raise KeyboardInterrupt from None
             except OSError as error:
                 raise RunError(
                     f"cannot write to {task.out}: {error.strerror or error}",
@@ -178,89 +172,73 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
         print_result(str(path))
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
-    return None
 
 
-def load_objective(
-    models: ModelOptions, request: TrainRequest, part: Trainable, prompts: Sequence[Prompt], progress: Progress
-) -> Objective:
+def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
     """Loads the models and the text. Returns what is trained. `prompts` are those of --prompts. Raises SpecgenError."""
     from specgen.pair.loading import load
 
-    arguments = asdict(models) | {"exit_layer": None, "head": None}
+    training, part = asked.training, asked.part
+    arguments = asked.models.arguments() | {"exit_layer": None, "head": None}
     if part is not DRAFT:
         arguments |= dict.fromkeys(("draft", "draft_revision", "draft_device"))
     pair = load(**arguments, announce=progress.announce)
     progress.announce("reading texts")
-    draft = pair.draft if part is DRAFT else None
-    task = training_task(models, request, part, prompts, pair.target, draft)
+    task = training_task(asked, prompts, pair.target, pair.draft if part is DRAFT else None)
     module, name = part.objective.split(".")
-    make: Any = getattr(import_module(f"specgen.train.{module}"), name)
-    made: Objective
+    make: Callable[..., Objective] = getattr(import_module(f"specgen.train.{module}"), name)
     if part is EXIT:
-        made = make(task, pair.target, request.layer, request.exit_layers, own_head=request.exit_head == "own")
-    elif part is PREDICTOR:
-        made = make(task, pair.target, request.exit_layer)
-    else:
-        made = make(task, pair.target, *([] if draft is None else [draft]))
-    return made
+        return make(task, pair.target, training.layer, training.exit_layers, own_head=training.exit_head == "own")
+    if part is PREDICTOR:
+        return make(task, pair.target, asked.models.exit_layer)
+    return make(task, pair.target, pair.draft) if part is DRAFT else make(task, pair.target)
 
 
-def training_task(
-    models: ModelOptions,
-    request: TrainRequest,
-    part: Trainable,
-    given: Sequence[Prompt],
-    target: LoadedModel,
-    draft: LoadedModel | None,
-) -> TrainingTask:
+def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
     """Returns the training task: reads the text, and sets defaults for options that are not given."""
+    from specgen.engine.weights import weights_fingerprint
     from specgen.train.corpus import Corpus
     from specgen.train.task import Recipe, TrainingTask
 
+    training, part = asked.training, asked.part
     on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes
     limit = min(model.context_limit for model in (target, draft or target))
-    window = min(request.training_length or (2048 if on_cuda else 256), limit)
-    corpus, encode = None, target.tokenizer.encode
-    if request.chat:
-        ids = _conversations(request, given, target, 3 * window // 4)
+    window = min(training.training_length or (2048 if on_cuda else 256), limit)
+    if asked.tuning.chat:
+        corpus, ids = None, _conversations(training.corpus, prompts, target, 3 * window // 4)
     else:
-        ids, corpus = [encode(prompt.text) for prompt in given], _corpus(models, request, target)
-    has_budget = request.steps is not None or (part is PREDICTOR and request.minutes is None)  # the latter needs none
+        corpus, ids = _corpus(asked, target), [target.tokenizer.encode(prompt.text) for prompt in prompts]
+    share = part.self_text if training.self_text is None else training.self_text
+    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # the latter needs none
     recipe = Recipe(
-        steps=request.steps,
-        seconds=None if has_budget else 60 * (request.minutes or DEFAULT_MINUTES),
-        learning_rate=request.learning_rate or part.learning_rate,
-        batch=request.batch or (64 if on_cuda else 16),
+        steps=training.steps,
+        seconds=None if has_budget else 60 * (training.minutes or DEFAULT_MINUTES),
+        learning_rate=training.learning_rate or part.learning_rate,
+        batch=training.batch or (64 if on_cuda else 16),
         window=window,
-        self_text=1.0 if corpus is None else part.self_text if request.self_text is None else request.self_text,
-        seed=request.seed,
+        self_text=1.0 if corpus is None else share,
+        seed=asked.seed,
     )
-    return TrainingTask(request.out or _output_folder(request, part, target, draft), recipe, corpus, Corpus(ids) if ids else None)
-
-
-def _output_folder(request: TrainRequest, part: Trainable, target: LoadedModel, draft: LoadedModel | None) -> Path:
-    """Returns the folder for the result if the user names none."""
-    from specgen.engine.weights import weights_fingerprint
-
-    if (exit_layer := request.exit_layer) is not None:
-        return exit_layer if exit_layer.is_dir() else exit_layer.parent
-    fingerprint = weights_fingerprint(target.folder)
+    fingerprint, exit_layer = weights_fingerprint(target.folder), asked.models.exit_layer
     if draft is not None:
-        return pair_folder(target.name, fingerprint, draft.name) / "distilled"
-    return part_folder("exit" if part is EXIT else part.method, target.name, fingerprint)
+        out = pair_folder(target.name, fingerprint, draft.name) / "distilled"
+    elif exit_layer is not None:
+        out = exit_layer if exit_layer.is_dir() else exit_layer.parent
+    else:
+        out = part_folder("exit" if part is EXIT else part.method, target.name, fingerprint)
+    return TrainingTask(asked.tuning.out or out, recipe, corpus, Corpus(ids) if ids else None)
 
 
-def _conversations(request: TrainRequest, given: Sequence[Prompt], target: LoadedModel, limit: int) -> list[list[int]]:
-    """Returns the prompts of --chat in the model's chat template: the `given` ones of --prompts, and those in the corpus file.
+def _conversations(corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int) -> list[list[int]]:
+    """Returns the prompts of --chat in the model's chat template: those of --prompts, and those in the corpus file.
 
     Those of more than `limit` tokens are left out, because a template cannot be cut.
     """
     from specgen.train.corpus import chat_prompts
 
-    found = [target.tokenizer.chat(prompt.text, None) for prompt in given]
-    if request.corpus is not None:
-        found += chat_prompts(request.corpus, target.tokenizer, limit)
+    found = [target.tokenizer.chat(prompt.text, None) for prompt in prompts]
+    if corpus is not None:
+        found += chat_prompts(corpus, target.tokenizer, limit)
     kept = [ids for ids in found if len(ids) <= limit]
     if not kept:
         hint = "Give --corpus FILE (prompts or messages) or --prompts FILE, shorter ones or a larger --window"
@@ -268,15 +246,16 @@ def _conversations(request: TrainRequest, given: Sequence[Prompt], target: Loade
     return kept
 
 
-def _corpus(models: ModelOptions, request: TrainRequest, target: LoadedModel) -> Corpus | None:
+def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
     """Reads the corpus. Returns None if only prompts are given. Raises SpecgenError if there is no text."""
     from specgen.train.corpus import demo_corpus, read_corpus
 
-    if request.corpus == _DEMO_CORPUS or (request.corpus is None and models.target is None):
-        return demo_corpus(target.tokenizer.encode, request.seed, _DEMO_TOKENS)
-    if request.corpus is not None:
-        return read_corpus(request.corpus, target.tokenizer.encode)
-    if request.prompts is None or request.self_text == 0:
+    named = asked.training.corpus
+    if named == _DEMO_CORPUS or (named is None and asked.models.target is None):
+        return demo_corpus(target.tokenizer.encode, asked.seed, _DEMO_TOKENS)
+    if named is not None:
+        return read_corpus(named, target.tokenizer.encode)
+    if asked.tuning.prompts is None or asked.training.self_text == 0:
         hint = "Give --corpus FILE (plain text or JSON lines), or --prompts FILE and leave --self-text above 0"
         raise SpecgenError("there is no text to train on", hint)
     return None

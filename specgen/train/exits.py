@@ -22,15 +22,14 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.exit_layers import (
+from specgen.engine.parts.own_layers import (
     ExitLayers,
     Predictor,
-    check_exit_depth,
-    check_exit_layers,
+    check_exit,
     default_exit_depth,
     known_architecture,
 )
-from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit
+from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit, under
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Part
 from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches
@@ -68,8 +67,7 @@ class ExitObjective(Objective):
         self.model.check_layers("early exit")
         known_architecture(self.model, "early exit")
         self.after, self.layers, self.own_head = default_exit_depth(count) if after is None else after, layers, own_head
-        check_exit_depth(count, self.after)
-        check_exit_layers(layers)
+        check_exit(self.model, self.after, layers)
         self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
@@ -137,7 +135,7 @@ class ExitObjective(Objective):
 
     def _exit(self, count: int) -> ExitLayers:
         """Returns the exit's first layers, norm and LM head with the parameters' present values."""
-        return ExitLayers(self.model, count, self.parameters.__getitem__, trained_product)
+        return ExitLayers(self.model, count, self.parameters, trained_product)
 
     @torch.no_grad()
     def _first_layers(self, batch: BatchPass) -> torch.Tensor:
@@ -168,7 +166,7 @@ class PredictorObjective(ExitObjective):
 
     def initial_weights(self) -> dict[str, torch.Tensor]:
         """Returns those of the exit layer, which are not trained."""
-        return self.model.last_layers(self.target.folder, 0) | self._part.exit_tensors()
+        return self.model.last_layers(self.target.folder, 0) | under("exit.", self._part.exit_tensors())
 
     def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
         if not has_predictor:

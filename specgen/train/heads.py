@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.native.layer_weights import EXIT_HEAD
 from specgen.engine.native.native_model import NativeModel, final_logits
+from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
 from specgen.engine.parts.trained_part import check_head_folder, describe_head, round_as_saved, save_head
-from specgen.engine.parts.weights import HeadKind, HeadWeights, MedusaWeights
 from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, pack
 from specgen.train.measures import divergence, held_out_agreement

@@ -27,13 +27,12 @@ from specgen.engine.native.attention import Sight
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_shapes, layer_tensors
-from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.parts.eagle_layers import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
-from specgen.engine.parts.exit_layers import known_architecture
-from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
-from specgen.engine.parts.weights import EagleWeights, GlideWeights
+from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
+from specgen.engine.parts.glide import CrossInputs, GlideLayers
+from specgen.engine.parts.own_layers import known_architecture
+from specgen.engine.parts.part import EagleWeights, GlideWeights
 from specgen.train.heads import HeadObjective, Predictions, TargetStates, reachable
 from specgen.train.loop import IGNORED, PackedBatch
 from specgen.train.measures import divergence
@@ -106,16 +105,8 @@ class EagleObjective(LayerObjective):
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
-        layers = EagleLayers(
-            3,
-            self.architecture,
-            self.parameters.__getitem__,
-            torch.float32,
-            trained_product,
-            self.device,
-            has_bias=False,
-            first_layer=UnrolledLayer,
-        )
+        weights = EagleWeights(self.config, self.parameters)
+        layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
         features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.embeddings(batch.ids)
         forward_pass, rows = batch.forward_pass(), []
         for depth in range(self.depths):
@@ -146,7 +137,7 @@ class EagleObjective(LayerObjective):
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}
-        return EagleWeights(3, self.config, tensors, tuple(self.taps), self._ids)
+        return EagleWeights(self.config, tensors, 3, tuple(self.taps), self._ids)
 
 
 def _vocabulary(size: int, texts: Sequence[Text]) -> Tensor | None:
@@ -195,15 +186,7 @@ class GlideObjective(LayerObjective):
         mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.dtype)[:, None]
         assert states.keys_values is not None
         cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
-        layers = GlideLayers(
-            self.architecture,
-            self._theirs,
-            self.parameters.__getitem__,
-            torch.float32,
-            trained_product,
-            self.device,
-            native_keys=isinstance(self.model, NativeModel),
-        )
+        layers = GlideLayers(GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_product)
         outputs = layers(self.embeddings(batch.ids).flatten(0, 1), self.inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
         return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])

@@ -10,8 +10,7 @@ import torch
 
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
@@ -23,6 +22,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
+from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.preparation import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
@@ -93,13 +93,11 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
 class EngineChoices:
     """What was chosen for the loaded models, and why: the CPU threads (None on an accelerator), and the weights of each model.
 
-    `products` has the choices for the weights of target and draft model, `padded_to` the number of tokens that their shorter
-    passes are padded to; both only for models that the native decoder runs.
+    `products` has the choices for the weights of target and draft model, only for models that the native decoder runs.
     """
 
     threads: ThreadChoice | None
     products: Mapping[str, Sequence[ProductChoice]]
-    padded_to: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +300,8 @@ def engine_choices(pair: Pair) -> EngineChoices:
     """Returns what was chosen for the loaded models of a pair that was warmed up."""
     loaded = {"target": pair.target, "draft": pair.draft}
     models = {role: one.model for role, one in loaded.items() if one is not None}
-    native = {role: model for role, model in models.items() if isinstance(model, NativeModel)}
-    products = {role: model.product_choices for role, model in native.items()}
-    return EngineChoices(pair.measurements.threads, products, {role: model.min_rows for role, model in native.items()})
+    products = {role: model.product_choices for role, model in models.items() if isinstance(model, NativeModel)}
+    return EngineChoices(pair.measurements.threads, products)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
