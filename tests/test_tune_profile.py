@@ -20,7 +20,7 @@ from specgen.base import files
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.cli.tune_run import json_line
+from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
