@@ -19,7 +19,7 @@ from specgen.engine.model_runner import longest_draft, room
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import DraftRunner, ModelRunner
-    from specgen.engine.parts.exit_layers import ExitAcceptancePredictor
+    from specgen.engine.parts.own_layers import ExitAcceptancePredictor
     from specgen.engine.text.tokenizer import Tokenizer
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
