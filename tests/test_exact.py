@@ -99,7 +99,7 @@ def test_a_draft_that_ends_in_another_block_of_keys_changes_no_bits(
 def test_captured_passes_of_one_width_give_equal_bits() -> None:
     """As on a GPU, where the prompt runs eagerly."""
     model = random_model("gemma2", torch.bfloat16)
-    model.exact, model.captures = True, Captures((16,), RecordedGraphs)
+    model.exact, model.captures = True, Captures((16,), RecordedGraphs())
     ids = random_ids(524)
     one_by_one = run(model, ids, [1], prompt=500)
     assert torch.equal(run(model, ids, [12], prompt=500), one_by_one)

@@ -16,7 +16,7 @@ from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ForwardPass, TreeNodes, positions
-from specgen.engine.native.inputs import ancestry
+from specgen.engine.native.attention import ancestry
 from specgen.methods.cape import CapeDrafter, further_candidates
 from specgen.methods.lookahead_drafter import LookaheadDrafter
 

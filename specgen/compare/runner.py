@@ -194,7 +194,6 @@ class Runner:
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
-            capture_passes(self.pair, min(lengths), longest)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
