@@ -179,8 +179,6 @@ class Runner:
         """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
         the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
         runs, if no method but plain decoding can run."""
-        from specgen.pair.pair import capture_passes  # imports torch
-
         todo = [
             (spec, prompt, repeat)
             for repeat in range(self.config.repeats)
@@ -188,12 +186,15 @@ class Runner:
             for spec in self.config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
-        first_prompt, lengths = self.config.prompts[0], self._context_lengths()
-        longest = min(max(lengths) + min(self.config.sampling.max_new_tokens, RESERVED), self.pair.target.context_limit)
-        self.pair.reserve(longest)
+        prompts, new, encode = self.config.prompts, min(self.config.sampling.max_new_tokens, RESERVED), self.pair.tokenizer.encode
+        lengths = [len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns]
+        for prompt in prompts:  # later turns follow answers that are not known yet
+            if prompt.previous_turns:
+                lengths.append(sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text)))
+        self.pair.reserve(min(max(lengths), self.pair.target.context_limit))
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
-            yield self._step(todo, 0, spec, first_prompt, warming_up=True)
-            self._attempt(spec, first_prompt, 0)
+            yield self._step(todo, 0, spec, prompts[0], warming_up=True)
+            self._attempt(spec, prompts[0], 0)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
@@ -205,16 +206,6 @@ class Runner:
                     self._add(spec, prompt, repeat, Run.of(finished), finished)
                     self._write(finished)  # last: if it fails, the results have the run nevertheless
         yield self._step(todo, len(todo), None, None)
-
-    def _context_lengths(self) -> list[int]:
-        """Returns the length in tokens of each prompt, with answers of full length before a later turn."""
-        new, encode = self.config.sampling.max_new_tokens, self.pair.tokenizer.encode
-        return [
-            sum(new + len(encode(text)) for text in prompt.previous_turns) + len(encode(prompt.text))
-            if prompt.previous_turns
-            else len(self.prompt_ids(prompt))
-            for prompt in self.config.prompts
-        ]
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
