@@ -93,7 +93,7 @@ def find(
             raise
         _note(err, f"{error.message}; it is not used. {error.hint}", quiet)
         return None
-    why, dtype = profile.mismatch(key.with_draft_dtype(profile.draft_dtype)), profile.draft_dtype
+    why, dtype = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype)), profile.draft_dtype
     is_run_by_transformers = pair.draft is not None and pair.draft.backend == "transformers"
     if why is None and dtype is not None and is_run_by_transformers and not any_draft_dtype:
         why = f"its draft was {dtype}, and the transformers backend, which runs the draft here, cannot quantise it"
@@ -102,7 +102,7 @@ def find(
     elif (why := _other_sampling(profile, sampling)) is not None:
         _note(err, f"the profile {path} was made for {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options", quiet)
     else:
-        profile.inform(pair.measurements)
+        pair.measurements.tuned_costs = profile.measured.costs
         return profile
     return None
 
