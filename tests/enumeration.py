@@ -18,11 +18,10 @@ from statistics_checks import Distribution, output_distribution
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.costs.pearl_window import Window
 from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods import runs
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel, Window
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32

@@ -10,14 +10,13 @@ import torch
 
 from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods import runs
 from specgen.methods.adaptive import AUTO, AdaptiveInputs
-from specgen.methods.learned_drafting import Learned
+from specgen.methods.learned_drafting import DraftingCosts, Learned
 from specgen.methods.method import Method
 from specgen.workers.worker import DraftWorker
 

@@ -16,14 +16,21 @@ import torch
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.costs.drafting_costs import DraftingCosts, LearnedCosts
-from specgen.decoding.costs.pearl_window import Window
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import DraftedToken
 from specgen.methods import METHODS, adaptive, available_policies
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
-from specgen.methods.learned_drafting import LONGEST_PAUSE, OPTION, SHORTEST_PAUSE, Acceptance, DraftingGuard, Learned
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.learned_drafting import (
+    LONGEST_PAUSE,
+    OPTION,
+    SHORTEST_PAUSE,
+    Acceptance,
+    DraftingCosts,
+    DraftingGuard,
+    Learned,
+    LearnedCosts,
+)
+from specgen.methods.pearl import Parallel, Window
 from specgen.pair import measurements
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair

@@ -76,7 +76,7 @@ LIGHT = [
     # commands and options
     row("genrate hi", "'genrate'", "Did you mean 'generate'? See --help"),
     row("inspect", "specgen inspect --methods"),
-    row("inspect --methods --pair", "--methods lists the methods, and --pair is given too"),
+    row("inspect --methods --pair", "--pair and --methods cannot be combined"),
     generate("another", "another", "--help"),
     generate("--tempratur 1", "--tempratur", "--temperature"),
     generate("-n 0", "max_new_tokens is 0", "at least 1"),

@@ -1,22 +1,38 @@
-"""The cost model, PEARL's window from measured pass times, the measurement cache, and planning without any of it."""
+"""The cost model: times of passes and rounds; PEARL's window by one rule everywhere, and its expected gain."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from timed_models import SlowDrafter, SlowTarget
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.files import cache_folder
-from specgen.base.types import Context
+from specgen.base.types import Context, Draft
 from specgen.cli.output_writers import _window
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.costs.speedup import eesd_speedup
-from specgen.methods.pearl_timing import time_parallel_passes
+from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
+from specgen.decoding.policy import LengthPolicy
+from specgen.engine.model_runner import ModelOutput
+from specgen.methods import METHODS, resolve
+from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
+from specgen.pair import preparation
+from specgen.pair.pair import Pair
+from specgen.tune import pair_inspection
+from specgen.tune.outcome import grid
+from specgen.tune.round_timing import record_reference
+from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
+from specgen.view import pair_report
+
+BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
+ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})}))
 
 
 @pytest.mark.parametrize(
@@ -102,3 +118,144 @@ def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
     target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
     assert round(target / draft, 1) == ratio
     assert f"; {costs.window.first} while it verifies one token" in line
+
+
+class SlowTarget:
+    """A pass takes a base time plus a time per token, on a simulated clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: float, token: float) -> None:
+        self.base, self.token, self.now = base, token, 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def logits(self, context: Context, draft: Sequence[int] = ()) -> ModelOutput:
+        self.now += self.base + self.token * (len(draft) + 1)
+        return ModelOutput(torch.zeros(len(draft) + 1, 4))
+
+
+class SlowDrafter:
+    """Reports a fixed time per token without waiting."""
+
+    policy = LengthPolicy()
+
+    def __init__(self, token: float) -> None:
+        self.token, self.seconds, self.closed = token, 0.0, False
+
+    def prefill(self, context: Context) -> None: ...
+
+    def start(self, context: Context, pending: Sequence[int], limit: int) -> None:
+        self._limit = limit
+
+    def finish(self) -> Draft:
+        self.seconds = self._limit * self.token
+        return Draft([0] * self._limit, range(-1, self._limit - 1))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
+    """A pair of which nothing is known, with an empty cache of measurements."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    pair = pair_of("llama", "near")
+    return Pair(pair.target, pair.draft)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
+    """What timing passes of models with these costs finds, on a simulated clock."""
+    with monkeypatch.context() as patch:
+        target = SlowTarget(patch, BASE, TOKEN)
+        return time_parallel_passes(target, SlowDrafter(DRAFT), Context([1] * 8))  # type: ignore[arg-type]
+
+
+def simulated_window(pair: Pair) -> Window:
+    """The window of a simulated run in tuning, with `window=auto`, the default."""
+    reference = record_reference(pair, PROMPTS[0], GREEDY)
+    made, method = Simulator(pair, [reference], GREEDY, {"parallel": ROUNDS}), METHODS["pearl"]
+    run = made._run(method, resolve(method, {}), ROUNDS, 0, None)
+    assert isinstance(run.schedule, Parallel)
+    return run.schedule.window
+
+
+@pytest.mark.parametrize("flexible", [False, True])
+def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool) -> None:
+    """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
+    costs = timed(monkeypatch)
+    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: costs)
+    for place in ("pair.pair", "tune.simulator"):
+        monkeypatch.setattr(f"specgen.{place}.has_flexible_window", lambda *_: flexible)
+    alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
+    announced = pair_inspection.measure_parallel(near, lambda _: None)
+    assert announced is not None
+    measured = pair_inspection._measured(alone, announced)
+    assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
+    shown = " ".join(str(text) for _, text in pair_report._costs(alone, announced))
+    assert "8.3 draft passes (c): PEARL's window is 8" in shown
+    near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
+    run = near.run(near.request(PROMPTS[0], "pearl", GREEDY))
+    assert run.settings.values["window"] == 8
+    assert run.costs is not None
+    assert run.costs.as_dict()["window"] == 8
+    assert isinstance(run.schedule, Parallel)
+    assert run.schedule.window == simulated_window(near)
+    assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
+
+
+@given(st.floats(0.01, 0.99), st.floats(1e-4, 1.0), st.floats(1e-4, 1.0), st.integers(1, LONGEST_WINDOW), st.floats(-0.5, 0.0))
+def test_pearl_is_no_faster_than_sd_where_the_models_take_turns(
+    acceptance: float, draft: float, target: float, size: int, overlap: float
+) -> None:
+    costs = ParallelCosts(draft, target, target, 8, 64, overlap, draft, target)
+    pearl, sequential = costs.speeds(size, acceptance)
+    assert pearl <= sequential * (1 + 1e-9)
+    assert costs.gain is not None
+    assert costs.gain <= 1 + 1e-9
+    assert costs.remark
+    assert not ParallelCosts(draft, target, target, 8, 64, 1.0, draft, target).remark
+
+
+def simulated_speed(size: int, acceptance: float, seconds: float) -> float:
+    """The tokens per second of PEARL's steps, each of so many seconds: a rejection is drawn for each token."""
+    rng, tokens, steps, pending = random.Random(size), 0, 0, 1
+    while steps < 8_000:
+        steps += 1
+        accepted = next((number for number in range(pending) if rng.random() >= acceptance), pending)
+        tokens += accepted + (accepted < pending)
+        pending = size if accepted == pending else 1
+    return tokens / (steps * seconds)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_the_expected_speed_is_that_of_simulated_steps(size: int) -> None:
+    for overlap, seconds in ((0.0, 8 + 2 * size), (1.0, max(8, 2 * size)), (0.5, 8 + 2 * size - 0.5 * min(8, 2 * size))):
+        speed, _ = ParallelCosts(3.0, 9.0, 9.0, 8, 64, overlap, 2.0, 8.0).speeds(size, 0.6)
+        assert speed == pytest.approx(simulated_speed(size, 0.6, seconds), rel=0.05)
+
+
+def test_tuning_tries_the_default_window_first() -> None:
+    assert grid("pearl")[0] == {"window": "auto"}
+    assert {settings["window"] for settings in grid("pearl")} > {1, 16}
+
+
+def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
+    """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
+    costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
+    clock = SimulatedClock()
+    reference: Any = SimpleNamespace(token_ids=[], prefill_seconds=0.0)
+    target = PricedTarget(reference, costs, clock)
+    drafted: Any = SimpleNamespace(propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length"))
+    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, costs, clock)
+    context = Context([1, 2])
+    context.extend([3])
+    drafter.start(context, (), 20)
+    assert list(drafter.first(2)) == [20, 21]
+    target.logits(context, [20, 21])
+    drafter.cut()
+    draft = drafter.finish()
+    assert list(draft.tokens) == list(range(20, 32)), "2 + 9.5 seconds: the twelfth token is complete after 12"
+    assert clock.seconds()["draft"] == pytest.approx(2 + 0.5 + 0.25)
+    assert clock.seconds()["verify"] == 9.5
+    drafter.start(context, (), 4)
+    target.logits(context)
+    drafter.cut()
+    assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (4, pytest.approx(2.75 + 0.25))

@@ -13,7 +13,7 @@ from runner_checks import every
 from scripted_models import scripted_run
 
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.pearl_window import Window
+from specgen.methods.pearl import Window
 
 
 @dataclass(frozen=True)

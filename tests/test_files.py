@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from specgen import demo
 from specgen.base import files
 from specgen.base.errors import RunError, SpecgenError
-from specgen.cli.app import app, compare, generate, inspect, tune
+from specgen.cli.app import app
 from specgen.pair.records import TraceWriter
 
 Main = Callable[..., tuple[int, str, str]]
@@ -147,10 +147,10 @@ def test_standard_input_is_an_input(tmp_path: Path) -> None:
 def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For no option or argument that takes a path or a model: they would be the working folder and a file of this name."""
     given = []
-    for command in (generate, compare, inspect, tune):
-        for name, parameter in signature(command).parameters.items():
+    for command in app.registered_commands:
+        for name, parameter in signature(command.callback).parameters.items():  # type: ignore[arg-type]
             if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
-                given.append([command.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
+                given.append([command.callback.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
     monkeypatch.chdir(tmp_path)
     for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
         for arguments, ended in zip(given, one_by_one(*([*each, value] for each in given)), strict=True):

@@ -86,9 +86,9 @@ def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("t.jsonl", "--pair"), "--pair is for a pair of models"),
-        (("t.jsonl", "--draft-dtype", "int8"), "--draft-dtype is for a pair of models"),
-        (("--methods", "--device", "cpu"), "--methods lists the methods, and --device is given too"),
+        (("t.jsonl", "--pair"), "a trace and --pair cannot be combined"),
+        (("t.jsonl", "--draft-dtype", "int8"), "a trace and --draft-dtype cannot be combined"),
+        (("--methods", "--device", "cpu"), "--device and --methods cannot be combined"),
         (("--pair", "--html", "x.html"), "--html is given without a trace"),
         (("--pair", "--target", "x"), "--pair is the bundled pair"),
         (("--draft", "x"), "--draft x is given without --target"),

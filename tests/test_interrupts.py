@@ -10,7 +10,7 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import interrupts
-from specgen.cli.error_reporting import INTERRUPTED, reported
+from specgen.cli.app import INTERRUPTED, reported
 
 
 def press() -> None:

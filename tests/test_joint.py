@@ -14,7 +14,7 @@ from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods import joint_search
+from specgen.methods import mtad_search
 from specgen.methods.bild_drafting import BildVerifier
 from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
 
@@ -47,7 +47,7 @@ def test_each_block_is_the_likeliest_of_all(
     length: int, scale: float, eos: Eos, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MTAD, Definition 3.1. With `batch` 1 the first block is the greedy one, so that branch and bound finds the others."""
-    monkeypatch.setattr(joint_search, "BATCH", batch)
+    monkeypatch.setattr(mtad_search, "BATCH", batch)
     differs = 0
     for seed in range(3):
         runner, context = TableRunner(seed, scale), list(PROMPT)

@@ -18,7 +18,7 @@ from tuning_helpers import GREEDY
 import specgen
 from specgen import demo
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.pearl_window import ParallelCosts
+from specgen.methods.pearl import ParallelCosts
 from specgen.pair import measurements, preparation
 from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.costs.pearl_window import Window
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel, Window
 from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 
@@ -49,6 +49,8 @@ def decode(
         if flexible is not None:
             assert isinstance(run.schedule, Parallel)
             run.schedule = replace(run.schedule, window=flexible)
+            rng = random.Random(0)
+            worker.ready().show = lambda position, token: rng.random() < 0.8  # type: ignore[method-assign, union-attr]
         rounds = list(run.rounds())
     assert run.finish_reason in ("length", "eos")
     return rounds

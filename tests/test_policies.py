@@ -21,12 +21,11 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding import drafting
 from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
-from specgen.decoding.costs.drafting_costs import DraftingCosts
 from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, _copied_score
 from specgen.methods.eesd import BetaTS, CaliTS
-from specgen.methods.learned_drafting import Learned
+from specgen.methods.learned_drafting import DraftingCosts, Learned
 from specgen.methods.lookup import PromptLookupDrafter
 from specgen.methods.sd import Confidence, Heuristic
 from specgen.methods.selfsd import SelfSD

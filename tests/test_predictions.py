@@ -12,7 +12,7 @@ from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Draft, SamplingParams
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, Fixed
-from specgen.methods.pearl_schedule import _joined
+from specgen.methods.pearl import _joined
 from specgen.pair.records import round_line
 
 GREEDY = SamplingParams(max_new_tokens=30)

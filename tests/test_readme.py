@@ -16,7 +16,7 @@ from tuning_helpers import outcome
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.cli.tune_run import json_line
+from specgen.cli.tune import json_line
 from specgen.engine.native.families import FAMILIES
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair

@@ -32,14 +32,13 @@ from translated_pairs import permuted
 import specgen
 from specgen import demo
 from specgen.base.types import Context
-from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, exit_layers, glide, medusa
-from specgen.engine.parts.feature_runner import FeatureRunner
-from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+from specgen.engine.parts import eagle, glide, medusa, own_layers
+from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner, SkippedLayers
+from specgen.engine.parts.part import FeatureRunner, MedusaWeights
 
 
 class Made(NamedTuple):
@@ -99,7 +98,7 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = exit_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = own_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
     return Made([made.draft, made.target], made.clear_cache)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers read without transformers: the same results as transformers' AutoTokenizer, or its tokenizer."""
+"""Tokenizers: the results of transformers' AutoTokenizer, by transformers once and then without it; chat templates."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, other_model, write
+from tokenizer_helpers import CASES, FILES, LLAMA, TEXTS, byte_level, load, metaspace, other_model, write
 from transformers import AutoTokenizer
 
 from specgen.base.errors import SpecgenError
 from specgen.engine import model_loading
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.text.tokenizer_files import CLASS_OF_MODEL_TYPE, CLASSES
 
 
-def assert_same(folder: Path, texts: list[str] = TEXTS) -> Tokenizer:
-    """Compares a native tokenizer with AutoTokenizer's."""
-    ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
-    assert ours.fallback is None
-    assert ours.vocabulary() == theirs.get_vocab()
-    assert ours.eos_id == theirs.eos_token_id
-    assert ours.special_tokens == theirs.special_tokens_map
-    for text in texts:
-        ids = theirs(text)["input_ids"]
-        assert ours.encode(text) == ids, text
-        bare = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.encode(text, special=False) == bare, text
-        for skip in (True, False):
-            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
-    return ours
+def assert_same(folder: Path, texts: list[str] = TEXTS) -> None:
+    """Compares the tokenizer with AutoTokenizer's, when it is read for the first time and from what was kept then."""
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for ours in (load(folder), read_again(folder)):
+        assert ours.fallback is None
+        assert ours.vocabulary() == theirs.get_vocab()
+        assert ours.eos_id == theirs.eos_token_id
+        assert ours.special_tokens == theirs.special_tokens_map
+        for text in texts:
+            ids = theirs(text)["input_ids"]
+            assert ours.encode(text) == ids, text
+            bare = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text, special=False) == bare, text
+            for skip in (True, False):
+                assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), (text, skip)
+
+
+def read_again(folder: Path) -> Tokenizer:
+    """Loads a tokenizer that has been loaded before: without transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", None)
+        return load(folder)
 
 
 def token(content: str, kind: str | None = None, **flags: bool) -> dict[str, Any]:
@@ -45,90 +51,65 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
     return token(content, "AddedToken", **flags)
 
 
-SETTINGS: dict[str, dict[str, Any] | None] = {
-    "no file": None,
-    "names": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
-    "nulls": {"bos_token": None, "eos_token": "</s>", "pad_token": None, "image_token": None},
-    "described names": {"eos_token": added("</s>", lstrip=True), "bos_token": added("<s>")},
-    "new names": {
+SETTINGS: list[dict[str, Any] | None] = [
+    None,
+    {"eos_token": added("</s>", lstrip=True), "bos_token": "<s>", "image_token": None, "add_eos_token": True},
+    {
         "eos_token": "<new>",
-        "image_token": "<image>",
-        "additional_special_tokens": ["<extra>", added("<other>", rstrip=True), "<new>"],
+        "added_tokens_decoder": {"4": token("<new>", special=False), "400": token("quick", normalized=True, special=False)},
+        "additional_special_tokens": ["<extra>", added("<other>", rstrip=True), "fox"],
     },
-    "added tokens": {
-        "eos_token": "</s>",
-        "bos_token": "<s>",
-        "added_tokens_decoder": {
-            "0": token("<unk>"),
-            "2": token("</s>", lstrip=True),
-            "1": token("<s>", special=False),
-            "400": token("quick", normalized=True, special=False),
-        },
-        "extra_special_tokens": ["quick"],
-    },
-    "added tokens beside the vocabulary": {
-        "eos_token": "<new>",
-        "added_tokens_decoder": {"4": token("<new>", special=False), "3": token("<zz>")},
-        "extra_special_tokens": ["<extra>", "fox"],
-    },
-    "flags without effect": {"add_bos_token": False, "add_eos_token": True, "model_max_length": 3, "padding_side": "left"},
-    "clean-up": {"clean_up_tokenization_spaces": True},
-    "split": {"split_special_tokens": True, "eos_token": "</s>"},
-    "prefix": {"add_prefix_space": True, "legacy": True},
-    "no prefix": {"add_prefix_space": False, "legacy": False},
-    "named extras": {"extra_special_tokens": {"image_token": "<image>", "audio_token": "<audio>"}},
-    "two lists of extras": {"additional_special_tokens": ["<x>"], "extra_special_tokens": ["<y>"]},
-}
+    {"add_prefix_space": True, "legacy": True, "extra_special_tokens": {"image_token": "<image>", "audio_token": "<audio>"}},
+]
 
 
 @pytest.mark.parametrize(("file", "declared", "model_type"), CASES)
 def test_byte_pair_tokenizers(tmp_path: Path, file: str, declared: str | None, model_type: str) -> None:
-    for number, settings in enumerate(SETTINGS.values()):
+    for number, settings in enumerate(SETTINGS):
         named = {**(settings or {}), **({"tokenizer_class": declared} if declared else {})}
-        assert_same(write(tmp_path / str(number), FILES[file](), None if settings is None else named, {"model_type": model_type}))
+        folder = tmp_path / str(number)
+        assert_same(write(folder, FILES[file](), None if settings is None else named, {"model_type": model_type}))
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "Unigram", "WordPiece"])
 def test_other_tokenizers(tmp_path: Path, kind: str) -> None:
-    for number, settings in enumerate(SETTINGS.values()):
-        folder = write(tmp_path / str(number), other_model(kind), settings, {"model_type": "llama"})
-        if settings and "clean_up_tokenization_spaces" in settings:
-            assert load(folder).fallback == f"its {kind} model needs steps of transformers"
-        else:
-            assert_same(folder)
+    for number, settings in enumerate(SETTINGS):
+        assert_same(write(tmp_path / str(number), other_model(kind), settings, LLAMA))
 
 
-def test_the_table_of_classes_is_that_of_transformers() -> None:
-    from transformers.models.auto import tokenization_auto as auto
-
-    ours = {model_type: name for model_type, name in CLASS_OF_MODEL_TYPE.items() if name}
-    assert ours == {model_type: auto.TOKENIZER_MAPPING_NAMES[model_type] for model_type in ours}
-    assert not (CLASS_OF_MODEL_TYPE.keys() - ours.keys()) & auto.TOKENIZER_MAPPING_NAMES.keys()
-    wrong = auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & CLASS_OF_MODEL_TYPE.keys()
-    assert wrong == {"qwen2", "phi3"}
-    assert all(auto.tokenizer_class_from_name(name).__name__ == name for name in CLASSES)
-
-
-UNUSUAL: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # fields of tokenizer_config.json and config.json, the reason
-    ({}, {"model_type": "nystromformer"}, "the tokenizer class of model type nystromformer is not known"),
-    ({"auto_map": {"AutoTokenizer": ["a.B", None]}}, {"model_type": "qwen3"}, "the model has code of its own"),
-    ({"tokenizer_class": "NoSuchTokenizer"}, LLAMA, "its tokenizer class is NoSuchTokenizer"),
-    ({"fix_mistral_regex": True}, {"model_type": "mistral"}, "unusual field: fix_mistral_regex"),
-    ({"image_token": "<i>", "extra_special_tokens": {"audio_token": "<a>"}}, LLAMA, "several kinds of special tokens"),
+UNUSUAL: list[tuple[str, dict[str, Any], str]] = [  # tokenizer.json, fields of tokenizer_config.json, the class
+    (byte_level(), {"split_special_tokens": True, "eos_token": "</s>"}, "TokenizersBackend"),
+    (
+        other_model("WordLevel"),
+        {"clean_up_tokenization_spaces": True, "tokenizer_class": "PreTrainedTokenizerFast"},
+        "TokenizersBackend",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("settings", "config", "reason"), UNUSUAL)
-def test_unusual_tokenizers_are_left_to_transformers(
-    tmp_path: Path, settings: dict[str, Any], config: dict[str, Any], reason: str
+@pytest.mark.parametrize(("file", "settings", "reason"), UNUSUAL)
+def test_what_the_tokenizers_library_cannot_do_is_left_to_transformers(
+    tmp_path: Path, file: str, settings: dict[str, Any], reason: str
 ) -> None:
-    folder = write(tmp_path, byte_level(), settings, config)
-    tokenizer, reference = load(folder), AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.fallback is not None
-    assert reason in tokenizer.fallback
-    assert tokenizer.digest is None
-    assert tokenizer.vocabulary() == reference.get_vocab()
-    assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
+    folder = write(tmp_path, file, settings, LLAMA)
+    reference = AutoTokenizer.from_pretrained(folder)
+    for tokenizer in (load(folder), load(folder)):
+        assert tokenizer.fallback == f"{reason} does more than the tokenizers library"
+        assert tokenizer.digest is None
+        assert tokenizer.vocabulary() == reference.get_vocab()
+        assert [tokenizer.encode(text) for text in TEXTS] == [reference(text)["input_ids"] for text in TEXTS]
+
+
+def test_what_is_kept_belongs_to_the_contents_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other contents under the same names are read anew, and so is what was kept and is damaged."""
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    folder = write(tmp_path / "model", byte_level(), {"eos_token": "</s>"}, LLAMA)
+    assert load(folder).special_tokens == {"eos_token": "</s>"}
+    write(folder, metaspace(), {"eos_token": "<s>"}, LLAMA)
+    assert_same(folder)
+    for file in (tmp_path / "cache" / "tokenizers").iterdir():
+        file.write_text(file.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert_same(folder)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +218,7 @@ def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
     [
         (None, None, {}),
         ("config", "file {{ messages[0].content }}\r\n{{ bos_token }}{{ pad_token is defined }}", {}),
-        ([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
         ([{"name": "other", "template": "A"}, {"name": "tool_use", "template": "B"}], None, {}),
-        ("config", None, {"other": "A", "tool_use": "B"}),
         ("config", "file", {"tool_use": "B"}),
     ],
 )

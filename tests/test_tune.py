@@ -19,9 +19,9 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
 from specgen.cli.app import app
 from specgen.compare.prompts import load_prompts
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.policy import LengthSweep
 from specgen.methods import METHODS, resolve
-from specgen.methods.length_sweep import LengthSweep
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune import tuner

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from tuning_helpers import CURVES, outcome
 
-from specgen.cli.tune_run import json_line
+from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
-from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.decoding.costs import SpeedupModel
 from specgen.pair import preparation
 from specgen.tune.outcome import Candidate
 

@@ -20,7 +20,7 @@ from specgen.base import files
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.cli.tune_run import json_line
+from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
@@ -250,7 +250,7 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     line = json.loads(result.stdout)
     assert set(line) == {*json_line(outcome(), out), "objective"}
     assert line["profile"] == str(out / "profile.yaml")
-    assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}
+    assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}, line["left_out"]
     assert line["settings"]["ar"] == {}
     assert line["confirmed"] is (line["verdict"] != "unconfirmed") is (len(line["measured"]) > 1)
     assert all(speed > 0 for speed in (*line["predicted"].values(), *line["measured"].values()))

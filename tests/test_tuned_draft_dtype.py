@@ -14,10 +14,9 @@ from tuning_helpers import COSTS, GREEDY, TEXTS, finished, generated, outcome
 from typer.testing import CliRunner
 
 import specgen
-from specgen.cli import tune_run
 from specgen.cli.app import app
-from specgen.cli.model_options import ModelOptions
-from specgen.decoding.costs.round_costs import CostTable, Curve
+from specgen.cli.tune import _rounded
+from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.products import refusal
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
@@ -69,20 +68,13 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
     assert said.endswith(": taken" if chosen else ": not taken")
 
 
-def test_small_drafts_and_dtypes_of_the_users_choice_are_not_tried(
-    pair: tuple[str, ...], both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ModelOptions(pair[1], pair[3])
-    with tune_run._rounded(options, both[0]) as rounded:
-        assert rounded is None
+def test_small_drafts_are_not_rounded(both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _rounded(both[0]) is None
     monkeypatch.setattr(tuner, "LEAST_BYTES", 1)
-    with tune_run._rounded(options, both[0]) as rounded:
-        assert rounded is not None
+    with _rounded(both[0]) as rounded:  # type: ignore[union-attr]
         assert rounded.draft is not None
         assert rounded.draft.dtype_name == "int8"
         assert rounded.target is both[0].target
-    with tune_run._rounded(replace(options, draft_dtype="float32"), both[0]) as rounded:
-        assert rounded is None
 
 
 @pytest.fixture
@@ -105,7 +97,7 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     assert "is stale: draft dtype was int8, and is float32; it is not used" in said
     assert "int8 draft" not in said
     said = generated(pair, *named, "--backend", "transformers")
-    assert "is stale: its draft was int8, and the transformers backend, which runs the draft here, cannot quantise it" in said
+    assert "is stale: its draft was int8; it is not used. --draft-dtype int8 needs the native backend" in said
     assert "int8 draft" not in said
     assert "int8 draft" not in generated(pair, *named, "-m", "sd", "--set", "k=2")  # own settings: no profile
     given = [*pair, "--device", "cpu", "--dtype", "float32", *named, "-n", "4", "--limit", "1", "--repeats", "1"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate, TuningOutcome

@@ -1,52 +1,55 @@
-"""The `specgen` command: registers its subcommands, prepares stdout and stderr, and exits with the exit code.
+"""The `specgen` command: registers its subcommands, prepares stdout and stderr, and ends with an exit code and at most one error
+message, whether a command succeeds, fails or is interrupted.
 
 It does not import torch or transformers, so that it starts quickly.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec, TextIO
 
 import typer
 
+from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
-from specgen.cli.compare import compare
-from specgen.cli.error_reporting import INTERRUPTED, system_error, usage_error
-from specgen.cli.generate import generate
-from specgen.cli.inspect import inspect
-from specgen.cli.tune import tune
-
-app = typer.Typer(
-    name="specgen",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+from specgen.base.text import one_line
+from specgen.cli.commands import grouped
+from specgen.cli.options import (
+    COMPARE_ROWS,
+    GENERATE_ROWS,
+    INSPECT_ROWS,
+    TUNE_ROWS,
+    CompareOptions,
+    CompareOutput,
+    DecodingOptions,
+    GenerateOptions,
+    GenerateOutput,
+    GenerateSampling,
+    ModelOptions,
+    OutputOptions,
+    PairOptions,
+    SamplingOptions,
+    TraceOptions,
+    TrainingOptions,
+    TuneOptions,
+    TuneSampling,
 )
-for command in (generate, compare, inspect, tune):
-    app.command(command.__name__)(command)
 
-
-def _version(requested: bool) -> None:
-    if requested:
-        typer.echo(f"specgen {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def specgen(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version, then exit.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""
+INTERRUPTED = 130
+_LONGEST = 1000  # characters of a message
+_WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+P = ParamSpec("P")
 
 
 def program() -> None:
@@ -65,9 +68,7 @@ def main() -> None:
 
     Of the processes that torchrun starts, the first one runs it, and the others do what it tells them.
     """
-    if launch() is not None:
-        sys.exit(_main_of_ranks())
-    sys.exit(_main())
+    sys.exit(_main() if launch() is None else _main_of_ranks())
 
 
 def _main_of_ranks() -> int:
@@ -95,13 +96,13 @@ def _main() -> int:
     try:
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
+        return INTERRUPTED
     except OSError as error:  # from help texts; commands report their own
-        code = system_error(error)
+        return _system_error(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        code = usage_error(error)
+        return _usage_error(error)
     return code if isinstance(code, int) else 0
 
 
@@ -116,3 +117,173 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
         elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):  # the latter in a C locale
             stream.reconfigure(errors="replace")
+
+
+def reported(command: Callable[P, None]) -> Callable[P, None]:
+    """Returns the command so that it ends the program with an exit code.
+
+    If it raises an error that users can cause, one message goes to stderr and the exit code is the error's.
+    """
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        code = 0
+        try:
+            with interrupts.watched():
+                command(*args, **kwargs)
+            sys.stdout.flush()
+        except SpecgenError as error:
+            code = _report(error, no_color=bool(kwargs.get("no_color")))
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except OSError as error:
+            code = _system_error(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = str(error) or "not enough memory"  # Python's own error has no text
+            code = _report(RunError(f"out of memory: {what.splitlines()[0]}", "Try a smaller model or --dtype bfloat16"))
+        raise typer.Exit(code)
+
+    return run
+
+
+def _report(error: SpecgenError, *, no_color: bool = False) -> int:
+    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal, else on one line.
+
+    Of a message with thousands of characters, such as a long path, it shows the beginning and the end. Returns the exit code.
+    """
+    from rich.text import Text
+
+    from specgen.view.theme import console, labelled
+
+    out = console(stderr=True, no_color=no_color)
+    if not out.is_terminal:
+        try:
+            print(f"error: {_brief(str(error))}", file=sys.stderr)
+        except OSError:  # nothing can be reported; the exit code says that it failed
+            _silence(sys.stderr)
+        return error.exit_code
+    label = Text("error:", "bad")
+    for part in filter(None, (error.message, error.hint)):
+        for line in labelled(label, Text(_brief(part)), min(out.width, 100), len("error: ")):
+            out.print(line)
+        label = Text()
+    return error.exit_code
+
+
+def _brief(message: str) -> str:
+    line = one_line(message)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+
+
+def _usage_error(error: Exception) -> int:
+    """Prints an error of the command-line parser, such as an unknown option or a wrong value. Returns the exit code."""
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if option is not None and checks is not None:  # the parser's message about a wrong value does not contain it
+        what = str(error).removeprefix("Value error, ").partition(",")[0]
+        return _report(SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", what))
+    if message:  # it is empty where the parser has shown the help text instead
+        _report(SpecgenError(message.rstrip("."), "See --help"))
+    return SpecgenError.exit_code
+
+
+def _system_error(error: OSError) -> int:
+    """Reports an error of the operating system. Returns its exit code: 2 if it is about a path that cannot be right, 0 if the
+    reader of the output has closed the pipe, which is no error, otherwise 1."""
+    if error.filename is not None:
+        kind = SpecgenError if error.errno in _WRONG_PATH else RunError
+        return _report(kind(f"{error.filename}: {error.strerror}", "Check the path"))
+    _silence(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return 0
+    return _report(RunError(f"cannot write the output: {error.strerror}"))
+
+
+def _silence(stream: TextIO) -> None:
+    """Discards the text still in the stream's buffer, so that Python's flush at exit does not raise the same error again."""
+    with suppress(OSError, ValueError):  # a stream without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+app = typer.Typer(
+    name="specgen",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def generate(
+    prompt: str | None = None,
+    *,
+    asked: GenerateOptions,
+    models: DecodingOptions,
+    sampling: GenerateSampling,
+    output: GenerateOutput,
+) -> None:
+    """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
+    from specgen.cli.generate import generate
+
+    generate(prompt, asked, models, sampling, output)
+
+
+def compare(*, asked: CompareOptions, models: DecodingOptions, sampling: SamplingOptions, output: CompareOutput) -> None:
+    """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
+    from specgen.cli.compare import compare
+
+    compare(asked, models, sampling, output)
+
+
+def inspect(
+    traces: list[Path] | None = None,
+    *,
+    list_methods: bool = False,
+    shown: TraceOptions,
+    pair: PairOptions,
+    models: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods)."""
+    from specgen.cli.inspect import inspect
+
+    inspect(traces or [], list_methods, shown, pair, models, output)
+
+
+def tune(
+    called: typer.Context,
+    *,
+    tuning: TuneOptions,
+    training: TrainingOptions,
+    sampling: TuneSampling,
+    models: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
+    from specgen.cli.tune import tune
+
+    tune(called, tuning, sampling, training, models, output)
+
+
+for command, rows in ((generate, GENERATE_ROWS), (compare, COMPARE_ROWS), (inspect, INSPECT_ROWS), (tune, TUNE_ROWS)):
+    app.command()(reported(grouped(command, rows)))
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"specgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def specgen(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version, then exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""

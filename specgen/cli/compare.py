@@ -1,73 +1,66 @@
-"""The command `specgen compare`, which measures methods against plain decoding on a pair of models and a set of prompts."""
+"""`specgen compare`: measures methods against plain decoding on a pair of models and a set of prompts.
+
+Continues an earlier trace if one is given, and writes the results as table, JSON, CSV, SVG and HTML."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from rich.text import Text
 
-from specgen.cli import options
-from specgen.cli.error_reporting import reported
-from specgen.cli.model_options import DecodingOptions
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import examples_file, write_pieces
+from specgen.base.interrupts import interrupts
+from specgen.base.machine import machine_in_words, versions
+from specgen.base.text import print_json
+from specgen.cli.commands import check_outputs
+from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
+from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
+from specgen.compare.columns import as_json, csv_text
+from specgen.compare.method_specs import EVERY, parse_specs
+from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
+from specgen.compare.prompts import load_prompts
+from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, method_results
+from specgen.compare.resume import RecordedComparison, read_comparison
+from specgen.compare.runner import Runner
+from specgen.pair.records import TraceWriter
+from specgen.view import comparison as views
+from specgen.view import theme
+from specgen.view.progress import Progress
 
-_METHODS = (
-    "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
-    "transformers and transformers-assisted are baselines."
-)
-_PROMPTS = "The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."
-_LIMIT = "Use at most N prompts, taken from the categories in turn."
-_TURNS = "Use all turns of a question, with plain decoding's answers between them, not only the first."
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.pair.pair import Pair
 
 
-@reported
-@options.grouped
-def compare(
-    methods: Annotated[list[str] | None, typer.Option("-m", metavar="LIST", help=_METHODS)] = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROMPTS)] = None,
-    category: options.Category = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help=_LIMIT)] = None,
-    turns: Annotated[bool, typer.Option(help=_TURNS)] = False,
-    chat: options.CompareChat = False,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Run each prompt N times and use the median time.")] = 3,
-    profile: options.Profile = None,
-    *,
-    models: DecodingOptions,
-    sampling: options.SamplingOptions,
-    output: options.CompareOutput,
-    display: options.OutputOptions,
-) -> int | None:
-    """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
-    from specgen.base.files import examples_file
-    from specgen.cli import profile_lookup
-    from specgen.cli.compare_run import Comparison
-    from specgen.cli.model_options import open_pair, show_overlap
-    from specgen.cli.output_checks import check_outputs
-    from specgen.compare.method_specs import EVERY, parse_specs
-    from specgen.compare.prompts import load_prompts
-    from specgen.compare.results import BenchmarkConfig
-    from specgen.compare.resume import read_comparison
-    from specgen.pair.records import TraceWriter
-    from specgen.view import theme
+class OutputDiffersError(SpecgenError):
+    """A lossless method's output differs from plain decoding's."""
 
-    models = profile_lookup.with_exit(models, profile)
-    prompts = prompts or examples_file()
-    check_outputs(output.files, [("--prompts", prompts), ("--profile", profile)], models)
-    err = theme.console(stderr=True, no_color=display.no_color)
+    exit_code = 3
+
+
+def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput) -> None:
+    """Loads the models, compares the methods and writes the results. Raises SpecgenError."""
+    prompts, sampling = asked.prompts or examples_file(), options.params()
+    check_outputs(output.files, [("--prompts", prompts)], models)
+    err = theme.console(stderr=True, no_color=output.no_color)
     with ExitStack() as opened:
         path = output.trace_path  # locked before it is read
         trace = None if path is None else opened.enter_context(TraceWriter(path, resumes=output.resume is not None))
         recorded = None if output.resume is None else read_comparison(output.resume)
-        specs = recorded.specs() if recorded is not None and not methods else parse_specs(methods or [EVERY])
+        specs = recorded.specs() if recorded is not None and not asked.methods else parse_specs(asked.methods or [EVERY])
         config = BenchmarkConfig(
             specs,
-            load_prompts(prompts, category=category, limit=limit, all_turns=turns),
-            repeats,
-            sampling.params(),
-            chat,
+            load_prompts(prompts, category=asked.category, limit=asked.limit, all_turns=asked.turns),
+            asked.repeats,
+            sampling,
+            asked.chat,
             output.record is not None,
             output.perplexity or (recorded is not None and recorded.has("perplexity")),
             output.energy or (recorded is not None and recorded.has("energy")),
@@ -76,13 +69,172 @@ def compare(
         parallel = any(choice.method.is_parallel for choice in choices)
         in_turn = [choice for choice in choices if choice.method.needs_draft_model and not choice.method.is_parallel]
         sequential = not all(choice.settings.drafts_text for choice in in_turn)
-        tuned_draft = partial(profile_lookup.with_tuned_draft, sampling=config.sampling, folder=profile)
-        loading = open_pair(models, err, quiet=display.quiet, parallel=parallel, sequential=sequential, tuned_draft=tuned_draft)
-        pair = opened.enter_context(loading)
-        quiet = display.quiet or recorded is not None
-        show_overlap(pair, err, quiet=quiet or not (parallel or sequential))
-        found = profile_lookup.find(pair, config.sampling, profile, err, quiet=quiet)
-        if recorded is None:  # a resumed comparison keeps the settings of its trace
-            specs = profile_lookup.tuned_specs(found, specs, err, quiet=quiet)
-        config = replace(config, specs=profile_lookup.with_origin(found, specs))
-        return Comparison(pair, config, recorded, trace, output, display).run()
+        loading = open_pair(models, err, quiet=output.quiet, parallel=parallel, sequential=sequential, tuned_for=sampling)
+        pair, profile = loading
+        opened.enter_context(pair)
+        is_new = recorded is None  # a resumed comparison keeps the settings of its trace
+        if is_new and not output.quiet and (parallel or sequential):
+            show_overlap(pair, err)
+        if profile is not None:
+            specs, taken = tuned_specs(profile, specs, keep=not is_new)
+            config = replace(config, specs=specs)
+            if taken and not output.quiet:
+                err.print(Text(f"tuned: {taken}"), soft_wrap=True)
+        Comparison(pair, config, recorded, trace, output).run()
+
+
+class Comparison:
+    """One comparison on a loaded pair of models. `recorded` contains the finished runs of the trace that is resumed, None for a
+    new comparison. Each finished run is written to `trace`.
+
+    Raises SpecgenError if a prompt does not fit into the context or if the resumed trace was made with other settings.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        config: BenchmarkConfig,
+        recorded: RecordedComparison | None,
+        trace: TraceWriter | None,
+        output: CompareOutput,
+    ) -> None:
+        self._pair, self._config, self._output = pair, config, output
+        self._runner = Runner(pair, config, trace)
+        self._results = self._runner.results
+        self._runner.check()
+        if recorded is not None:
+            recorded.add_to(self._runner)
+            if trace is not None:
+                trace.keep = recorded.end
+        self._err = theme.console(stderr=True, no_color=output.no_color)
+
+    def run(self) -> None:
+        """Measures all methods, then writes all outputs. If an error or an interruption ends the measurements, the results so far
+        are written before it is raised. Raises SpecgenError if an output is not the target's or a method or a file failed."""
+        costs, ended = self._measure()
+        made = method_results(self._results)
+        if costs is not None:
+            made = with_predictions(made, self._results, costs)
+        notes = self._energy_notes()
+        if isinstance(ended, KeyboardInterrupt):
+            notes.insert(0, self._interruption())
+        shown = self._report(made, " ".join(notes))
+        with interrupts.held():
+            try:
+                self._print(shown, costs)
+            finally:  # also if the reader has closed the pipe
+                unwritten = self._write_files(shown)
+        errors = [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
+        if isinstance(ended, KeyboardInterrupt) and not errors:
+            raise ended
+        errors = [*self._differences(made), *errors]
+        errors = errors or [each for result in made if (each := _failure(result)) is not None]
+        if errors:
+            raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
+
+    def _measure(self) -> tuple[PassCosts | None, KeyboardInterrupt | SpecgenError | None]:
+        """Measures all methods and, if requested, the costs of passes. Returns the costs, and what ended the measurements."""
+        with interrupts.caught():
+            try:
+                with Progress(self._err, quiet=self._output.quiet) as progress:
+                    for step in self._runner.steps():
+                        if not progress.is_silent:
+                            with interrupts.held():
+                                views.show_step(progress, self._report(method_results(self._results, FEW_RESAMPLES)), step)
+                return measure_costs(self._pair, self._results) if self._output.predict else None, None
+            except KeyboardInterrupt as interruption:
+                return None, interruption
+            except SpecgenError as error:
+                if not self._results.runs:
+                    raise
+                return None, error
+
+    def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
+        return views.Report(
+            self._results, made, models_in_words(self._pair), self._output.by_category, self._output.phases, notes
+        )
+
+    def _interruption(self) -> str:
+        path = self._output.trace_path
+        resume = "with --trace FILE.jsonl the next one can be resumed"
+        hint = resume if path is None else f"continue with --resume {shlex.quote(str(path))}"
+        return f"Interrupted after {theme.counted(len(self._results.runs), 'run')}; {hint}."
+
+    def _energy_notes(self) -> list[str]:
+        """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
+        energy = next((run.line["energy"] for run in self._results.runs.values() if run.line.get("energy")), None)
+        if energy is None or not self._config.energy:
+            return []
+        if energy["joules"] is None:
+            return [f"Energy is unavailable: {energy['reason']}."]
+        power = f"{energy['idle_watts']:.3g} W"
+        return [f"Joules are those beyond the {power} of the idle devices; 'with idle' adds these ({energy['source']})."]
+
+    def _print(self, shown: views.Report, costs: PassCosts | None) -> None:
+        if not self._output.json:
+            out = theme.console(no_color=self._output.no_color)
+            for text in views.page(shown, theme.width(out)):
+                out.print(text)
+            return
+        for result in shown.made:
+            line = as_json(result) | {"tuned_on": self._config.tuned_on(result.spec)}
+            print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs.as_dict()})
+        if not self._output.quiet:
+            for note in self._energy_notes():
+                self._err.print(Text(note, "quiet"))
+
+    def _write_files(self, shown: views.Report) -> list[SpecgenError]:
+        """Writes the CSV file, the picture and the page, if requested. Returns the errors of those that could not be written."""
+        output, errors = self._output, list[SpecgenError]()
+        files: tuple[tuple[Path | None, Callable[[], Iterable[str]]], ...] = (
+            (output.csv, lambda: [csv_text(shown.made, by_category=output.by_category)]),
+            (output.svg, lambda: [views.picture(shown)]),
+            (output.html, lambda: self._page(shown)),
+        )
+        for path, content in files:
+            if path is not None:
+                try:
+                    write_pieces(path, content())
+                except RunError as error:
+                    errors.append(error)
+        return errors
+
+    def _page(self, shown: views.Report) -> Iterator[str]:
+        from specgen.view.pages import comparison_page
+
+        installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+        return comparison_page(shown, _machine(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
+
+    def _differences(self, made: Sequence[MethodResult]) -> list[SpecgenError]:
+        """Returns an error for each method whose output differs from plain decoding's."""
+        hint = "This is an error in the method or in a forward pass: please report it with --trace"
+        broken = [(result.spec.written, result.broken) for result in made if result.broken is not None]
+        said = [found.explanation(name, self._results.label(found.prompt_index)) for name, found in broken]
+        return [OutputDiffersError(each.rstrip("."), hint) for each in said]
+
+
+def _failure(result: MethodResult) -> SpecgenError | None:
+    """Returns the error of a method that failed while running. One that lacks something, such as a head, has not failed."""
+    failure = result.failure
+    return RunError(f"{result.name}: {failure.message}", failure.hint) if isinstance(failure, RunError) else None
+
+
+def _machine(pair: Pair) -> list[tuple[str, str]]:
+    """Returns (heading, text) pairs that describe the machine, its GPUs that are used, the devices and the CPU's threads, the
+    target and the draft model (if there is one)."""
+    import torch
+
+    from specgen.pair.pair import devices
+
+    target, draft = pair.target, pair.draft
+    gpus = ", ".join(torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda")
+    apart = "" if draft is None or draft.device == target.device else f" (draft: {draft.device})"
+    device = f"{target.device}{apart}, {target.dtype_name}, {theme.counted(torch.get_num_threads(), 'CPU thread')}"
+    models = [("Target", _model(target)), *([] if draft is None else [("Draft", _model(draft))])]
+    return [("Machine", machine_in_words()), *([("GPU", gpus)] if gpus else []), ("Device", device), *models]
+
+
+def _model(loaded: LoadedModel) -> str:
+    parameters, shape = sum(loaded.prepared.parameters.values()), loaded.prepared.shape
+    size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+    return f"{loaded.name} ({shape.model_type}, {size} parameters, {shape.num_layers} layers, {loaded.dtype_name})"

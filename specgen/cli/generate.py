@@ -4,89 +4,63 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.interrupts import interrupts
 from specgen.base.settings import parse_pairs
-from specgen.cli import options
-from specgen.cli.error_reporting import INTERRUPTED, reported
-from specgen.cli.model_options import DecodingOptions, ModelOptions, open_pair, show_overlap
+from specgen.cli.commands import check_outputs
+from specgen.cli.opening import choose, open_pair, show_overlap
+from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling, ModelOptions
+from specgen.cli.output_writers import OutputWriter
 from specgen.methods.method import Method
-
-if TYPE_CHECKING:
-    from specgen.cli.output_writers import OutputWriter
-    from specgen.decoding.run import Run
-    from specgen.view.progress import Progress
+from specgen.pair.records import TraceWriter
+from specgen.view import theme
+from specgen.view.pair_report import method_card
+from specgen.view.progress import Progress
 
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
 
-@reported
-@options.grouped
 def generate(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
-    method: Annotated[str | None, typer.Option("-m", metavar="NAME")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=options.HELP["set"])] = None,
-    chat: Annotated[bool, typer.Option(help="Format the prompt with the model's chat template.")] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT")] = None,
-    help_method: Annotated[bool, typer.Option()] = False,
-    *,
-    models: DecodingOptions,
-    profile: options.Profile = None,
-    sampling: options.SamplingOptions,
-    stop: Annotated[list[str] | None, options.sampling(metavar="TEXT")] = None,
-    output: options.GenerateOutput,
-) -> int | None:
-    """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from rich.text import Text
-
-    from specgen.cli import profile_lookup
-    from specgen.cli.output_checks import check_outputs
-    from specgen.cli.output_writers import OutputWriter
-    from specgen.pair.records import TraceWriter
-    from specgen.view import theme
-    from specgen.view.pair_report import method_card
-    from specgen.view.progress import Progress
-
-    if help_method:
-        method_card(theme.console(no_color=output.no_color), methods.find(methods.DEFAULT_METHOD if method is None else method))
-        return None
-    models = profile_lookup.with_exit(models, profile)
-    params, given = sampling.params(stop or ()), parse_pairs(settings or [])
-    chosen = _method(method, models)
+    prompt: str | None, asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput
+) -> None:
+    """Continues the prompt, which is None where standard input has it. Raises SpecgenError."""
+    if asked.help_method:
+        method_card(theme.console(no_color=output.no_color), methods.find(asked.method or methods.DEFAULT_METHOD))
+        return
+    params, given = sampling.params(), parse_pairs(asked.settings or [])
+    chosen = _method(asked.method, models)
     by_text = methods.resolve(chosen, given).drafts_text
     record = output.record is not None
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
-    text = _prompt(prompt, system, chat=chat)
-    check_outputs({"--trace": output.trace}, [("--profile", profile)], models)
+    text = _prompt(prompt, asked.system, chat=asked.chat)
+    check_outputs({"--trace": output.trace}, [], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
-    parallel = chosen.is_parallel if method or settings else profile_lookup.likely_parallel(models, profile)
-    sequential = chosen.uses_draft_model and not parallel and not by_text
+    sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
-        tuned_draft = None if settings else partial(profile_lookup.with_tuned_draft, sampling=params, folder=profile)
-        loading_pair = open_pair(models, err, quiet=quiet, parallel=parallel, sequential=sequential, tuned_draft=tuned_draft)
-        pair = opened.enter_context(loading_pair)
-        tuned = None if settings else profile_lookup.find(pair, params, profile, err, quiet=quiet)
-        choice = profile_lookup.choose(tuned, method, given)
-        chosen = methods.find(choice.method)
-        resolved = methods.resolve(chosen, choice.settings)
-        show_overlap(pair, err, quiet=quiet or not chosen.uses_draft_model or resolved.drafts_text)
+        tuned_for = None if asked.settings else params
+        pair, profile = open_pair(
+            models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for
+        )
+        opened.enter_context(pair)
+        name, values, tuned = choose(profile, asked.method, given)
+        chosen = methods.find(name)
+        resolved = methods.resolve(chosen, values)
+        if not quiet and chosen.uses_draft_model and not resolved.drafts_text:
+            show_overlap(pair, err)
         with Progress(err, quiet=quiet or not chosen.may_measure(resolved)) as loading:
             loading.announce("preparing")
-            formatted = pair.tokenizer.chat(text, system) if chat else text
-            request = pair.request(formatted, choice.method, params, record=record, **choice.settings)
+            formatted = pair.tokenizer.chat(text, asked.system) if asked.chat else text
+            request = pair.request(formatted, name, params, record=record, **values)
             pair.prepare(request)
             run = pair.run(request)
         if (unused := pair.parts.unused(chosen)) is not None and not quiet:
             err.print(Text(unused), soft_wrap=True)
-        return _run(run, OutputWriter(pair, request, run, output, choice.tuned, trace), Progress(err, quiet=quiet))
+        OutputWriter(pair, request, run, output, tuned, trace).write()
 
 
 def _method(name: str | None, models: ModelOptions) -> Method:
@@ -135,26 +109,3 @@ def _standard_input(*, requested: bool) -> str:
     except UnicodeDecodeError as error:
         problem = f"the prompt on standard input is not UTF-8 (at byte {error.start:,})"
         raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
-
-
-def _run(run: Run, writer: OutputWriter, progress: Progress) -> int | None:
-    from specgen.view.progress import reading_prompt
-
-    interrupted = False
-    with interrupts.caught():
-        try:
-            with interrupts.held():
-                writer.start()
-            with reading_prompt(progress):
-                for round_ in run.rounds():
-                    with interrupts.held():
-                        progress.clear()
-                        writer.add(round_)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            with interrupts.held():
-                writer.end_text()
-        with interrupts.held():
-            writer.finish("interrupted" if interrupted else run.finish_reason or "length")
-    return INTERRUPTED if interrupted else None

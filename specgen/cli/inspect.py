@@ -2,88 +2,128 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import partial
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from rich.console import Console
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.text import print_json
-from specgen.cli import options
-from specgen.cli.error_reporting import reported
-from specgen.cli.model_options import ModelOptions
+from specgen.cli.inspect_traces import inspect_traces
+from specgen.cli.opening import disable_hub_progress, open_pair
+from specgen.cli.options import ModelOptions, OutputOptions, PairOptions, TraceOptions
+from specgen.view import pair_report as view
+from specgen.view import theme
+from specgen.view.progress import Progress
 
-_trace = partial(typer.Option, rich_help_panel="Recorded runs")
-_pair = partial(typer.Option, rich_help_panel="A pair of models")
-_ROUNDS = "Show at most N rounds of each run. Default: 40 of a single run, none of several."
-_MEASURE = (
-    "Load the pair and measure its forward passes, for the acceptance rate from which speculation is faster. "
-    "Default: the bundled pair."
-)
-_LIST = "List every method with its paper, its settings and their defaults."
+if TYPE_CHECKING:
+    from specgen.tune.pair_inspection import PairReport
 
 
-@reported
-@options.grouped
 def inspect(
-    traces: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="TRACE.jsonl ...", help="Traces to show, side by side if several.", show_default=False),
-    ] = None,
-    list_methods: Annotated[bool, typer.Option("--methods", help=_LIST)] = False,
-    html: Annotated[Path | None, _trace(metavar="FILE", help="Write a self-contained page instead of text.")] = None,
-    rounds: Annotated[int | None, _trace(metavar="N", help=_ROUNDS)] = None,
-    run: Annotated[int, _trace(metavar="N", help="Show the rounds of each method's N-th run.")] = 1,
-    pair: Annotated[bool, _pair(help="Inspect the bundled pair.")] = False,
-    measure: Annotated[bool, _pair(help=_MEASURE)] = False,
-    *,
+    traces: Sequence[Path],
+    list_methods: bool,
+    shown: TraceOptions,
+    pair: PairOptions,
     models: ModelOptions,
-    display: options.OutputOptions,
+    output: OutputOptions,
 ) -> None:
-    """Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods)."""
-    given = {f"--{field.name.replace('_', '-')}": getattr(models, field.name) != field.default for field in fields(models)}
-    pair_option = next((name for name, is_given in {**given, "--pair": pair, "--measure": measure}.items() if is_given), None)
-    trace_option = "--html" if html is not None else "--rounds" if rounds is not None else None
-    other = pair_option or ("a trace" if traces else None)
-    ways = "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
-    either = "Inspect one or the other"
-    for is_wrong, message, hint in (
-        (not (other or list_methods), "nothing to inspect", f"{ways}specgen inspect --methods"),
-        (list_methods and other, f"--methods lists the methods, and {other} is given too", either),
-        (traces and pair_option, f"{pair_option} is for a pair of models, and a trace is given too", either),
-        (not traces and trace_option, f"{trace_option} is given without a trace", "Name one: specgen inspect TRACE.jsonl"),
-        (
-            pair and models.target is not None,
-            f"--pair is the bundled pair, and --target {models.target} is given too",
-            "Leave one of them out",
-        ),
-        (rounds is not None and rounds < 0, f"--rounds is {rounds}", "It has to be a whole number, 0 for none"),
-        (run < 1, f"--run is {run}", "Runs count from 1"),
-    ):
-        if is_wrong:
-            raise SpecgenError(message, hint)
+    """Shows traces, a pair of models or the methods. Raises SpecgenError for options that contradict each other."""
+    of_pair = next((name for group in (models, pair) for name in _given(group)), None)
+    wanted = [each for each in ("a trace" if traces else None, of_pair, "--methods" if list_methods else None) if each]
+    if not wanted:
+        ways = "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
+        raise SpecgenError("nothing to inspect", f"{ways}specgen inspect --methods")
+    if len(wanted) > 1:
+        raise SpecgenError(f"{' and '.join(wanted)} cannot be combined", "Inspect traces, a pair of models, or the methods")
+    if not traces and (of_trace := _given(shown)):
+        raise SpecgenError(f"{of_trace[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
+    if pair.pair and models.target is not None:
+        raise SpecgenError(f"--pair is the bundled pair, and --target {models.target} is given too", "Leave one of them out")
     if list_methods:
-        _list_methods(display)
+        _list_methods(output)
     elif traces:
-        from specgen.cli.inspect_traces import inspect_traces
-
-        inspect_traces(traces, display, html, rounds, run)
+        inspect_traces(traces, output, shown)
     else:
-        from specgen.cli.inspect_pair import inspect_pair
-
-        inspect_pair(models, display, measure=measure)
+        inspect_pair(models, output, measure=pair.measure)
 
 
-def _list_methods(display: options.OutputOptions) -> None:
-    from specgen.view import theme
-    from specgen.view.pair_report import method_card, method_line
+def _given(group: ModelOptions | TraceOptions | PairOptions) -> list[str]:
+    """The options of a group that do not have their default."""
+    return [f"--{each.name.replace('_', '-')}" for each in fields(group) if getattr(group, each.name) != each.default]
 
-    out = theme.console(no_color=display.no_color)
+
+def _list_methods(output: OutputOptions) -> None:
+    out = theme.console(no_color=output.no_color)
     for method in methods.METHODS.values():
-        if display.json:
-            print_json(method_line(method))
+        if output.json:
+            print_json(view.method_line(method))
         else:
-            method_card(out, method)
+            view.method_card(out, method)
+
+
+def inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
+    """Shows a report on a pair of models.
+
+    With `measure` the models are loaded and their forward passes timed.
+    """
+    err = theme.console(stderr=True, no_color=output.no_color)
+    report = _report(models, err, quiet=output.quiet)
+    if measure:
+        report = _measured(models, report, err, quiet=output.quiet)
+    if output.json:
+        print_json({"type": "pair", **report.as_dict()})
+    else:
+        view.show(theme.console(no_color=output.no_color), report, _next_command(models, report))
+
+
+def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
+    """Returns the report that needs only the models' files, without loading their weights."""
+    disable_hub_progress(err, quiet=quiet)
+    with Progress(err, quiet=quiet) as loading:
+        from specgen.engine.devices import pick_device, pick_draft_device
+        from specgen.engine.hub import head_folder
+        from specgen.pair.loading import model_sources
+        from specgen.tune.pair_inspection import inspect_files
+
+        device = pick_device(models.device)
+        draft_device = pick_draft_device(models.draft_device, models.device, device)
+        named = models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
+        target, *drafts = model_sources(*named, models.backend)
+        head = None if models.head is None else head_folder(models.head, models.offline, loading.announce)
+        return inspect_files(
+            replace(target, context=models.context),
+            drafts[0] if drafts else None,
+            (device, draft_device),
+            (models.dtype, models.draft_dtype),
+            loading.announce,
+            (models.exit_layer, head),
+            (models.device, models.draft_device),
+        )
+
+
+def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
+    from specgen.tune.pair_inspection import with_measurements
+
+    dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
+    if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
+        models = replace(models, dtype=dtypes.pop())
+    pair, _ = open_pair(models, err, quiet=quiet)
+    with pair, Progress(err, quiet=quiet) as line:
+        return with_measurements(report, pair, line.announce)
+
+
+def _next_command(models: ModelOptions, report: PairReport) -> str:
+    """Returns the command that the user can run next. Drafts whose tokens cannot be translated go by way of their text."""
+    given = {name: getattr(models, name) for name in ("target", "draft", "head", "device", "dtype", "context", "draft_dtype")}
+    arguments = "".join(
+        f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items() if value not in (None, "auto")
+    )
+    if report.speedup_model is None:
+        return f"specgen inspect{arguments} --measure"
+    is_refused = report.tokenizers is not None and report.tokenizers.refusal is not None
+    return f"specgen compare{arguments}" + (" --methods sd:translation=text,lookup,suffix" if is_refused else "")

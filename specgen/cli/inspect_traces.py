@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_pieces
 from specgen.base.text import one_line, print_json
-from specgen.cli.options import OutputOptions
-from specgen.cli.output_checks import check_outputs
+from specgen.cli.commands import check_outputs
+from specgen.cli.options import OutputOptions, TraceOptions
 from specgen.traces.reader import TracedRun, read_trace
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.view import theme
@@ -26,46 +26,43 @@ START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtyp
 class _Group:
     """The runs (recorded generations) of one method in one trace file.
 
-    `name` is the method with its settings as given to `specgen compare`, or the method's name in a trace of `generate`.
-    `settings` has, for each setting, all the values that it had in these runs. `run` is the run to show in detail, None until it
-    is found.
+    `name` is the method with its settings as given to `specgen compare`, or the method's name in a trace of `generate`. `run` is
+    the run to show in detail, None until it is found. `settings` has each setting's value as text: the values in these runs, or
+    their range, as PEARL's window is measured for each prompt.
     """
 
     path: Path
     name: str
     figures: TraceStatistics
-    settings: dict[str, list[Any]] = field(default_factory=dict)
+    values: dict[str, list[Any]] = field(default_factory=dict)
     run: TracedRun | None = None
 
     def add(self, run: TracedRun, detailed: int) -> None:
         """Adds a run to the statistics. If it is the group's run number `detailed`, counted from 1, it becomes `self.run`."""
         self.figures.add(run)
         for setting, value in run.start["settings"].items():
-            values = self.settings.setdefault(setting, [])
+            values = self.values.setdefault(setting, [])
             if value not in values:
                 values.append(value)
         if self.figures.runs == detailed:
             self.run = run
 
-    def values(self) -> dict[str, str]:
-        """Returns each setting's value as text, or the range of its values where they differ between runs.
-
-        PEARL's window, for instance, is measured for each prompt.
-        """
-        return {
-            name: f"{min(values):g}–{max(values):g}"
-            if len(values) > 1 and all(type(value) in (int, float) for value in values)
-            else ", ".join(map(str, values))
-            for name, values in self.settings.items()
-        }
+    @property
+    def settings(self) -> dict[str, str]:
+        found = {}
+        for name, values in self.values.items():
+            found[name] = ", ".join(map(str, values))
+            if len(values) > 1 and all(type(value) in (int, float) for value in values):
+                found[name] = f"{min(values):g}–{max(values):g}"
+        return found
 
 
-def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | None, rounds: int | None, number: int) -> None:
-    """Shows run `number` of each method in the traces, counted from 1.
+def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceOptions) -> None:
+    """Shows the traces as text, JSON lines or an HTML page.
 
-    `html` is the file for an HTML page; None means no page. At most `rounds` rounds are listed; None means 40 for a
-    single method and none for several. Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
+    Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
     """
+    html = options.html
     check_outputs({"--html": html}, [("the trace", path) for path in paths])
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
@@ -74,19 +71,19 @@ def inspect_traces(paths: Sequence[Path], display: OutputOptions, html: Path | N
             spec = run.start.get("spec")
             name = spec if isinstance(spec, str) and spec else run.method
             key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
-            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(run, number)
-            if display.json:
+            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(run, options.run)
+            if output.json:
                 print_json(_line(path, run))
-    shown = list(_labelled(list(groups.values()), number))
+    shown = list(_labelled(list(groups.values()), options.run))
     if html is not None:
         from specgen.view.pages import trace_page
 
         made_with = f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"
         write_pieces(html, trace_page(shown, made_with))
-        if not display.quiet:
-            theme.console(stderr=True, no_color=display.no_color).print(f"page written to {html}")
-    elif not display.json:
-        show(theme.console(no_color=display.no_color), shown, rounds)
+        if not output.quiet:
+            theme.console(stderr=True, no_color=output.no_color).print(f"page written to {html}")
+    elif not output.json:
+        show(theme.console(no_color=output.no_color), shown, options.rounds)
 
 
 def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]:
@@ -99,13 +96,15 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
         if group.run is None:
             message = f"{group.path} has no run {number} of {group.name}: it holds {group.figures.runs}"
             raise SpecgenError(message, "Choose another with --run")
-        own = group.values()
-        others = [other.values() for other in groups if other.name == group.name and other is not group]
+        own = group.settings
+        others = [other.settings for other in groups if other.name == group.name and other is not group]
         differing = {name for other in others for name in own if own[name] != other.get(name, ...)}
         label = group.name + "".join(f":{name}={value}" for name, value in own.items() if name in differing)
-        label += f" ({group.path.stem})" * (own in others)
-        label += " (lossy)" * (group.run.start.get("lossless") is False)
-        varying = {name: own[name] for name, values in group.settings.items() if len(values) > 1}
+        if own in others:
+            label += f" ({group.path.stem})"
+        if group.run.start.get("lossless") is False:
+            label += " (lossy)"
+        varying = {name: own[name] for name, values in group.values.items() if len(values) > 1}
         yield RecordedMethod(one_line(label), group.path.name, group.figures, group.run, varying)
 
 
@@ -124,5 +123,5 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
         **statistics.as_dict(),
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
-        "posterior": list(map(asdict, posteriors(rounds))),
+        "posterior": posteriors(rounds),
     }

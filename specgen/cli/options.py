@@ -1,149 +1,331 @@
-"""The command-line options that several commands have, with their types and help texts.
+"""What can be given on the command line: the options of the four commands, in groups, and what the help says of them.
 
-Dataclasses group related options, so that a command takes each group as one parameter (see `grouped`). An option is named after
-its field, and has the text of `HELP` unless it gives its own.
+A command takes each group as one parameter (see `commands.grouped`). A row (names and value, help text) describes an option.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import partial, wraps
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
-
-import typer
+from typing import Any, ClassVar, Literal
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import file_identity
-from specgen.base.types import SamplingParams
+from specgen.base.files import EXIT_WEIGHTS, file_identity
+from specgen.base.types import SamplingParams, check_backend, check_draft_dtype
 
-HELP = {
-    "prompt": "The text to continue. Standard input is read where it is - or missing.",
-    "method": "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive.",
-    "set": "Change a setting of the method (repeatable).",
-    "system": "The system message for --chat.",
-    "help_method": "Describe --method and its settings, then exit.",
-    "profile": "Use the tuned profile in this folder. Default: the one that specgen tune saved for this pair.",
-    "target": "The target model: a Hugging Face id or a folder. Default: the bundled demo pair.",
-    "draft": "The draft model: a Hugging Face id or a folder. Some methods need none.",
-    "device": "The device that runs the models; auto-map: the target over all GPUs and the CPU, as far as needed.",
-    "draft_device": "The device that runs the draft model. Default: --device.",
-    "dtype": "The dtype of both models. auto: the dtype of the weights, on a CPU the one that is measured to be faster.",
-    "draft_dtype": "The draft model's dtype; int8 and int4 round its weights. Default: what tune has found to be faster, else "
-    "--dtype.",
-    "revision": "The target's branch, tag or commit on the hub.",
-    "draft_revision": "The draft model's branch, tag or commit on the hub.",
-    "trust_remote_code": "Allow models to run the Python code in their repository.",
-    "offline": "Use only models in the local cache, and never connect to the hub.",
-    "backend": "Whose forward pass runs the models. auto: specgen's own where it supports the model, else transformers'.",
-    "exact": "Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits. For specgen's"
-    " own forward pass on a CPU or one CUDA device, and for methods that draft no trees. On CUDA a prompt takes longer:"
-    " it is run 16 tokens at a time.",
-    "context": "At most N tokens of prompt and output. Default: the target's limit.",
-    "exit_layer": "The trained exit layer for the eesd methods. Default: the one that was trained here for the target.",
-    "head": "A trained head for eagle, medusa or glide, a folder or a Hugging Face id. Default: the one trained here for the "
-    "target.",
-    "max_new_tokens": "Generate at most N tokens.",
-    "temperature": "The sampling temperature. 0: greedy decoding.",
-    "top_p": "Sample from the most probable tokens whose probabilities add up to P.",
-    "top_k": "Sample from the K most probable tokens. 0: from all.",
-    "seed": "The seed for sampling and for bandit policies. The same seed gives the same tokens; with adaptive and pearl, for "
-    "equal measured costs. Default: a random one.",
-    "stop": "End the output before this text (repeatable).",
-    "ignore_eos": "Continue after an end-of-sequence token, so that every measured run is equally long.",
-    "category": "Use only the prompts of this category.",
-    "trace": "Write every round to this file, as JSON lines.",
-    "record": "Add to the trace the overlap and KL divergence of draft and target at each drafted token. This takes time.",
-    "rounds": "Show each round's accepted, rejected and discarded tokens.",
-    "phases": "Show the time for drafting, the length policy, verification and sampling.",
-    "predict": "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.",
-    "resume": "Continue an interrupted comparison from its trace, and append to it.",
-    "perplexity": "Compute the output's perplexity under the target. Lossy methods always do.",
-    "energy": "Measure the energy above idle, in joules per token, where the hardware has counters.",
-    "json": "Write JSON lines to standard output instead of text.",
-    "quiet": "Show no progress and no footer.",
-    "no_color": "Use bold, underline and strikethrough instead of colours.",
+Rows = Mapping[str, tuple[str, str]]  # by the parameter's name: a short name, another name than `--like-this`, the value; help
+ROWS: Rows = {
+    "chat": ("", "Format each prompt with the model's chat template."),
+    "category": ("NAME", "Use only the prompts of this category."),
+    # models
+    "target": ("-t MODEL", "The target model: a Hugging Face id or a folder. Default: the bundled demo pair."),
+    "draft": ("-d MODEL", "The draft model: a Hugging Face id or a folder. Some methods need none."),
+    "device": (
+        "auto|cpu|cuda|cuda:N|mps|auto-map",
+        "The device that runs the models; auto-map: the target over all GPUs and the CPU, as far as needed.",
+    ),
+    "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
+    "dtype": (
+        "auto|float32|bfloat16|float16",
+        "The dtype of both models. auto: the dtype of the weights, on a CPU the one that is measured to be faster.",
+    ),
+    "draft_dtype": (
+        "auto|float32|...|int8|int4",
+        "The draft model's dtype; int8 and int4 round its weights. Default: what tune has found to be faster, else --dtype.",
+    ),
+    "revision": ("REV", "The target's branch, tag or commit on the hub."),
+    "draft_revision": ("REV", "The draft model's branch, tag or commit on the hub."),
+    "trust_remote_code": ("", "Allow models to run the Python code in their repository."),
+    "offline": ("", "Use only models in the local cache, and never connect to the hub."),
+    "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one that was trained here for the target."),
+    "head": (
+        "FOLDER",
+        "A trained head for eagle, medusa or glide, a folder or a Hugging Face id. Default: the one trained here for the target.",
+    ),
+    "backend": (
+        "auto|native|transformers",
+        "Whose forward pass runs the models. auto: specgen's own where it supports the model, else transformers'.",
+    ),
+    "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
+    "exact": (
+        "",
+        "Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits. For specgen's own "
+        "forward pass on a CPU or one CUDA device, and for methods that draft no trees. On CUDA a prompt takes longer: it is run "
+        "16 tokens at a time.",
+    ),
+    "profile": ("DIR", "Use the tuned profile in this folder. Default: the one that specgen tune saved for this pair."),
+    # sampling and limits
+    "max_new_tokens": ("-n N", "Generate at most N tokens."),
+    "temperature": ("T", "The sampling temperature. 0: greedy decoding."),
+    "top_p": ("P", "Sample from the most probable tokens whose probabilities add up to P."),
+    "top_k": ("K", "Sample from the K most probable tokens. 0: from all."),
+    "seed": (
+        "N",
+        "The seed for sampling, bandit policies and training; without one, a random one. The same seed gives the same tokens; "
+        "with adaptive and pearl, for equal measured costs.",
+    ),
+    "ignore_eos": ("", "Continue after an end-of-sequence token, so that every measured run is equally long."),
+    # output
+    "json": ("", "Write JSON lines to standard output instead of text."),
+    "quiet": ("-q", "Show no progress and no footer."),
+    "no_color": ("", "Use bold, underline and strikethrough instead of colours."),
+    "trace": ("FILE.jsonl", "Write every round to this file, as JSON lines."),
+    "record": (
+        "distributions",
+        "Add to the trace the overlap and KL divergence of draft and target at each drafted token. This takes time.",
+    ),
+    "perplexity": ("", "Compute the output's perplexity under the target. Lossy methods always do."),
+    "energy": ("", "Measure the energy above idle, in joules per token, where the hardware has counters."),
 }
-_NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
+GENERATE_ROWS: Rows = {
+    "prompt": ("PROMPT", "The text to continue. Standard input is read where it is - or missing."),
+    "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
+    "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
+    "system": ("TEXT", "The system message for --chat."),
+    "help_method": ("", "Describe --method and its settings, then exit."),
+    "stop": ("TEXT", "End the output before this text (repeatable)."),
+    "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
+}
+COMPARE_ROWS: Rows = {
+    "methods": (
+        "-m LIST",
+        "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
+        "transformers and transformers-assisted are baselines.",
+    ),
+    "prompts": (
+        "FILE",
+        "The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl.",
+    ),
+    "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
+    "turns": ("", "Use all turns of a question, with plain decoding's answers between them, not only the first."),
+    "repeats": ("N", "Run each prompt N times and use the median time."),
+    "by_category": ("", "Show one row for each category as well."),
+    "phases": ("", "Show the time for drafting, the length policy, verification and sampling."),
+    "predict": ("", "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes."),
+    "resume": ("FILE.jsonl", "Continue an interrupted comparison from its trace, and append to it."),
+    "csv": ("FILE", "Write all figures to a CSV file."),
+    "svg": ("FILE", "Write the table as an SVG image."),
+    "html": ("FILE", "Write a self-contained page with all figures and an example of each method."),
+}
+INSPECT_ROWS: Rows = {
+    "traces": ("TRACE.jsonl ...", "Traces to show, side by side if several."),
+    "list_methods": ("--methods", "List every method with its paper, its settings and their defaults."),
+    "html": ("FILE", "Write a self-contained page instead of text."),
+    "rounds": ("N", "Show at most N rounds of each run. Default: 40 of a single run, none of several."),
+    "run": ("N", "Show the rounds of each method's N-th run."),
+    "pair": ("", "Inspect the bundled pair."),
+    "measure": (
+        "",
+        "Load the pair and measure its forward passes, for the acceptance rate from which speculation is faster. "
+        "Default: the bundled pair.",
+    ),
+}
+TUNE_ROWS: Rows = {
+    "methods": ("-m LIST", "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."),
+    "budget": ("SECONDS", "Time for everything, loading included."),
+    "prompts": (
+        "FILE",
+        "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: "
+        "those that the target continues.",
+    ),
+    "limit": ("N", "Number of prompts, taken from each category in turn."),
+    "objective": (
+        "speed|perplexity",
+        "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity.",
+    ),
+    "max_perplexity": (
+        "X|P%",
+        "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%).",
+    ),
+    "export": (
+        "ENGINE",
+        "Print the tuned settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx; uses an existing profile.",
+    ),
+    "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
+    "train": (
+        "",
+        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, "
+        "with -m medusa, eagle or glide a head.",
+    ),
+    "minutes": ("M", "Total training time (10)."),
+    "steps": ("S", "Optimizer steps instead of minutes: reproducible weights."),
+    "corpus": (
+        "FILE",
+        "Training text: plain, or JSON lines with text (with --chat also prompt or messages); demo: the bundled pair's own.",
+    ),
+    "layer": ("N", "Put the exit after layer N (7 % of the layers)."),
+    "exit_layers": ("0|1|2", "Layers in the exit; 0: only a head."),
+    "exit_head": ("own|target", "Train the exit's LM head, or use the target's."),
+    "self_text": ("SHARE", "Share of sequences that the target generates (0.5; for sd: that it labels, 1)."),
+    "batch": ("--batch-size B", "Sequences per step (64; on a CPU 16)."),
+    "training_length": ("--window W", "Tokens per sequence (2048; on a CPU 256)."),
+    "learning_rate": ("R", "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth."),
+}
 
-model = partial(typer.Option, rich_help_panel="Models")
-sampling = partial(typer.Option, rich_help_panel="Sampling and limits")
-shown = partial(typer.Option, rich_help_panel="Output")
 
-Profile = Annotated[Path | None, typer.Option(metavar="DIR")]
-MaxNewTokens = Annotated[int, sampling("-n", metavar="N")]
-FixedSeed = Annotated[int | None, sampling(metavar="N", help="The seed for sampling and for training.")]
-Category = Annotated[str | None, typer.Option(metavar="NAME")]
-CompareChat = Annotated[bool, typer.Option(help="Format each prompt with the model's chat template.")]
-Trace = Annotated[Path | None, shown(metavar="FILE.jsonl")]
-Record = Annotated[Literal["distributions"] | None, shown(metavar="distributions")]
-Perplexity = Annotated[bool, shown()]
-Energy = Annotated[bool, shown()]
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models to load, and onto which devices.
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """The options for sampling and for the length of the output.
-
-    A command that needs other default values uses a subclass that sets them.
+    If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
+    without --target, or --draft-revision or --draft-dtype without a draft model, and for an unknown --backend or --draft-dtype.
     """
 
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Annotated[float, sampling(metavar="T")] = 0.0
-    top_p: Annotated[float, sampling(metavar="P")] = 1.0
-    top_k: Annotated[int, sampling(metavar="K")] = 0
-    seed: Annotated[int | None, sampling(metavar="N")] = None
-    ignore_eos: Annotated[bool, sampling()] = False
+    panel: ClassVar[str] = "Models"
+    target: str | None = None
+    draft: str | None = None
+    device: str = "auto"
+    draft_device: str | None = None
+    dtype: str = "auto"
+    draft_dtype: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+    exit_layer: Path | None = None
+    head: Path | None = None
+    backend: str = "auto"
+    context: int | None = None
 
-    def params(self, stop: Sequence[str] = ()) -> SamplingParams:
-        """Returns the options as SamplingParams, with the stop strings `stop`. Raises SpecgenError for a value out of range."""
-        return SamplingParams(**asdict(self), stop=tuple(stop))
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        if self.target is None and self.draft is not None:
+            raise SpecgenError(f"--draft {self.draft} is given without --target", "Name the target too: --target MODEL")
+        if self.draft_revision is not None and self.draft is None:
+            raise SpecgenError("--draft-revision is given without --draft", "Name the draft model too")
+        if self.revision is not None and self.target is None:
+            raise SpecgenError("--revision is given without --target", "Name the target too: --target MODEL")
+        check_draft_dtype(self.draft_dtype, has_draft=self.has_draft)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there will be a draft model: the one of --draft, or the demo pair's if no target is named."""
+        return self.draft is not None or self.target is None
+
+    @property
+    def probably_on_cpu(self) -> bool:
+        """Whether both models will probably run on the CPU: a guess that does not import torch.
+
+        A wrong guess only costs time.
+        """
+        devices = {self.device, self.draft_device or self.device}
+        is_without_gpu = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+        return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `specgen.load`."""
+        given = asdict(self)
+        given.pop("profile", None)
+        return given
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class DecodingOptions(ModelOptions):
+    """Which models to load, and how they compute, for a command that decodes. The profile's folder may have the exit layer."""
+
+    exact: bool = False
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        if self.profile is not None and self.exit_layer is None and (self.profile / EXIT_WEIGHTS).is_file():
+            object.__setattr__(self, "exit_layer", self.profile)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options for sampling and for the length of the output. A command with other ones uses a subclass."""
+
+    panel: ClassVar[str] = "Sampling and limits"
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def params(self) -> SamplingParams:
+        """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
+        return SamplingParams(**asdict(self))
+
+
+@dataclass(frozen=True)
 class OutputOptions:
     """How a command shows its result."""
 
-    json: Annotated[bool, shown()] = False
-    quiet: Annotated[bool, shown("-q")] = False
-    no_color: Annotated[bool, shown()] = False
+    panel: ClassVar[str] = "Output"
+    json: bool = False
+    quiet: bool = False
+    no_color: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOutput(OutputOptions):
+@dataclass(frozen=True)
+class RecordOptions(OutputOptions):
+    """What a command that decodes measures and records besides."""
+
+    trace: Path | None = None
+    record: Literal["distributions"] | None = None
+    perplexity: bool = False
+    energy: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What `generate` decodes, and how."""
+
+    panel: ClassVar[str | None] = None
+    method: str | None = None
+    settings: list[str] | None = None
+    chat: bool = False
+    system: str | None = None
+    help_method: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateSampling(SamplingOptions):
+    """The options for sampling, with the texts that end the output."""
+
+    stop: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class GenerateOutput(RecordOptions):
     """What `generate` shows, measures and records."""
 
-    rounds: Annotated[bool, shown()] = False
-    trace: Trace = None
-    record: Record = None
-    perplexity: Perplexity = False
-    energy: Energy = False
+    rounds: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CompareOutput:
-    """What to measure, to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first
-    and then appended to. Paths that are None are not written.
+@dataclass(frozen=True)
+class CompareOptions:
+    """What to measure, on which prompts."""
+
+    panel: ClassVar[str | None] = None
+    methods: list[str] | None = None
+    prompts: Path | None = None
+    category: str | None = None
+    limit: int | None = None
+    turns: bool = False
+    chat: bool = False
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class CompareOutput(RecordOptions):
+    """What to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first and then
+    appended to. Paths that are None are not written.
 
     Raises SpecgenError for options that contradict each other.
     """
 
-    by_category: Annotated[bool, shown(help="Show one row for each category as well.")] = False
-    phases: Annotated[bool, shown()] = False
-    predict: Annotated[bool, shown()] = False
-    perplexity: Perplexity = False
-    energy: Energy = False
-    trace: Trace = None
-    record: Record = None
-    resume: Annotated[Path | None, shown(metavar="FILE.jsonl")] = None
-    csv: Annotated[Path | None, shown(metavar="FILE", help="Write all figures to a CSV file.")] = None
-    svg: Annotated[Path | None, shown(metavar="FILE", help="Write the table as an SVG image.")] = None
-    html: Annotated[
-        Path | None, shown(metavar="FILE", help="Write a self-contained page with all figures and an example of each method.")
-    ] = None
+    by_category: bool = False
+    phases: bool = False
+    predict: bool = False
+    resume: Path | None = None
+    csv: Path | None = None
+    svg: Path | None = None
+    html: Path | None = None
 
     def __post_init__(self) -> None:
         if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
@@ -162,57 +344,69 @@ class CompareOutput:
         return self.resume or self.trace
 
 
-def grouped(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Decorates a command so that each parameter whose type is a dataclass becomes one command-line option per field.
+@dataclass(frozen=True)
+class TraceOptions:
+    """What to show of recorded runs. Raises SpecgenError for a number out of range."""
 
-    Each field's type must be `Annotated` with a `typer.Option`. The options appear in the help text at the parameter's position.
-    The decorator `reported` has to be written above this one, because the dataclass's `__post_init__` may raise errors to report.
-    """
-    signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, Any] = {}
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        group = parameter.annotation
-        if is_dataclass(group):
-            groups[parameter.name] = group
-            types = get_type_hints(group, include_extras=True)
-            parameters += [_option(each.name, each.default, types[each.name]) for each in fields(group)]
-        else:
-            parameters.append(_option(parameter.name, parameter.default, group))
+    panel: ClassVar[str] = "Recorded runs"
+    html: Path | None = None
+    rounds: int | None = None
+    run: int = 1
 
-    @wraps(command)
-    def with_groups(**values: Any) -> int | None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        return command(**values)
-
-    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return with_groups
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 0:
+            raise SpecgenError(f"--rounds is {self.rounds}", "It has to be a whole number, 0 for none")
+        if self.run < 1:
+            raise SpecgenError(f"--run is {self.run}", "Runs count from 1")
 
 
-def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    """Returns a command's parameter for typer: with its help text, the name `--like-this`, and a check of paths and models."""
-    if get_args(annotation):
-        kind, info = get_args(annotation)[0], copy(annotation.__metadata__[0])
-        info.help = info.help or HELP[name]
-        given = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]  # typer takes the first so
-        if isinstance(info, typer.models.OptionInfo) and not any(each.startswith("--") for each in given):
-            info.default, *info.param_decls = (f"--{name.replace('_', '-')}", *given)
-        if "Path" in str(kind):
-            info.parser = _path
-        elif info.metavar in ("MODEL", "REV"):
-            info.parser = _name
-        annotation = Annotated[kind, info]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+@dataclass(frozen=True)
+class PairOptions:
+    """What to show of a pair of models."""
+
+    panel: ClassVar[str] = "A pair of models"
+    pair: bool = False
+    measure: bool = False
 
 
-def _name(text: str) -> str:
-    """Refuses empty text and `-` as a file, a folder or a model: empty text would be the working folder, and `-` a file of that
-    name, where users mean a standard stream."""
-    if text in _NO_NAME:
-        raise typer.BadParameter(_NO_NAME[text])
-    return text
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options for tuning. With `--train`, only `methods`, `prompts`, `chat` and `out` can be given."""
+
+    panel: ClassVar[str | None] = None
+    methods: str | None = None
+    budget: float = 60.0
+    prompts: Path | None = None
+    category: str | None = None
+    limit: int = 8
+    chat: bool = False
+    objective: str = "speed"
+    max_perplexity: str | None = None
+    export: str | None = None
+    out: Path | None = None
 
 
-def _path(text: str) -> Path:
-    return Path(_name(text))
+@dataclass(frozen=True)
+class TuneSampling(SamplingOptions):
+    """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
+
+    max_new_tokens: int = 64
+    seed: int | None = 0
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Options for training an exit layer, a draft model or a head: only with `--train`."""
+
+    panel: ClassVar[str] = "Training"
+    train: bool = False
+    minutes: float | None = None
+    steps: int | None = None
+    corpus: Path | None = None
+    layer: int | None = None
+    exit_layers: int = 1
+    exit_head: str = "own"
+    self_text: float | None = None
+    batch: int | None = None
+    training_length: int | None = None
+    learning_rate: float | None = None

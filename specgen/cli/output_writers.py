@@ -1,4 +1,4 @@
-"""Writes what `specgen generate` produces: text, lines about rounds, JSON lines, a trace file and a footer."""
+"""Runs a generation and writes what it produces: text, lines about rounds, JSON lines, a trace file and a footer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from specgen.base.errors import RunError
+from specgen.base.interrupts import interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
@@ -13,40 +14,38 @@ from specgen.pair import records as traces
 from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
+from specgen.view.progress import Progress, reading_prompt
 
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
-    from specgen.methods.pearl_schedule import Parallel
+    from specgen.methods.pearl import Parallel
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
-
 
 _NOTED_CAPTURES = 0.1  # seconds of a run; the footer says it if captures took longer
 
 
 class OutputWriter:
-    """Writes the output of one generation. Call `start`, then `add` for each round, then `end_text` and `finish`.
+    """Writes the output of one generation.
 
     `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line; if it fails, all else is shown before `finish` raises its error.
+    gets every line; if it fails, all else is shown before `write` raises its error.
     """
 
     def __init__(
         self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None
     ) -> None:
-        from specgen.pair.pair import capture_seconds, devices  # imports torch
+        from specgen.pair.pair import devices  # imports torch
 
         self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
-        self._summary = Figures(request.method.name)
+        self._figures = Figures(request.method.name)
         self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
-        self._records = output.json or trace is not None
-        self._captured = capture_seconds(pair)  # before the run
         self._trace_error: RunError | None = None
         self._meter = energy_meter_for(devices(pair, request.method)) if output.energy else None
         self._rounds: RoundsView | None = None
@@ -61,32 +60,57 @@ class OutputWriter:
                 branches=request.method.drafts_trees(run.settings),
             )
 
-    def start(self) -> None:
-        if self._records:
-            self._record(traces.start_line(self._pair, self._request, self._run))
+    def write(self) -> None:
+        """Runs the generation and writes each round as it ends.
+
+        Raises KeyboardInterrupt once what was generated so far is written, and RunError if the trace could not be written.
+        """
+        from specgen.pair.pair import capture_seconds  # imports torch
+
+        progress, captured = Progress(self._err, quiet=self._output.quiet), capture_seconds(self._pair)
+        interruption = None
+        with interrupts.caught():
+            try:
+                with interrupts.held():
+                    self._start()
+                with reading_prompt(progress):
+                    for round_ in self._run.rounds():
+                        with interrupts.held():
+                            progress.clear()
+                            self._add(round_)
+            except KeyboardInterrupt as error:
+                interruption = error
+            finally:
+                with interrupts.held():
+                    self._end_text()
+            with interrupts.held():
+                self._figures.capture_seconds = capture_seconds(self._pair) - captured
+                self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
+        if interruption is not None:
+            raise interruption
+
+    def _start(self) -> None:
+        self._record(traces.start_line(self._pair, self._request, self._run))
         if self._rounds is not None:
             self._rounds.legend()
         if self._meter is not None:
             self._meter.start()
 
-    def add(self, round_: Round) -> None:
+    def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.
 
         Showing may wait for the reader of a pipe. If it is interrupted there, the trace already has the round.
         """
-        self._summary.add(round_)
+        self._figures.add(round_)
         pieces = self._answer.add(round_)
-        if self._records:
+        if self._output.json or self._trace is not None:
             self._record(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._request.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
 
-    def end_text(self) -> None:
-        """Shows the text that was held back because it could have been the beginning of a stop string.
-
-        Call it also if the generation failed.
-        """
+    def _end_text(self) -> None:
+        """Shows the text that was held back because it could have been the beginning of a stop string."""
         self._show(self._answer.finish())
         if self._output.json:
             return
@@ -95,26 +119,19 @@ class OutputWriter:
             self._view.show(self._pieces)
         self._view.end()
 
-    def finish(self, finish_reason: str) -> None:
-        """Writes the summary to the trace and shows the footer. `finish_reason` says why the generation ended, such as "eos".
-
-        Raises RunError if a line could not be written to the trace.
-        """
-        from specgen.pair.pair import capture_seconds  # imports torch
-
-        summary, output = self._summary, self._output
+    def _finish(self, finish_reason: str) -> None:
+        """Writes the summary to the trace and shows the footer. Raises RunError if a line could not be written to the trace."""
+        figures, output = self._figures, self._output
         if self._meter is not None:
-            summary.add_energy(self._meter.stop())
-        summary.capture_seconds = capture_seconds(self._pair) - self._captured
+            figures.add_energy(self._meter.stop())
         if output.perplexity or not self._request.method.lossless:
-            summary.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, summary.token_ids))
-        if self._records:
-            self._record({"type": "summary", **summary.as_dict(self._answer.text, finish_reason)})
+            figures.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, figures.token_ids))
+        self._record({"type": "summary", **figures.as_dict(self._answer.text, finish_reason)})
         if not output.quiet:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(summary, notes, theme.width(self._err), mono=self._err.is_mono, tuned=self._tuned))
+            self._err.print(footer(figures, notes, theme.width(self._err), mono=self._err.is_mono, tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
 
@@ -134,7 +151,7 @@ class OutputWriter:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> Iterator[str]:
-        method, run, energy, costs = self._request.method, self._run, self._summary.energy, self._run.costs
+        method, run, energy, costs = self._request.method, self._run, self._figures.energy, self._run.costs
         draft = self._pair.draft if method.uses_draft_model else None
         if not method.lossless:
             yield "lossy"
@@ -150,7 +167,7 @@ class OutputWriter:
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
-        if (seconds := self._summary.capture_seconds) > _NOTED_CAPTURES:
+        if (seconds := self._figures.capture_seconds) > _NOTED_CAPTURES:
             yield f"{seconds:.1f} s of it capturing CUDA graphs"
         if finish_reason == "interrupted":
             yield "interrupted"
@@ -164,11 +181,10 @@ def _window(run: Run) -> str:
     costs = run.costs
     if costs is None:
         return ""
-    first = f"; {costs.window.first} while it verifies one token" if costs.window.first != costs.window.size else ""
+    words = f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.4g} ms, "
+    words += f"a draft pass {costs.draft_pass * 1e3:.4g} ms, c {costs.ratio:.1f}"
     if cast("Parallel", run.schedule).window.is_flexible:
-        first = "; drafts end with the pass"
-    return (
-        f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.4g} ms, "
-        f"a draft pass {costs.draft_pass * 1e3:.4g} ms, c {costs.ratio:.1f}{first}"
-        + (f"; {costs.remark}" if costs.remark else "")
-    )
+        words += "; drafts end with the pass"
+    elif costs.window.first != costs.window.size:
+        words += f"; {costs.window.first} while it verifies one token"
+    return f"{words}; {costs.remark}" if costs.remark else words

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, make_writable_folder, pair_folder, part_folder
 from specgen.base.interrupts import interrupts
 from specgen.base.text import print_json, print_result
-from specgen.cli.error_reporting import INTERRUPTED
-from specgen.cli.model_options import ModelOptions, disable_hub_progress
+from specgen.cli.opening import disable_hub_progress
+from specgen.cli.options import ModelOptions, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
 
 if TYPE_CHECKING:
@@ -157,8 +157,21 @@ class TrainRequest:
         return PREDICTOR if found == {"eesd"} and self.exit_layer is not None else TRAINABLE[found.pop()]
 
 
-def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: bool, as_json: bool) -> int | None:
-    """Loads the models, trains, and prints the result. Returns None, or an exit code if the user interrupted the training."""
+def train(
+    models: ModelOptions, tuning: TuneOptions, seed: int, training: TrainingOptions, err: Console, *, quiet: bool, as_json: bool
+) -> None:
+    """Loads the models, trains, and prints the result. Raises KeyboardInterrupt if the user interrupted the training."""
+    given = asdict(training)
+    given.pop("train")
+    request = TrainRequest(
+        methods=tuning.methods,
+        prompts=tuning.prompts,
+        out=tuning.out,
+        seed=seed,
+        chat=tuning.chat,
+        exit_layer=models.exit_layer,
+        **given,
+    )
     prompts = [] if request.prompts is None else load_prompts(request.prompts, for_tuning=True)
     if request.out is not None:
         make_writable_folder(request.out)
@@ -182,7 +195,7 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
             path, made = run(objective, task, bars)
         except TrainingStopped:
             bars.announce(f"interrupted; the same command resumes from here (state in {task.folder})")
-            return INTERRUPTED
+            raise KeyboardInterrupt from None
         except OSError as error:
             raise RunError(
                 f"cannot write to {task.out}: {error.strerror or error}",
@@ -196,7 +209,6 @@ def train(models: ModelOptions, request: TrainRequest, err: Console, *, quiet: b
         print_result(str(path))
     if not quiet:
         err.print(Text(sentence), soft_wrap=True)
-    return None
 
 
 def load_objective(

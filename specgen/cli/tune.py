@@ -1,133 +1,76 @@
-"""`specgen tune`: find the fastest method and settings for a pair, or with `--train` train a part that drafts for a target."""
+"""`specgen tune`: loads the models, tunes them, writes the profile (the result, `profile.yaml`) and prints a report.
+
+With `--export` it prints the tuned settings as options of another engine.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from specgen.base.errors import SpecgenError
+from specgen import methods
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import data_folder, make_writable_folder
 from specgen.base.machine import launch
-from specgen.cli import options
-from specgen.cli.error_reporting import reported
-from specgen.cli.model_options import ModelOptions
-from specgen.cli.train import DEFAULT_MINUTES, TrainRequest
+from specgen.base.text import print_json, print_result
+from specgen.base.types import SamplingParams
+from specgen.cli.commands import check_outputs
+from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap
+from specgen.cli.options import ModelOptions, OutputOptions, TrainingOptions, TuneOptions, TuneSampling
 from specgen.cli.train import train as run_training
+from specgen.compare.prompts import Prompt, load_prompts
+from specgen.tune import export as exports
+from specgen.tune.outcome import BY_SPEED, Objective
+from specgen.view import theme
+from specgen.view import tune_report as view
+from specgen.view.progress import Progress, TuneProgress
 
-_METHODS = "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."
-_PROMPTS = (
-    "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: those "
-    "that the target continues."
-)
-_EXPORT = "Print the tuned settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx; uses an existing profile."
-_OBJECTIVE = "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity."
-_MAX_PERPLEXITY = "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%)."
-_OUT = "The profile's folder; by default one for this pair in your data folder."
-_CORPUS = "Training text: plain, or JSON lines with text (with --chat also prompt or messages); demo: the bundled pair's own."
-_SELF_TEXT = "Share of sequences that the target generates (0.5; for sd: that it labels, 1)."
-_LEARNING_RATE = "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth."
+if TYPE_CHECKING:
+    from specgen.pair.pair import Pair
+    from specgen.tune.outcome import TuningOutcome
+    from specgen.tune.profile import Profile
+
+LEAST_BUDGET = 5.0
+_REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
 _ALSO_FOR_TRAINING = {"methods", "prompts", "chat", "out", "seed"}
-_training = partial(typer.Option, rich_help_panel="Training")
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """Options for tuning. With `--train`, only `methods`, `prompts`, `chat` and `out` can be given."""
-
-    methods: Annotated[str | None, typer.Option("--methods", "-m", metavar="LIST", help=_METHODS)] = None
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time for everything, loading included.")] = 60.0
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROMPTS)] = None
-    category: options.Category = None
-    limit: Annotated[int, typer.Option(metavar="N", help="Number of prompts, taken from each category in turn.")] = 8
-    chat: options.CompareChat = False
-    objective: Annotated[str, typer.Option(metavar="speed|perplexity", help=_OBJECTIVE)] = "speed"
-    max_perplexity: Annotated[str | None, typer.Option("--max-perplexity", metavar="X|P%", help=_MAX_PERPLEXITY)] = None
-    export: Annotated[str | None, typer.Option(metavar="ENGINE", help=_EXPORT)] = None
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help=_OUT)] = None
-
-
-@dataclass(frozen=True, slots=True)
-class TuneSampling(options.SamplingOptions):
-    """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
-
-    max_new_tokens: options.MaxNewTokens = 64
-    seed: options.FixedSeed = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOptions:
-    """Options for training an exit layer, a draft model or a head: only with `--train`."""
-
-    minutes: Annotated[float | None, _training(metavar="M", help=f"Total training time ({DEFAULT_MINUTES:g}).")] = None
-    steps: Annotated[int | None, _training(metavar="S", help="Optimizer steps instead of minutes: reproducible weights.")] = None
-    corpus: Annotated[Path | None, _training(metavar="FILE", help=_CORPUS)] = None
-    layer: Annotated[int | None, _training(metavar="N", help="Put the exit after layer N (7 % of the layers).")] = None
-    exit_layers: Annotated[int, _training(metavar="0|1|2", help="Layers in the exit; 0: only a head.")] = 1
-    exit_head: Annotated[str, _training(metavar="own|target", help="Train the exit's LM head, or use the target's.")] = "own"
-    self_text: Annotated[float | None, _training(metavar="SHARE", help=_SELF_TEXT)] = None
-    batch: Annotated[int | None, _training("--batch-size", metavar="B", help="Sequences per step (64; on a CPU 16).")] = None
-    training_length: Annotated[
-        int | None, _training("--window", metavar="W", help="Tokens per sequence (2048; on a CPU 256).")
-    ] = None
-    learning_rate: Annotated[float | None, _training(metavar="R", help=_LEARNING_RATE)] = None
-
-
-@reported
-@options.grouped
 def tune(
     called: typer.Context,
-    train: Annotated[
-        bool,
-        _training(
-            "--train",
-            help="Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, "
-            "with -m medusa, eagle or glide a head.",
-        ),
-    ] = False,
-    *,
     tuning: TuneOptions,
     sampling: TuneSampling,
     training: TrainingOptions,
     models: ModelOptions,
-    display: options.OutputOptions,
-) -> int | None:
-    """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
+    output: OutputOptions,
+) -> None:
+    """Tunes the pair, or trains what drafts for its target. Raises SpecgenError."""
     begin = time.perf_counter()
-    from specgen.cli import tune_run
-    from specgen.view import theme
-
-    err = theme.console(stderr=True, no_color=display.no_color)
-    _check_given(called, train=train)
-    if train:
-        if launch() is not None:
-            raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
-        if models.head is not None:
-            hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
-            raise SpecgenError("--head cannot be combined with --train", hint)
-        if models.draft_dtype is not None:
-            raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
-        task = TrainRequest(
-            methods=tuning.methods,
-            prompts=tuning.prompts,
-            out=tuning.out,
-            seed=sampling.seed or 0,
-            chat=tuning.chat,
-            exit_layer=models.exit_layer,
-            **asdict(training),
-        )
-        return run_training(models, task, err, quiet=display.quiet, as_json=display.json)
-    request = tune_run.TuneRequest(begin, sampling=sampling.params(), **asdict(tuning))
-    tune_run.tune_pair(models, request, err, quiet=display.quiet, as_json=display.json)
-    return None
+    _check_given(called, train=training.train)
+    if not training.train:
+        tune_pair(models, tuning, sampling.params(), output, begin)
+        return
+    if launch() is not None:
+        raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
+    if models.head is not None:
+        hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
+        raise SpecgenError("--head cannot be combined with --train", hint)
+    if models.draft_dtype is not None:
+        raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
+    err = theme.console(stderr=True, no_color=output.no_color)
+    run_training(models, tuning, sampling.seed or 0, training, err, quiet=output.quiet, as_json=output.json)
 
 
 def _check_given(called: typer.Context, *, train: bool) -> None:
     """Raises SpecgenError for the options on the command line that belong to training but `train` is False, or the reverse."""
-    of_training = {field.name for field in fields(TrainingOptions)}
+    of_training = {field.name for field in fields(TrainingOptions)} - {"train"}
     of_tuning = {field.name for group in (TuneOptions, TuneSampling) for field in fields(group)} - _ALSO_FOR_TRAINING
     wrong = [
         max(option.opts, key=len)
@@ -139,3 +82,173 @@ def _check_given(called: typer.Context, *, train: bool) -> None:
         named = ", ".join(wrong)
         problem = f"{named} cannot be combined with --train" if train else f"{named} needs --train"
         raise SpecgenError(problem, "Tune and train in turn: specgen tune --train, then specgen tune")
+
+
+def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams, output: OutputOptions, begin: float) -> None:
+    """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine.
+
+    `begin` is when the command started, by `time.perf_counter`. Raises SpecgenError if an option is wrong.
+    """
+    goal = Objective.parse(asked.objective, asked.max_perplexity)
+    names = _names(asked.methods)
+    _check(asked, names, goal, has_draft=models.has_draft)
+    prompts = load_prompts(asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True)
+    # --export may take the profile of an earlier tuning, if no option says what to tune and --out has one
+    is_default = (asked.methods, asked.prompts, asked.category, goal) == (None, None, None, BY_SPEED)
+    may_reuse = is_default and asked.export is not None and (asked.out is None or (asked.out / "profile.yaml").is_file())
+    if asked.out is None:
+        make_writable_folder(data_folder())
+    elif not may_reuse:
+        _check_folder(asked.out, asked)
+    err = theme.console(stderr=True, no_color=output.no_color)
+    parallel = models.has_draft and any(methods.find(name).is_parallel for name in names or methods.METHODS)
+    pair, _ = open_pair(models, err, quiet=output.quiet, parallel=parallel)
+    with pair:
+        if asked.export is not None and may_reuse:
+            with Progress(err, quiet=output.quiet) as line:
+                existing = find_profile(pair, sampling, asked.out, lambda text: line.keep(Text(text)), any_draft_dtype=True)
+            if existing is not None:
+                _export(asked.export, pair, existing, err, output.quiet)
+                return
+        if not output.quiet:
+            show_overlap(pair, err)
+        with (None if models.draft_dtype is not None else _rounded(pair)) or nullcontext() as rounded:
+            _tune(pair, rounded, asked, (names, prompts, sampling, goal), err, output, begin)
+
+
+def _names(given: str | None) -> list[str] | None:
+    """The methods to tune, None for all. `eesd` stands for both of its length policies, `eesd-cali` and `eesd-beta`."""
+    if given is None:
+        return None
+    names = [name.strip() for name in given.split(",")]
+    return [*names, *(other for name in names for other in methods.find(name).stands_for)]
+
+
+def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool) -> None:
+    """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported because there is no draft model."""
+    if not LEAST_BUDGET <= asked.budget < math.inf:
+        raise SpecgenError(f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds")
+    if asked.export is not None:
+        exports.check(asked.export)
+    named = [methods.find(name) for name in names or methods.METHODS]
+    if names and (yardsticks := [method.name for method in named if method.is_yardstick]):
+        hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
+        raise SpecgenError(f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned", hint)
+    if goal != BY_SPEED and all(method.lossless or method.is_yardstick for method in named):
+        option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
+        raise SpecgenError(f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild")
+    usable = [method for method in named if has_draft or not method.needs_draft_model]
+    if len(usable) < len(named) and all(method.name == "ar" for method in usable):
+        raise next(method for method in named if method.needs_draft_model).without_part(None)
+    if asked.export is not None and not any(method.name in exports.ENGINES[asked.export].methods for method in usable):
+        without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
+        ways = f"It has {', '.join(exports.ENGINES[asked.export].methods)}: name one with --methods{draft}"
+        raise SpecgenError(f"{asked.export} has none of the methods that can be tuned{without}", ways)
+
+
+def _check_folder(folder: Path, asked: TuneOptions) -> None:
+    """Creates the profile's folder. Raises SpecgenError if the profile cannot be written there."""
+    make_writable_folder(folder)
+    check_outputs({"--out": folder / "profile.yaml"}, [("--prompts", asked.prompts)])
+
+
+def _rounded(pair: Pair) -> Pair | None:
+    """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or cannot be done here."""
+    from specgen.pair.loading import with_draft_dtype
+    from specgen.tune.tuner import worth_rounding
+
+    try:
+        return with_draft_dtype(pair, "int8") if worth_rounding(pair) else None
+    except SpecgenError:  # transformers runs it, or this machine has no products for it
+        return None
+
+
+def _tune(
+    pair: Pair,
+    rounded: Pair | None,
+    asked: TuneOptions,
+    what: tuple[list[str] | None, list[Prompt], SamplingParams, Objective],
+    err: Console,
+    output: OutputOptions,
+    begin: float,
+) -> None:
+    """Tunes the methods, on the prompts, for the sampling and the objective of `what`. Writes the profile and the report.
+
+    `rounded` is the pair with its draft's weights rounded, None if it is not tried. Raises SpecgenError, once the result is
+    shown, if the profile cannot be written.
+    """
+    from specgen.tune import profile as profiles
+    from specgen.tune.outcome import Deadline, TuningRequest
+    from specgen.tune.tuner import tune
+
+    names, prompts, sampling, goal = what
+    key = profiles.profile_key_of(pair)
+    default = profiles.default_folder(key, sampling)
+    folder = asked.out or default
+    _check_folder(folder, asked)
+    with Progress(err, quiet=output.quiet) as line:
+        progress = TuneProgress(line, begin, asked.budget)
+        how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+        progress.done(f"{models_in_words(pair)}, {how}: loaded")
+        deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
+        outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, asked.chat, goal), progress, rounded)
+    profile = profiles.from_outcome(outcome, key, prompts)
+    path, failure = None, None
+    try:
+        path = profiles.save(profile, folder)
+    except RunError as error:
+        failure = error
+    if not output.quiet:
+        view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
+    if asked.export is not None:
+        _export(asked.export, pair, profile, err, output.quiet)
+    elif output.json:
+        print_json(json_line(outcome, path) | {"objective": asked.objective})
+    else:
+        print_result(outcome.chosen.written)
+    if failure is not None:
+        raise failure
+
+
+def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
+    """Returns what `tune --json` prints: the result of the tuning and the path of the profile, None if it was not written."""
+    tuned = outcome.methods
+    return {
+        "type": "tune",
+        "chosen": {"method": outcome.chosen.name, "settings": dict(outcome.chosen.settings)},
+        "verdict": outcome.verdict,
+        "confirmed": outcome.verdict != "unconfirmed",
+        "speedup": outcome.speedup_of(outcome.chosen),
+        "speedup_low": outcome.chosen.low,
+        "speedup_high": outcome.chosen.high,
+        "predicted": {each.name: each.predicted for each in tuned},
+        "measured": {each.name: each.measured for each in tuned if each.measured is not None},
+        "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
+        "settings": {each.name: dict(each.settings) for each in tuned},
+        "acceptance": outcome.acceptance_probability,
+        "pays_from": outcome.break_even_acceptance,
+        "costs": outcome.costs,
+        "left_out": dict(outcome.left_out),
+        "draft_dtype": outcome.draft_dtype,
+        "profile": None if path is None else str(path),
+    }
+
+
+def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
+    draft = None if pair.draft is None else pair.draft.name
+    found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
+    heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
+    differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
+    made = exports.export(
+        engine,
+        profile.methods,
+        profile.chosen.method,
+        pair.target.name,
+        draft,
+        heads,
+        tokenizers_differ=differ,
+        draft_dtype=profile.draft_dtype,
+    )
+    print_result(made.text)
+    for note in made.lost if not quiet else ():
+        err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

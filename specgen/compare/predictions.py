@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.compare.method_specs import REFERENCE
 from specgen.compare.results import MethodResult, Results, Run, median_runs
-from specgen.decoding.costs.round_costs import Curve
-from specgen.decoding.costs.speedup import eesd_speedup
+from specgen.decoding.costs import Curve, eesd_speedup
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair

@@ -57,6 +57,16 @@ class NoDrafter:
         return Draft()
 
 
+class RepeatDrafter:
+    """Drafts copies of the last token. This takes no time, so a round takes as long as the target's pass.
+
+    The policy has to be a `LengthSweep`, which sets the number of copies.
+    """
+
+    def propose(self, context: Context, policy: Any, limit: int) -> Draft:
+        return Draft.chain([context.ids[-1]] * min(policy.length, limit))
+
+
 class AcceptancePredictor(Protocol):
     """Predicts for each drafted token the probability that the target accepts it (EESD, Eq. 5)."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
@@ -18,7 +18,6 @@ from specgen.decoding.verification import Verifier, with_agreement
 from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
-    from specgen.decoding.costs.pearl_window import ParallelCosts
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import ModelRunner
@@ -94,7 +93,7 @@ class Run:
     `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
     ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
     `settings` are the method's, with measured values in place of `auto`, and `seed` is that of the run's random numbers.
-    `costs` are the pass times that PEARL's window was computed from, None if it was given.
+    `costs` are the pass times (`methods.pearl.ParallelCosts`) that PEARL's window was computed from, None if it was given.
     """
 
     context: Context
@@ -109,7 +108,7 @@ class Run:
     clock: Clock
     settings: Settings = NO_SETTINGS
     seed: int = 0
-    costs: ParallelCosts | None = None
+    costs: Any = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 

@@ -14,11 +14,10 @@ from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.bild import BILD
-from specgen.methods.eagle import EAGLE, GLIDE
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
+from specgen.methods.heads import EAGLE, GLIDE, MEDUSA
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
-from specgen.methods.medusa import MEDUSA
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
 from specgen.methods.mtad import JOINT, MTAD
 from specgen.methods.multi_draft import SPECINFER, SPECTR

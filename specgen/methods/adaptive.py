@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting, Settings, Value
 from specgen.base.types import Context, Draft
-from specgen.decoding.costs.drafting_costs import DraftingCosts, LearnedCosts
 from specgen.decoding.policy import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
-from specgen.methods.learned_drafting import OPTION, DraftingGuard, Learned
+from specgen.methods.learned_drafting import OPTION, DraftingCosts, DraftingGuard, Learned, LearnedCosts
 from specgen.methods.lookup import PromptLookupDrafter, lookup_drafter, ngram_setting
 from specgen.methods.method import ADAPTIVE, DRAFT_MODEL, Grid, Method
 from specgen.methods.sd import model_drafter
@@ -62,8 +61,7 @@ class AdaptiveInputs:
     """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
 
     `learned` changes during the run. `timed` gets the times of the run's rounds, and `costs` are only those at its beginning;
-    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost only what `slowdown` says: by how
-    many target passes a drafted token makes the target's pass longer.
+    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
     Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
     nothing.
     """
@@ -72,7 +70,6 @@ class AdaptiveInputs:
     learned: Learned
     in_parallel: bool = False
     key: Hashable = None
-    slowdown: float = 0.0
     timed: LearnedCosts | None = None
 
 
@@ -100,7 +97,7 @@ class Adaptive(LengthPolicy):
 
     def __init__(self, draft_cost: Value, verify_cost: Value, exploration: float, max_draft: int, inputs: AdaptiveInputs) -> None:
         drafting, verification = (None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost))
-        self._given = inputs.slowdown if inputs.in_parallel else drafting, verification
+        self._given = 0.0 if inputs.in_parallel else drafting, verification
         self._in_parallel, self._timed, self.learned = inputs.in_parallel, inputs.timed, inputs.learned
         self._costs = inputs.costs.with_values(*self._given)
         self._exploration, self.max_draft = exploration, max_draft

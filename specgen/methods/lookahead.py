@@ -1,6 +1,6 @@
 """Methods that draft from n-grams which Jacobi iteration makes: of the target (lookahead decoding), of the draft (Ouroboros).
 
-`lookahead`: Fu et al. 2024 (`lookahead_drafter`); `ouroboros`: Zhao et al. 2024 (`ouroboros_drafter`). Imports no torch.
+`lookahead`: Fu et al. 2024; `ouroboros`: Zhao et al. 2024. The drafters are in `lookahead_drafter`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _lookahead(setup: Setup, settings: Settings) -> Drafter:
 
 
 def _ouroboros(setup: Setup, settings: Settings) -> Drafter:
-    from specgen.methods.ouroboros_drafter import OuroborosDrafter
+    from specgen.methods.lookahead_drafter import OuroborosDrafter
 
     width, ngram, branches = (int(settings.values[name]) for name in ("window", "ngram", "branches"))
     return OuroborosDrafter(setup, width=width, ngram=ngram, branches=branches)

@@ -1,6 +1,6 @@
 """MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood; and the exact decoding that it approximates.
 
-`mtad` is sections 2.1 and 3.2 (`mtad_search`), `joint` is Definition 3.1 (`joint_search`). Neither is lossless: the output is
+`mtad` is sections 2.1 and 3.2, `joint` is Definition 3.1; both searches are in `mtad_search`. Neither is lossless: the output is
 likelier under the target than samples of the target. Imports no torch.
 """
 
@@ -32,7 +32,7 @@ def _joint_likelihood(setup: Setup, settings: Settings) -> Verifier:
 
 
 def _joint_search(setup: Setup, settings: Settings) -> Schedule:
-    from specgen.methods.joint_search import JointGreedy
+    from specgen.methods.mtad_search import JointGreedy
 
     return JointGreedy(*(int(settings.values[name]) for name in ("k", "beams", "nodes")))
 

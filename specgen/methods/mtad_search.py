@@ -1,26 +1,33 @@
-"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections 2.1 and 3.2)."""
+"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections 2.1 and 3.2).
+
+Multi-token joint decoding, which it approximates, makes each block of tokens the likeliest one under the target (Definition 3.1).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from specgen.base.errors import nan_logits
-from specgen.base.types import Context, Draft, SamplingParams, Verdict
+from specgen.base.errors import RunError, nan_logits
+from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
-from specgen.decoding.tree import DraftTree
+from specgen.decoding.tree import DraftTree, Tree
 from specgen.decoding.verification import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
+    from specgen.decoding.run import Clock, Run
     from specgen.engine.forward_pass import ModelOutput
+    from specgen.engine.model_runner import DraftRunner
+
+BATCH = 16  # prefixes that one pass of the exact search for a block extends
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +179,127 @@ class JointLikelihoodVerifier:
         draft_joint = upload(torch.tensor(draft.log_likelihoods), device)
         passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is
         return (passes * torch.arange(1, length + 1, device=device)).amax()
+
+
+@dataclass(frozen=True, slots=True)
+class JointGreedy:
+    """The schedule of multi-token joint greedy decoding: each round appends the likeliest block of `length` tokens.
+
+    A block may also be shorter and end with an end-of-sequence. Near the end of the output, blocks have as many tokens as remain.
+    `beams` 0 finds the likeliest of all blocks, otherwise a beam search of this width finds a likely one. `most_prefixes` bounds
+    the exact search for one block.
+
+    There is no draft model and nothing to verify: the draft of a round is the tree that was searched, its accepted path the
+    block. A round takes several passes of the target, `Round.target_passes`. The first pass of round 0 runs the prompt.
+    """
+
+    length: int
+    beams: int
+    most_prefixes: int
+
+    def __call__(self, run: Run) -> Iterator[Round]:
+        is_first = True
+        while run.finish_reason is None:
+            yield self._round(run, is_first=is_first)
+            is_first = False
+
+    @inference
+    def _round(self, run: Run, *, is_first: bool) -> Round:
+        run.clock.start()
+        length = min(self.length, run.remaining)
+        search = BlockSearch(run.target, run.context, run.eos_ids, length, self.beams, self.most_prefixes)
+        search.run(run.clock, is_prefill=is_first)
+        draft, block = search.found()
+        return run.commit("prefill" if is_first else "sequential", draft, Verdict(block), target_passes=search.passes)
+
+
+class BlockSearch:
+    """Searches for the likeliest block of `length` tokens after a context, or of fewer that end with one of `eos_ids`.
+
+    Prefixes of blocks are nodes of one tree in the target's KV cache, and a pass extends several of them by all tokens of the
+    vocabulary at once. The first `length` passes are a beam search. With `beams` 0, branch and bound follows: the likeliest
+    prefixes are extended until none is likelier than the best complete block. That block is then the likeliest of all, because
+    each further token only lowers a likelihood.
+    """
+
+    def __init__(
+        self, target: DraftRunner, context: Context, eos_ids: Collection[int], length: int, beams: int, most_prefixes: int
+    ) -> None:
+        self._target, self._context, self._length = target, context, length
+        self._eos = upload(torch.tensor(sorted(eos_ids), dtype=torch.long), target.device)
+        self._is_exact, self._width, self._most = beams == 0, beams or BATCH, most_prefixes
+        self.passes = 0
+        self.log_likelihood = -math.inf  # nats, of the best complete block so far
+        self._last = (-1, -1)  # that block's last prefix (a node, -1: the context) and its last token
+        self._tree = Tree()
+        self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
+
+    def run(self, clock: Clock, *, is_prefill: bool) -> None:
+        """Runs the search. Adds the time of its passes to the phase `verify`, that of the first to `prefill` if `is_prefill`.
+
+        Raises RunError if the exact search needs more than `most_prefixes` prefixes.
+        """
+        newest = self._extend([-1], clock, "prefill" if is_prefill else "verify")
+        waiting = newest[:, :0]
+        while True:
+            newest = self._above_best(newest)
+            if self.passes >= self._length or not newest.shape[1]:  # a complete block is known
+                newest = self._above_best(torch.cat((newest, waiting), dim=1))
+                waiting = waiting[:, :0]
+                if not newest.shape[1]:
+                    return
+            order = newest[0].argsort(descending=True)
+            if self._is_exact:
+                waiting = torch.cat((waiting, newest[:, order[self._width :]]), dim=1)
+            chosen = newest[:, order[: self._width]]
+            if self._is_exact and len(self._tree) + chosen.shape[1] > self._most:
+                raise RunError(
+                    f"the likeliest block of {self._length} tokens is not found among {self._most:,} prefixes",
+                    "Take a smaller k, a larger nodes, or beams=8, which approximates it",
+                )
+            first = len(self._tree)
+            for likelihood, parent, token in zip(*chosen.tolist(), strict=True):  # ids stay exact up to 2^24
+                self._likelihoods.append(likelihood)
+                self._tree.add(int(parent), int(token))
+            newest = self._extend(range(first, len(self._tree)), clock, "verify")
+
+    def found(self) -> tuple[Draft, tuple[int, ...]]:
+        """Returns the searched tree, with the best block's last token, as a draft, and the nodes of the best block."""
+        tree = self._tree
+        path = tree.path(tree.add(*self._last))
+        kind = "likeliest block" if self._is_exact else "likeliest beam"
+        reason = f"{kind}, {self.passes} pass{'es' * (self.passes != 1)}"
+        return Draft(tree.tokens, tree.parents, stop_reason=reason), tuple(path)
+
+    def _extend(self, nodes: Sequence[int], clock: Clock, phase: str) -> torch.Tensor:
+        """Runs the target on the newest nodes ([-1]: on the context alone) and keeps the best complete block.
+
+        Returns their unfinished continuations [3, n], the likeliest first: joint log-likelihood, parent node and token. At most
+        `most_prefixes` (for a beam search, `beams`) of them: the search cannot extend more.
+        """
+        output = self._target.logits(self._context, self._tree.tokens, self._tree.parents, start=nodes[0] + 1)
+        clock.lap(phase, on_device=True)
+        self.passes += 1
+        before = [self._likelihoods[node] if node >= 0 else 0.0 for node in nodes]
+        joint = output.logits.float().log_softmax(dim=-1) + upload(torch.tensor(before), output.logits.device)[:, None]
+        is_last = upload(torch.tensor([len(self._tree.path(node)) == self._length - 1 for node in nodes]), joint.device)
+        ended = is_last[:, None].expand_as(joint).clone()
+        ended[:, self._eos] = True
+        complete = joint.masked_fill(~ended, -math.inf).flatten()
+        best, index = complete.max(dim=0)
+        most = self._most if self._is_exact else self._width
+        values, indices = joint.masked_fill(ended, -math.inf).flatten().topk(min(most, joint.numel()))
+        highest, highest_open = torch.stack((best, values[0])).tolist()
+        if math.isnan(highest) or math.isnan(highest_open):
+            raise nan_logits("target")
+        vocabulary = joint.shape[1]
+        if highest > self.log_likelihood:
+            self.log_likelihood = highest
+            self._last = (nodes[int(index) // vocabulary], int(index) % vocabulary)
+        parents = upload(torch.tensor(list(nodes)), joint.device)[indices // vocabulary]
+        clock.lap("sample")
+        return torch.stack((values, parents.float(), (indices % vocabulary).float()))
+
+    def _above_best(self, prefixes: torch.Tensor) -> torch.Tensor:
+        """Returns those of the continuations [3, n] that are likelier than the best complete block."""
+        return prefixes[:, prefixes[0] > self.log_likelihood]

@@ -1,23 +1,413 @@
-"""PEARL: draft and target work at the same time (section 3). The schedule is `pearl_schedule`. Imports no torch."""
+"""PEARL: draft and target work at the same time (PEARL, section 3).
+
+The target verifies a draft's first token while the rest is drafted (pre-verify). The draft model drafts on while the target
+verifies the tokens before (post-verify). The window is the number of tokens drafted during one target pass: the ratio of both
+models' pass times (section 4.1), so that both finish together. A flexible window ends with the target pass instead.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
 
 from specgen.base.settings import Setting, Settings
-from specgen.decoding.costs.pearl_window import Window
+from specgen.base.types import Context, Draft, Mode, Round
 from specgen.decoding.policy import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Setup
-    from specgen.decoding.run import Schedule
+    from specgen.decoding.policy import LengthPolicy
+    from specgen.decoding.run import Run, Schedule
+    from specgen.engine.devices import DeviceTimer
+    from specgen.engine.model_runner import ModelRunner
+
+LONGEST_WINDOW = 64
+_ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
+_LEAST_OVERLAP = 0.25  # below, the models count as taking turns
+_TURNS = 2  # estimates of the window after the first
+_ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
+_MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
+_WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implementation
+_FEWEST = 3  # steps that are timed even after the time limit
+_TIME_LIMIT = 2.0  # seconds for all steps
+_ROUGH_STEPS = _OVERLAP_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """PEARL's window: the number of tokens that the draft model drafts during one target pass.
+
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
+    the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
+    If `is_flexible`, a draft ends with the target pass, and `size` only limits it. Then `lead` is the number of tokens that the
+    target waits for after a rejection, and verifies in its next pass; in the paper it waits for none.
+    """
+
+    size: int
+    first: int
+    lead: int = 0
+    is_flexible: bool = False
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens in one draft."""
+        return self.lead + self.size
+
+    def beside(self, width: int) -> int:
+        """Returns how many tokens to draft during a target pass over `width` tokens, so that both models finish together."""
+        if width >= self.size:
+            return self.size
+        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelCosts:
+    """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
+
+    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
+    `overlap` is how much of the shorter one's time both models save together, against one after the other: 1 if they do not slow
+    each other, 0 if they take turns, negative if they are slower together. `draft_alone` is one draft pass while the target is
+    idle, `target_alone` a target pass over `width` tokens while the draft model is idle. All three are None where they were not
+    measured: unless one thread runs both models.
+    """
+
+    draft_pass: float
+    target_pass: float
+    single_pass: float
+    width: int
+    context_length: int
+    overlap: float | None = None
+    draft_alone: float | None = None
+    target_alone: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """c = time of a target pass over `width` tokens / time of a draft pass."""
+        return self.target_pass / self.draft_pass
+
+    @property
+    def window(self) -> Window:
+        """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
+        size = _rounded(self.ratio)
+        return Window(size, min(size, _rounded(self.single_pass / self.draft_pass)))
+
+    @property
+    def flexible_window(self) -> Window:
+        """The window of drafts that end with the target pass, so that neither model waits for the other.
+
+        From one rejection to the next, about the same number of tokens is generated whatever `lead` is. With a lead of n the time
+        is n draft passes, a target pass over n + 1 tokens, and, if all of these are accepted, further passes that verify a whole
+        window each. The lead with the shortest time is taken.
+        """
+        window = self.window
+        further = self.target_pass / (1 - _ACCEPTANCE**window.size)
+
+        def seconds(lead: int) -> float:
+            return lead * self.draft_pass + self.pass_seconds(lead + 1) + _ACCEPTANCE ** (lead + 1) * further
+
+        longest = min(LONGEST_WINDOW, round(_MARGIN * window.size))
+        return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
+
+    def run_window(self, *, is_flexible: bool) -> Window:
+        """The window of a run: the flexible one for runs in which drafts may end with the target pass (see `Pair`)."""
+        return self.flexible_window if is_flexible else self.window
+
+    def pass_seconds(self, width: int) -> float:
+        """Seconds of a target pass over `width` tokens, on the line through the two measured ones."""
+        return self.single_pass + (self.target_pass - self.single_pass) / max(self.width - 1, 1) * (width - 1)
+
+    @property
+    def gain(self) -> float | None:
+        """PEARL's expected speed / that of `sd`, each with its best number of tokens. None if `overlap` was not measured."""
+        if self.overlap is None:
+            return None
+        speeds = [self.speeds(size) for size in range(1, LONGEST_WINDOW + 1)]
+        return max(pearl for pearl, _ in speeds) / max(sequential for _, sequential in speeds)
+
+    def speeds(self, size: int, acceptance: float = _ACCEPTANCE) -> tuple[float, float]:
+        """Returns the expected tokens per second of PEARL with a window of `size`, and of `sd` with drafts of `size` tokens.
+
+        Each token is accepted with probability `acceptance`. From one rejection to the next, PEARL generates 1 / (1 - acceptance)
+        tokens: by a step that verifies one token, and further ones, as long as all tokens are accepted, that verify `size` tokens
+        each. Only where `overlap` was measured.
+        """
+        assert self.overlap is not None
+        assert self.draft_alone is not None
+        assert self.target_alone is not None
+        drafting = size * self.draft_alone
+        one_after_the_other = self.target_alone + drafting
+        step = one_after_the_other - min(1.0, self.overlap) * min(self.target_alone, drafting)
+        steps = 1 + acceptance / (1 - acceptance**size)
+        tokens = sum(acceptance**position for position in range(size + 1))
+        return 1 / (1 - acceptance) / (steps * step), tokens / one_after_the_other
+
+    @property
+    def remark(self) -> str:
+        """What limits PEARL here, in words; empty if nothing was measured to."""
+        if self.overlap is None or self.overlap >= _LEAST_OVERLAP:
+            return ""
+        return f"the models take turns on this machine, so PEARL is expected to have {self.gain:.2f} times the speed of sd"
+
+    def as_dict(self) -> dict[str, float]:
+        """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**given, "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+
+
+def _rounded(ratio: float) -> int:
+    return min(max(1, round(ratio)), LONGEST_WINDOW)
+
+
+class ParallelDrafter(Protocol):
+    """Drafts for one run (the generation of one output) while its caller does something else. One draft at a time.
+
+    `policy` is the run's length policy (it decides when drafts end); the run tells it how many tokens were accepted. `seconds` is
+    how long the last draft took, measured where it was drafted.
+    """
+
+    policy: LengthPolicy
+    seconds: float
+
+    def prefill(self, context: Context) -> None:
+        """Starts the draft model's forward pass over the prompt, and does not wait for it."""
+
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
+
+        `unverified` are tokens drafted earlier that the target is still verifying.
+        """
+
+    def first(self, count: int) -> list[int]:
+        """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
+
+    def cut(self) -> None:
+        """Ends the draft that was started after the token that is being drafted, but not before its first token."""
+
+    def finish(self) -> Draft:
+        """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
+
+        The draft's `probs` stay valid until the second next draft starts.
+        """
+
+    def close(self) -> None:
+        """Ends the run. A draft that was started but not finished is discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
+
+    Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
+    are verified. Both are ablations in the paper's Table 3.
+    """
+
+    drafter: ParallelDrafter
+    window: Window
+    pre_verify: bool = True
+    post_verify: bool = True
+
+    def __call__(self, run: Run) -> Iterator[Round]:
+        from specgen.engine.inference_mode import inference
+
+        step = inference(self._step)
+        with closing(self.drafter):
+            self.drafter.prefill(run.context)
+            yield run.prefill()
+            unverified = Draft()
+            while run.finish_reason is None:
+                round_, unverified = step(run, unverified)
+                yield round_
+
+    def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
+        """Runs one target pass over the `unverified` drafted tokens, while further tokens are drafted after them.
+
+        Returns the finished round, and the drafted tokens that the next step has to verify.
+        """
+        run.clock.start()
+        if not unverified.tokens and not self.pre_verify:
+            unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
+            run.clock.lap("draft")
+        mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
+        lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
+        size = self.window.beside(len(unverified.tokens) + 1)
+        window = self._start(run, unverified, lead + size) if self.post_verify or not unverified.tokens else 0
+        known: Sequence[int] = unverified.tokens
+        if lead:
+            known = self.drafter.first(lead)
+            run.clock.lap("draft")
+        # the logits after the last possible token are not needed
+        inputs = known[: run.remaining - 1]
+        output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
+        run.clock.lap("verify", on_device=True)
+        if window and self.window.is_flexible:  # the draft ends with the target's pass
+            from specgen.engine.devices import synchronizer
+
+            if (wait := synchronizer(run.target.device)) is not None:
+                wait()
+            self.drafter.cut()
+        fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
+        run.clock.lap("draft")
+        both = _joined(unverified, fresh)
+        if lead:
+            fresh = fresh.part(len(known))
+        # the last logits verify the first fresh token, so there is never a bonus after pending ones
+        pending = max(len(fresh.tokens) - 1, 0)
+        verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
+        round_ = run.commit(mode, both, verdict, pending)
+        return round_, fresh.part(1) if verdict.token is None else Draft()
+
+    def _start(self, run: Run, unverified: Draft, window: int) -> int:
+        """Starts a draft of at most `window` tokens after the unverified tokens. Returns `window`.
+
+        Starts none and returns 0 if the output ends with the unverified tokens.
+        """
+        room = run.remaining - len(unverified.tokens)
+        if room < 1 or (unverified.tokens and unverified.tokens[-1] in run.eos_ids):
+            return 0
+        self.drafter.start(run.context, unverified.tokens, min(window, room))
+        return window
+
+    def _finish(self, window: int) -> Draft:
+        draft = self.drafter.finish()
+        filled = draft.stop_reason == "length" and len(draft.tokens) == window
+        return replace(draft, stop_reason=f"window {window}") if filled else draft
+
+
+def _joined(first: Draft, second: Draft) -> Draft:
+    """Joins two chains to one, with the stop reason of the second.
+
+    If both have tokens, `probs` and `logits` end after the first token of the second chain: no more are verified.
+    """
+    import torch
+
+    if not first.tokens:
+        return second
+    predicted: list[float] = []
+    if first.predicted or second.predicted:
+        for part in (first, second):
+            predicted += part.predicted or [math.nan] * len(part.tokens)
+    if not second.tokens:
+        return replace(first, stop_reason=second.stop_reason)
+    return Draft.chain(
+        [*first.tokens, *second.tokens],
+        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),  # no more are verified
+        entropies=[*first.entropies, *second.entropies],
+        top_probs=[*first.top_probs, *second.top_probs],
+        stop_reason=second.stop_reason,
+        logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
+        predicted=predicted,
+    )
+
+
+def time_parallel_passes(
+    target: ModelRunner,
+    drafter: ParallelDrafter,
+    context: Context,
+    timer: DeviceTimer | None = None,
+    widest: int = LONGEST_WINDOW,
+    shared: bool = False,
+    before: Callable[[], None] | None = None,
+) -> ParallelCosts:
+    """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
+
+    The window depends on the time of a target pass, and this time on the number of tokens, which is the window. So a few rough
+    steps estimate the window first. It is then measured with target passes over that many tokens, and once more if it changes by
+    more than one token.
+    `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens.
+    `shared`: one thread runs both models, so also measures whether they overlap. `before` is called before the first timed pass,
+    after passes of both models. Closes the drafter.
+    """
+    with closing(drafter):
+        drafter.prefill(context)
+        target.logits(context)
+        if before is not None:
+            drafter.start(context, (), 1)
+            drafter.finish()
+            before()
+        passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
+        costs = passes.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS)
+        for _ in range(_TURNS):
+            width = min(costs.window.size, widest)
+            costs = passes.steps(width, _WARM_UP + _STEPS)
+            if abs(costs.window.size - width) <= 1:
+                break
+        return passes.with_overlap(costs) if shared and costs.draft_pass < math.inf else costs
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedPasses:
+    """Times passes of both models after `context`, until the `deadline` (of `time.perf_counter`)."""
+
+    target: ModelRunner
+    drafter: ParallelDrafter
+    context: Context
+    timer: DeviceTimer | None
+    deadline: float
+
+    def steps(self, width: int, count: int) -> ParallelCosts:
+        """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
+
+        Every third step is followed by one with a one-token target pass, so that a slow phase of the machine affects both.
+        """
+        drafts: list[float] = []  # seconds of a draft pass
+        passes: dict[int, list[float]] = {width: [], 1: []}  # seconds of target passes by the number of tokens
+        for number in range(count):
+            if number >= _FEWEST and time.perf_counter() >= self.deadline:
+                break
+            for tokens in (width, 1) if number % 3 == 0 else (width,):
+                self.drafter.start(self.context, (), width)
+                start = time.perf_counter()
+                ended = self._started(tokens)
+                drafted = len(self.drafter.finish().tokens)
+                passes[tokens].append(ended() - start)
+                # Infinite where the draft model cannot follow this context: the window is 1 then.
+                drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
+        target_pass, single_pass = _warm_median(passes[width]), _warm_median(passes[1])
+        return ParallelCosts(_warm_median(drafts), target_pass, single_pass, width, len(self.context))
+
+    def with_overlap(self, costs: ParallelCosts) -> ParallelCosts:
+        """Returns the costs with the share of the shorter one of target pass and draft that runs beside the other."""
+        drafted = 0
+        seconds: dict[str, list[float]] = {"target": [], "draft": [], "both": []}
+        for _ in range(_OVERLAP_STEPS):
+            for kind, times in seconds.items():
+                start = end = time.perf_counter()
+                if kind != "target":
+                    self.drafter.start(self.context, (), costs.width)
+                ended = self._started(costs.width) if kind != "draft" else None
+                if kind != "target":
+                    drafted = len(self.drafter.finish().tokens)
+                    end = time.perf_counter()
+                times.append((end if ended is None else max(end, ended())) - start)
+        target, draft, both = (_warm_median(times) for times in seconds.values())
+        overlap = (target + draft - both) / min(target, draft)
+        return replace(costs, overlap=overlap, draft_alone=draft / max(drafted, 1), target_alone=target)
+
+    def _started(self, tokens: int) -> Callable[[], float]:
+        """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""
+        if self.timer is not None:
+            self.timer.start()
+        self.target.logits(self.context, [self.context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
+        if self.timer is not None:
+            return self.timer.mark()
+        ended = time.perf_counter()
+        return lambda: ended
+
+
+def _warm_median(seconds: list[float]) -> float:
+    """The median of the times without the first few, during which the machine warms up."""
+    return median(seconds[min(_WARM_UP, len(seconds) // 2) :])
 
 
 def _schedule(setup: Setup, settings: Settings) -> Schedule:
     """The schedule, with the drafter of the setup's worker. The setup has the measured window for the setting `auto`."""
-    from specgen.methods.pearl_schedule import Parallel
-
     if setup.worker is None:
         raise PEARL.without_part(None)
     size = settings.values["window"]

@@ -7,7 +7,6 @@ from typing import Any
 
 from specgen.base.settings import Settings
 from specgen.base.types import Context
-from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.decoding.drafting import Drafter, NoDrafter, Setup, derive_seed
 from specgen.decoding.policy import LengthPolicy
 from specgen.decoding.run import Clock, Run, StopTexts, sequential
@@ -15,7 +14,7 @@ from specgen.decoding.verification import GreedyVerifier, RejectionSampling, Ver
 from specgen.methods import POLICIES, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.method import Method
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel, ParallelCosts
 
 
 def make_run(

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specgen.decoding.costs.drafting_costs import DraftingCosts, LearnedCosts
-from specgen.decoding.costs.pearl_window import ParallelCosts
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
-from specgen.methods.learned_drafting import Learned
+from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCosts
 from specgen.methods.method import COPYING
+from specgen.methods.pearl import ParallelCosts
 from specgen.pair.measurements import Key
 
 if TYPE_CHECKING:
-    from specgen.decoding.costs.round_costs import RoundCosts
+    from specgen.decoding.costs import RoundCosts
     from specgen.methods.method import Method
     from specgen.pair.measurements import Measurements
     from specgen.pair.request import Request
@@ -66,11 +65,10 @@ class DraftingKnowledge:
         A sampled run with a seed decides by the costs at the beginning of the process, and gets a copy of what else was known
         then: its tokens depend on the lengths of drafts, and the same seed has to give the same tokens.
         """
-        method, frozen, slowdown, timed = request.method, _is_frozen(request), 0.0, None
+        method, frozen, timed = request.method, _is_frozen(request), None
         costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
         if parallel_costs is not None:
             single = parallel_costs.single_pass
-            slowdown = parallel_costs.added_by_token / single
             costs = DraftingCosts(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
         elif self._learns_costs(request):
             known = self._timed_costs(request)
@@ -81,7 +79,7 @@ class DraftingKnowledge:
         key = None if frozen else _learned_key(request)
         if key is not None:
             learned = self._learned.setdefault(key, learned)
-        return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, slowdown=slowdown, timed=timed)
+        return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
 
     def after_trial(self, request: Request) -> None:
         """Takes the costs that a trial run has learned as those at the beginning, and stores them."""

@@ -169,8 +169,6 @@ def _load(
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    if worker is not None:
-        worker.follow(loaded)
     return Pair(loaded, draft, worker)
 
 
@@ -187,8 +185,6 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
     worker = _worker(process, rounded, target.device)
-    if worker is not None:
-        worker.follow(target)
     other = Pair(target, rounded, worker)
     other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
     return other

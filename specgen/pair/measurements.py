@@ -21,7 +21,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 
 if TYPE_CHECKING:
-    from specgen.decoding.costs.round_costs import RoundCosts
+    from specgen.decoding.costs import RoundCosts
     from specgen.engine.timing import ThreadChoice
 
 T = TypeVar("T")

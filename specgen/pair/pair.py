@@ -14,21 +14,21 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer
-from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.graphs import captures_of
+from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
+from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import preparation
 from specgen.pair.drafting_knowledge import TRIAL_ROUNDS, DraftingKnowledge
@@ -52,6 +52,8 @@ class Pair:
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
+        if worker is not None and target.has_penalties:
+            worker.penalties = target.generation, target.eos_ids
         self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
         self._draft_runner: ModelRunner | TranslatedRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
@@ -133,7 +135,7 @@ class Pair:
     def prepare(self, request: Request) -> None:
         """Does the slow work that `run` needs for this request, if any.
 
-        Loads the draft model, if the method uses it, starts PEARL's process or thread, and measures or searches for settings that
+        Loads the draft model, if the method uses it, starts PEARL's process, and measures or searches for settings that
         are `auto`. Results of earlier calls, also of other processes on this machine, are reused.
         """
         self._check_open()
@@ -212,7 +214,7 @@ class Pair:
 
     def _drafts_here(self, method: Method) -> bool:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
-        in_worker = method.is_parallel and self._worker is not None and self._worker.kind == "process"
+        in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
         return self.draft is not None and method.uses_draft_model and not in_worker
 
     def _passes_key(self, length: int, sampling: SamplingParams, *, record: bool) -> Key:
@@ -283,7 +285,7 @@ class Pair:
             self._worker.forget()
 
     def close(self) -> None:
-        """Ends the process or thread that runs the draft model.
+        """Ends the process that runs the draft model.
 
         The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
         """
@@ -364,7 +366,7 @@ def draft_worker(pair: Pair) -> DraftWorker:
 
 def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
     """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
-    return sampling.greedy and pair.draft is not None and draft_worker(pair).kind == "process"
+    return sampling.greedy and pair.draft is not None and draft_worker(pair).is_process
 
 
 def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False) -> ParallelCosts:

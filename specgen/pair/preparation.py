@@ -19,12 +19,11 @@ from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.files import examples_file
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.pearl_window import LONGEST_WINDOW, ParallelCosts
 from specgen.engine.devices import device_timer
-from specgen.engine.layer_skipping import SkippedLayers
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.graphs import captures_of
-from specgen.methods.pearl_timing import time_parallel_passes
+from specgen.engine.parts.own_layers import SkippedLayers
+from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes
 from specgen.pair.measurements import Key, Measurements
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def passes_key(worker: DraftWorker, sampling: SamplingParams, length: int, *, re
     """
     longest = 1 << (length - 1).bit_length()
     logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, has_penalties
-    return longest, *logits, worker.kind, worker.threads, record
+    return longest, *logits, worker.is_process, worker.threads, record
 
 
 def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker, components: Setup, length: int) -> ParallelCosts:
@@ -63,13 +62,13 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
     widest = max(1, min(LONGEST_WINDOW, shortest - length))
 
     def capture() -> None:
-        for model in (target, draft) if worker.kind != "process" else (target,):
+        for model in (target, draft) if not worker.is_process else (target,):
             if (captures := captures_of(model.model)) is not None:
                 captures.capture_passes(length, length + widest)
 
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)
-    return time_parallel_passes(components.target, drafter, context, timer, widest, worker.kind == "stream", capture)
+    return time_parallel_passes(components.target, drafter, context, timer, widest, not worker.is_process, capture)
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:

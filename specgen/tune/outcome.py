@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS, POLICIES, known_settings
 from specgen.methods.method import Grid
 

@@ -15,8 +15,7 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
-from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.costs.speedup import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.engine.devices import free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
@@ -24,13 +23,13 @@ from specgen.engine.model_loading import ModelSource, PreparedModel, check_weigh
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.parts.trained_part import open_part
-from specgen.engine.parts.weights import KINDS
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, training_command
+from specgen.methods.method import EXIT, HEADS, training_command
+from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
 from specgen.pair.preparation import example_prompts
@@ -400,7 +399,7 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
         store.name(head, is_exit=False)
     location = None if target.source.label else target.source.location
     missing: dict[str, Readiness] = {}
-    for kind in (EXIT, *KINDS):
+    for kind in (EXIT, *HEADS):
         if store.find(kind) is None:
             why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
             error = store.refusal(kind)

@@ -19,7 +19,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import pair_folder, readable, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED
-from specgen.decoding.costs.round_costs import RoundCosts
+from specgen.decoding.costs import RoundCosts
 from specgen.tune.outcome import TuningOutcome, Verdict
 
 if TYPE_CHECKING:

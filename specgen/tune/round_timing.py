@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policy import Signals
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.drafting import RepeatDrafter
+from specgen.decoding.policy import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
-from specgen.methods.length_sweep import WARM_UP, LengthSweep, RepeatDrafter
-from specgen.methods.pearl_schedule import Parallel
+from specgen.methods.pearl import Parallel
 from specgen.pair.pair import capture_passes
 from specgen.tune.outcome import Deadline
 
@@ -135,7 +135,7 @@ def time_rounds(
                 levels = max(sweep.levels, round_.draft.levels)
                 seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds
                 found.append(TimedRound(len(run.context), levels, with_signals, *seconds))
-        if len(found) == before:
+        if len(found) == before < fewest:
             raise _drafts_nothing(method)
     return found
 
@@ -181,7 +181,7 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
             if not round_.draft.tokens:  # the draft model has no room for this context
                 break
             late.append(sum(round_.seconds.values()) - max(run.schedule.drafter.seconds, round_.seconds["verify"]))
-    if not late or max(passes.seconds) == math.inf:
+    if not late or passes.draft_pass == math.inf:
         raise _drafts_nothing("pearl")
     drafting = CostTable({passes.context_length: Curve({0: 0.0, 1: passes.draft_pass})})
     verification = CostTable({passes.context_length: Curve({1: passes.single_pass, passes.width: passes.target_pass})})

@@ -26,18 +26,16 @@ import torch
 from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.costs.drafting_costs import DraftingCosts
-from specgen.decoding.drafting import LearningDrafter, ModelDrafter, Setup, derive_seed
+from specgen.decoding.drafting import LearningDrafter, ModelDrafter, RepeatDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
 from specgen.decoding.verification import match_path
 from specgen.engine.forward_pass import ModelOutput, depths
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
-from specgen.engine.parts.exit_layers import ExitAcceptancePredictor
+from specgen.engine.parts.own_layers import ExitAcceptancePredictor
 from specgen.methods import runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
-from specgen.methods.learned_drafting import Learned
-from specgen.methods.length_sweep import RepeatDrafter
+from specgen.methods.learned_drafting import DraftingCosts, Learned
 from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
@@ -47,7 +45,7 @@ from specgen.tune.round_timing import TimedRound, costs_of, draft_prefill_second
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
     from specgen.base.types import SamplingParams
-    from specgen.decoding.costs.round_costs import RoundCosts
+    from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.policy import LengthPolicy
     from specgen.engine.model_runner import DraftRunner

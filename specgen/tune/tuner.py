@@ -21,7 +21,7 @@ from specgen.base.settings import written
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import BenchmarkConfig, method_results
 from specgen.compare.runner import Runner
-from specgen.decoding.costs.speedup import SpeedupModel
+from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.pair.figures import Figures
 from specgen.pair.pair import capture_passes, skipping_speed
@@ -110,7 +110,10 @@ class Tuner:
         """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
         named = [name for name in self.request.names or () if name != PLAIN]
         if named and all(name in self.left_out for name in named):
-            why = "; ".join(f"{name}: {self.left_out[name]}" for name in named)
+            reasons = {
+                self.left_out[name]: [other for other in named if self.left_out[other] == self.left_out[name]] for name in named
+            }
+            why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:
@@ -195,8 +198,8 @@ class Tuner:
         """
         name, speedups = "sd" if "sd" in names else names[0], []
         for simulator in (rounded, stored):
-            grids, deadline = {PLAIN: [{}], name: grid(name)}, self.request.deadline.share(COMPARED)
-            tried = self.search(simulator, grids, deadline, is_needed=True)
+            deadline = self.request.deadline.share(COMPARED)
+            tried = self.search(simulator, {PLAIN: grid(PLAIN), name: grid(name)}, deadline, is_needed=True)
             speedups.append(max(each.predicted for each in tried[name]) / tried[PLAIN][0].predicted)
         is_faster = AS_FAST * speedups[0] > speedups[1]
         found = f"{dtype} draft: {speedups[0]:.2f}× expected, else {speedups[1]:.2f}×"
@@ -212,11 +215,11 @@ class Tuner:
         *,
         is_needed: bool = False,
     ) -> dict[str, list[Candidate]]:
-        """Simulates the settings in `grids` (method: settings to try) in turn until the deadline, on prompts with these `numbers`.
+        """Simulates the settings in `grids` (method: settings to try) until the deadline, on prompts with these `numbers`.
 
-        Lossy methods (whose output can differ from the target's) come last, because they are never chosen automatically. With
-        `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried, by method, with the
-        speed that is expected on all prompts.
+        Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
+        automatically. With `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried,
+        by method, with the speed that is expected on all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.base.text import inline, one_line
-from specgen.decoding.costs.pearl_window import ParallelCosts
-from specgen.decoding.costs.speedup import ACCEPTANCES, SpeedupModel
+from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.methods import available_policies, known_settings
 from specgen.methods.method import Method
+from specgen.methods.pearl import ParallelCosts
 from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:

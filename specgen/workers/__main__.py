@@ -21,11 +21,10 @@ def main() -> None:
     Thread(target=_end_with, args=(parent,), daemon=True).start()  # before the imports, which take seconds
     gc.disable()  # a tenth of the time that the imports take
     from specgen.workers.server import serve
-    from specgen.workers.shared import SharedWords
 
     gc.freeze()
     gc.enable()
-    serve(Connection(descriptor), memory, SharedWords(memory))
+    serve(Connection(descriptor), memory)
 
 
 def _end_with(parent: int) -> None:

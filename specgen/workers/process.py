@@ -1,8 +1,12 @@
 """Starts and ends the draft worker (the process that runs the draft model), and exchanges messages with it.
 
 A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and its arguments. The answer is a
-pair: serial number, and what the function returned, or a SpecgenError. Imports no torch, so that the worker can start while this
-process still imports torch.
+pair: serial number, and what the function returned, or a SpecgenError.
+
+A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So both processes first watch
+words at the beginning of shared memory for a moment. Each is an aligned 64-bit number with one writer: the serial numbers of the
+last request, of the last answer and of a draft to be ended, and the tokens drafted so far, each behind the serial number of its
+request. Imports no torch, so that the worker can start while this process still imports torch.
 """
 
 from __future__ import annotations
@@ -10,25 +14,27 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import site
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
-from typing import IO, Any
+from itertools import takewhile
+from mmap import mmap
+from multiprocessing.connection import Pipe
+from typing import Any
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.machine import WAIT_PASSIVELY
-from specgen.base.measuring import prefill_reports
-from specgen.workers.shared import SIZE, SharedWords
 
-_POLL = 1e-3  # seconds between two looks at the shared memory
-_LOOK = 1.0  # seconds between two looks at how far the worker is with a long prompt
+SIZE = 4096  # bytes of shared memory that hold the words; the tensors of drafts follow
+ASKED, ANSWERED, CUT, DRAFTED = 0, 1, 2, 3  # the words' positions; the last one is that of a draft's first token
+MOST_SHOWN = SIZE // 8 - DRAFTED  # drafted tokens
+TOKEN_BITS = 32
+_WATCH = 5e-3  # seconds that a process watches words before it sleeps
+_POLL = 1e-3  # seconds between two looks at the words after that
 _PATIENCE = 2.0  # seconds to wait for the exit code of a worker that closed its connection
 WITHOUT = "Run it again, or use a method without a second process: -m svip"
 
@@ -38,34 +44,54 @@ def is_possible() -> bool:
     return os.name == "posix" and bool(sys.executable)
 
 
+def shared_words(memory: int) -> memoryview[int]:
+    """Returns the words at the beginning of the shared memory with this descriptor."""
+    return memoryview(mmap(memory, SIZE)).cast("q")
+
+
+def watch(happened: Callable[[], bool]) -> bool:
+    """Waits a moment until the words say that something has happened. Returns whether it has."""
+    deadline = time.perf_counter() + _WATCH
+    while not happened():
+        if time.perf_counter() > deadline:
+            return False
+        os.sched_yield()  # another process may need this core, the other side among them
+    return True
+
+
 class DraftProcess:
     """A draft worker: a child process that runs `python -m specgen.workers`.
 
     Unlike with `multiprocessing`, the user's script is not run again in the child, which has no stdin or terminal and ignores
-    Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason.
-    `memory` is the descriptor of the file that parent and child share as memory, `words` are numbers in it.
+    Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason. `memory` is
+    a file without a name, which both processes map.
     """
 
     def __init__(self) -> None:
         try:
-            self.memory = _nameless_file()
-            os.ftruncate(self.memory, SIZE)
-            self.words = SharedWords(self.memory)
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`
+            if hasattr(os, "memfd_create"):
+                self.memory = os.fdopen(os.memfd_create("specgen"), "r+b")
+            else:
+                self.memory = tempfile.TemporaryFile()  # noqa: SIM115  closed in `_end`, as the next one
+            self.memory.truncate(SIZE)
+            self._words = shared_words(self.memory.fileno())
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115
             self._connection, theirs = Pipe()
             with theirs:
+                descriptors = theirs.fileno(), self.memory.fileno()
+                arguments = descriptors[0], os.getpid(), descriptors[1]
+                paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the worker imports what this process would
                 self._process = subprocess.Popen(  # noqa: S603  this interpreter
-                    [sys.executable, "-P", "-m", "specgen.workers", *map(str, (theirs.fileno(), os.getpid(), self.memory))],
+                    [sys.executable, "-P", "-m", "specgen.workers", *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    pass_fds=[theirs.fileno(), self.memory],
-                    env=_environment(),
+                    pass_fds=descriptors,
+                    env=WAIT_PASSIVELY | os.environ | {"PYTHONPATH": paths},
                     start_new_session=True,
                 )
         except OSError as error:
             raise cannot_start(error) from error
-        self.is_wanted = True  # False once the pair of models is closed
         self._serial = 0
         self._answers: dict[int, Any] = {}  # received, but not yet asked for
         self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
@@ -78,17 +104,15 @@ class DraftProcess:
         """Asks for a call of `DraftServer`. Returns the request's serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
-            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` takes longer to pickle
-            self.words.ask(self._serial)
+            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` would pass tensors by files
+            self._words[ASKED] = self._serial
         return self._serial
 
     def receive(self, serial: int) -> Any:
         """Waits for the answer to the request with this serial number and returns it. Raises the error that it may be."""
         with self._exchange():
             while serial not in self._answers:
-                if not self.words.await_answer(serial):
-                    while not self._connection.poll(_LOOK):
-                        self._report_prefill()
+                watch(lambda: self._words[ANSWERED] >= serial)
                 answered, answer = self._connection.recv()
                 self._answers[answered] = answer
         answer = self._answers.pop(serial)
@@ -99,19 +123,20 @@ class DraftProcess:
 
     def shown(self, serial: int, count: int) -> list[int]:
         """Waits until the draft of this request has `count` tokens, and returns them; fewer if it is complete."""
+        end = DRAFTED + count
+
+        def is_there() -> bool:
+            return self._words[end - 1] >> TOKEN_BITS == serial or self._words[ANSWERED] >= serial
+
         with self._exchange():
-            while not (self.words.await_tokens(serial, count) or self._connection.poll(_POLL)):
-                self._report_prefill()
-        return self.words.shown(serial, count)
+            while not (watch(is_there) or self._connection.poll(_POLL)):
+                pass
+        words = takewhile(lambda word: word >> TOKEN_BITS == serial, self._words[DRAFTED:end])
+        return [word & ((1 << TOKEN_BITS) - 1) for word in words]
 
     def cut(self, serial: int) -> None:
         """Ends the draft of this request after the token that is being drafted."""
-        self.words.cut(serial)
-
-    def _report_prefill(self) -> None:
-        done, total = self.words.prefilled
-        if done < total:
-            prefill_reports.report(id(self), done, total)
+        self._words[CUT] = serial
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -129,22 +154,22 @@ class DraftProcess:
         self._close()
 
     def _died(self) -> RunError:
-        """Returns the error for a worker that ended: because its pair was closed, or unexpectedly.
+        """Returns the error for a worker that ended: by `close`, or unexpectedly.
 
         The error then has its exit code or signal and the last line of its log.
         """
-        if not self.is_wanted:
-            return RunError("the pair of models is closed", "Finish a run before its pair is closed")
+        if not self._close.alive:
+            return RunError("the draft worker of this run was ended", "Finish a run before its pair is closed")
         try:
             code = self._process.wait(timeout=_PATIENCE)
+            why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         except subprocess.TimeoutExpired:
-            code = None
-        why = "it closed its connection" if code is None else f"exit code {code}"
-        if code is not None and code < 0:
-            why = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        last = _last_line(self._log)
+            why = "it closed its connection"
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", "replace").split("\n")
+        last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
         self.close()
-        return RunError(f"the draft worker is gone ({why}{f': {last}' if last else ''})", WITHOUT)
+        return RunError(f"the draft worker is gone ({why}{last})", WITHOUT)
 
 
 def cannot_start(error: OSError) -> RunError:
@@ -152,41 +177,10 @@ def cannot_start(error: OSError) -> RunError:
     return RunError(f"the draft worker cannot be started: {error.strerror or error}", WITHOUT)
 
 
-def _environment() -> dict[str, str]:
-    """Returns environment variables for the worker: those of this process, with PYTHONPATH set so that specgen is found.
-
-    An installed specgen needs no such change: site-packages in PYTHONPATH would take precedence over the standard library.
-    """
-    variables = WAIT_PASSIVELY | os.environ
-    package = str(Path(__file__).resolve().parents[2])
-    if package not in {*site.getsitepackages(), site.getusersitepackages()}:
-        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        variables["PYTHONPATH"] = os.pathsep.join(paths)
-    return variables
-
-
-def _nameless_file() -> int:
-    """Returns the descriptor of a file to be shared as memory. It has no name, so it disappears when no process uses it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("specgen")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _last_line(log: IO[bytes]) -> str:
-    if log.closed:
-        return ""
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - 4000))
-    lines = log.read().decode("utf-8", "replace").split("\n")
-    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes], memory: int) -> None:
-    """Kills the worker process at once, and closes its connection, its log and the descriptor of its shared memory.
-
-    Raises nothing: what was generated is worth more than a descriptor that cannot be closed.
-    """
-    for step in (process.kill, partial(process.wait, _PATIENCE), connection.close, log.close, partial(os.close, memory)):
-        with suppress(OSError, subprocess.TimeoutExpired):
-            step()
+def _end(process: subprocess.Popen[bytes], *files: Any) -> None:
+    """Kills the worker process at once, and closes its connection, its log and its shared memory."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE)
+    for file in files:
+        file.close()

@@ -1,4 +1,4 @@
-"""Drafts for the runs of a pair of models, as they ask for it: in a process of its own, in a thread, or on a CUDA stream."""
+"""Drafts for the runs of a pair of models, as they ask for it: in a process of its own, or in that of the pair."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from math import prod
+from mmap import mmap
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.measuring import prefill_reports
 from specgen.base.settings import Settings
-from specgen.base.types import Context
+from specgen.base.types import Context, Draft
 from specgen.decoding.drafting import ModelDrafter, Setup
 from specgen.decoding.policy import LengthPolicy
-from specgen.engine.devices import DTYPES
+from specgen.engine.devices import DTYPES, upload
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
@@ -31,20 +31,49 @@ from specgen.engine.timing import pick_threads
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.method import ADAPTIVE
 from specgen.methods.runs import make_policy
-from specgen.workers.shared import SharedDrafts, SharedWords
+from specgen.workers.process import ANSWERED, ASKED, CUT, DRAFTED, MOST_SHOWN, TOKEN_BITS, shared_words, watch
+
+Answer = tuple[Draft, float, Mapping[str, float] | None]
+"""A draft, the seconds that it took, and what the length policy had learned before it, where only the worker knows this."""
 
 
-class Drafted(NamedTuple):  # pickled faster than a dataclass
-    """A drafted chain: its tokens, and other fields of `Draft` by name. Tensors among them go through shared memory, if any.
+class SharedDrafts:
+    """One run's part of the shared memory: a draft's `probs` if it samples, and its `logits` if it records.
 
-    `seconds` is the time that drafting took. `policy_state` is what the length policy had learned before the draft, where this
-    depends on what only the worker knows; otherwise None.
+    There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is the largest number of tokens
+    in a draft. `size` is in bytes; 0 for a run that needs neither tensor.
     """
 
-    tokens: Sequence[int]
-    fields: Mapping[str, Any]
-    seconds: float
-    policy_state: Mapping[str, float] | None
+    def __init__(self, setup: Setup, window: int) -> None:
+        needed = {"probs": not setup.sampling.greedy, "logits": setup.record}
+        self._fields = [name for name, is_needed in needed.items() if is_needed]
+        self._shape = len(self._fields), 2, window, setup.vocab_size
+        self.size = 4 * prod(self._shape)
+
+    def map(self, memory: int, offset: int) -> None:
+        """Maps `size` bytes from `offset` on of the file descriptor `memory`. The file must be large enough already."""
+        if self.size:
+            words = torch.frombuffer(mmap(memory, offset + self.size), dtype=torch.float32, offset=offset)
+            self._tensor = words.view(self._shape)
+
+    def write(self, slot: int, draft: Draft) -> Draft:
+        """Writes a draft's tensors to a slot, and returns the draft without them.
+
+        Pads a smaller draft vocabulary: `probs` with zeros, `logits` with -inf.
+        """
+        for number, name in enumerate(self._fields if draft.tokens else ()):
+            memory, values = self._tensor[number, slot, : len(draft.tokens)], getattr(draft, name)
+            memory[:, : values.shape[-1]].copy_(values)
+            memory[:, values.shape[-1] :] = 0.0 if name == "probs" else float("-inf")
+        return replace(draft, probs=None, logits=None)
+
+    def read(self, slot: int, draft: Draft, device: torch.device) -> Draft:
+        """Returns the draft with the tensors of the slot, on `device`. They stay valid until the second next draft starts."""
+        if not self._fields or not draft.tokens:
+            return draft
+        tensors = (upload(tensor, device) for tensor in self._tensor[:, slot, : len(draft.tokens)])
+        fields: dict[str, Any] = dict(zip(self._fields, tensors, strict=True))
+        return replace(draft, **fields)
 
 
 @dataclass(slots=True)
@@ -60,12 +89,12 @@ class _Run:
 class DraftServer:
     """Keeps the draft model and the active runs (outputs being generated) between requests.
 
-    `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory and `words` are the
-    numbers in it; None without another process.
+    `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory; None without another
+    process.
     """
 
-    def __init__(self, runner: Any = None, memory: int | None = None, words: SharedWords | None = None) -> None:
-        self._runner, self._memory, self._words = runner, memory, words
+    def __init__(self, runner: Any = None, memory: int | None = None) -> None:
+        self._runner, self._memory = runner, memory
         self._model: Any = None
         self._translation: Any = None
         self._runs: dict[int, _Run] = {}
@@ -115,7 +144,8 @@ class DraftServer:
         context = Context(prompt_ids)
         if room(self._runner, context) > 0:
             self._runner.logits(context)
-        if (adaptive := setup.adaptive) is not None and adaptive.key is not None:
+        adaptive = setup.adaptive
+        if adaptive is not None and adaptive.key is not None:
             adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))
         drafter = ModelDrafter(replace(setup, draft=self._runner))
         self._runs[run] = _Run(context, drafter, make_policy(settings, setup.seed, adaptive), shared)
@@ -123,25 +153,22 @@ class DraftServer:
     @inference
     def draft(
         self,
+        show: Callable[[int, int], bool],
         run: int,
         committed: Sequence[int],
         unverified: Sequence[int],
         observed: Sequence[tuple[int, int]],
         limit: int,
         slot: int,
-        *,
-        show: Callable[[int, int], bool],
-    ) -> Drafted:
+    ) -> Answer:
         """Drafts at most `limit` tokens.
 
-        `committed` are the output's new tokens since the last request; `unverified` are drafted tokens after them that the target
-        is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy.
-        The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one. `show` gets
-        each token's number, from 0, and the token. If it returns False, the draft ends.
+        `show` gets each token's number, from 0, and the token; if it returns False, the draft ends. `committed` are the output's
+        new tokens since the last request; `unverified` are drafted tokens after them that the target is still verifying.
+        `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy. The draft's
+        probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
         """
         start = time.perf_counter()
-        if run not in self._runs:  # why it could not begin was reported as the answer to `begin`
-            raise RunError("the draft worker could not begin this run")
         of_run = self._runs[run]
         policy = of_run.policy
         if committed:
@@ -151,16 +178,14 @@ class DraftServer:
         state = policy.state() if policy.name == ADAPTIVE else None
         draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, show)
         draft = draft.with_predictions(policy.predictions)
-        names = ("entropies", "top_probs", "stop_reason", "predicted", "probs", "logits")
-        fields = {name: getattr(draft, name) for name in names}
-        if of_run.shared is not None and draft.tokens:
-            of_run.shared.write(slot, len(draft.tokens), fields)
-            fields["probs"] = fields["logits"] = None
-        return Drafted(draft.tokens, fields, time.perf_counter() - start, state)
+        if of_run.shared is not None:
+            draft = of_run.shared.write(slot, draft)
+        return draft, time.perf_counter() - start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
         """Ends a run, whose last drafts were verified with these token counts."""
-        if (ended := self._runs.pop(run, None)) is not None:
+        ended = self._runs.pop(run, None)
+        if ended is not None:
             for drafted, accepted in observed:
                 ended.policy.observe(drafted, accepted)
 
@@ -170,25 +195,33 @@ class DraftServer:
             self._runner.clear_cache()
 
 
-def serve(connection: Connection, memory: int, words: SharedWords) -> None:
+def serve(connection: Connection, memory: int) -> None:
     """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues.
 
-    `memory` is the descriptor of the shared memory, `words` are the numbers in it.
+    `memory` is the descriptor of the shared memory.
     """
-    server, serial, name = DraftServer(None, memory, words), 0, ""
-    with suppress(EOFError, OSError), prefill_reports.to(lambda _, done, total: words.prefill(done, total)):
+    server, words, serial, name = DraftServer(None, memory), shared_words(memory), 0, ""
+
+    def show(position: int, token: int) -> bool:
+        if position < MOST_SHOWN:
+            words[DRAFTED + position] = serial << TOKEN_BITS | token
+        return words[CUT] != serial
+
+    def is_asked() -> bool:
+        return words[ASKED] > serial
+
+    with suppress(EOFError, OSError):
         while True:
             if name == "draft":
-                words.await_request(serial)  # `recv` would let this process sleep
+                watch(is_asked)  # `recv` would let this process sleep
             serial, name, arguments = connection.recv()
-            options = {"show": partial(words.show, serial)} if name == "draft" else {}
             try:
-                answer = getattr(server, name)(*arguments, **options)
+                answer = server.draft(show, *arguments) if name == "draft" else getattr(server, name)(*arguments)
             except Exception as error:  # noqa: BLE001  every failure is reported to the pair
                 traceback.print_exc()
                 answer = _reportable(error)
             connection.send_bytes(pickle.dumps((serial, answer)))
-            words.answer(serial)
+            words[ANSWERED] = serial
 
 
 def _reportable(error: Exception) -> SpecgenError:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -20,32 +19,31 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.methods.runs import make_policy
-from specgen.workers.process import DraftProcess, cannot_start
-from specgen.workers.server import Drafted, DraftServer
-from specgen.workers.shared import SIZE, SharedDrafts
+from specgen.workers.process import SIZE, DraftProcess, cannot_start
+from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
 if TYPE_CHECKING:
     from specgen.engine.generation_config import GenerationConfig
-    from specgen.engine.model_loading import LoadedModel, PreparedModel
+    from specgen.engine.model_loading import PreparedModel
     from specgen.engine.model_runner import DraftRunner
     from specgen.engine.text.translation import Translation
 
-_POLL = 5e-5  # seconds between two looks at a draft that a thread makes
 _RUNS = count(1)
 
 
 class DraftWorker:
-    """Runs the draft model in a process of its own, or in this one: in a thread, or on a second CUDA stream.
+    """Runs the draft model in a process of its own, or in this one: on a second CUDA stream, where there is one.
 
-    `kind` is `process`, `thread` or `stream`. `threads` is the number of CPU threads left to the target; None if it keeps all of
-    them. Made by `of_process` or `in_this_process`.
+    `threads` is the number of CPU threads left to the target; None if it keeps all of them. `penalties` are those of the target,
+    which a model in another process applies to its logits too. Made by `of_process` or `in_this_process`.
     """
 
-    def __init__(self, kind: str, channel: DraftProcess | _Here | None, load: Sequence[object] = (), threads: int | None = None):
-        self.kind, self.threads = kind, threads
+    def __init__(self, channel: DraftProcess | _Here | None, load: Sequence[object] = (), threads: int | None = None) -> None:
+        self.threads = threads
+        self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None
+        self.is_process = not isinstance(channel, _Here)
         self._channel, self._load = channel, load
         self._loading = channel.send("load", *load) if isinstance(channel, DraftProcess) else None
-        self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None
         self._region_ends: dict[object, int] = {}  # for each active run the end of its part of the shared memory
         self._threads_before = 0
 
@@ -68,18 +66,13 @@ class DraftWorker:
         source = replace(draft.source, location=str(draft.folder), label=draft.name, on_mps=device.type == "mps")
         load = source, str(device), str(dtype).removeprefix("torch."), worker_threads, translation
         # a worker on an accelerator uses the CPU only to launch kernels
-        return cls("process", process, load, own if device.type == "cpu" else None)
+        return cls(process, load, own if device.type == "cpu" else None)
 
     @classmethod
     def in_this_process(cls, runner: DraftRunner, target: torch.device | None = None) -> DraftWorker:
-        """The worker that runs a draft model on its own stream of the GPU that the device `target` is, too; else in a thread."""
+        """The worker that runs a draft model on its own stream of the GPU that the device `target` is, too; else in turns."""
         is_shared = target is not None and target.type == "cuda" and runner.device == target
-        return cls("stream" if is_shared else "thread", _Here(runner, is_shared))
-
-    def follow(self, target: LoadedModel) -> None:
-        """Makes the draft model in a process apply the target's penalties (such as a repetition penalty) to its logits too."""
-        if target.has_penalties:
-            self.penalties = target.generation, target.eos_ids
+        return cls(_Here(runner, has_stream=is_shared))
 
     def ready(self) -> DraftProcess | _Here:
         """Waits until the draft model is loaded. Starts the process if none is alive. Raises SpecgenError if it cannot load."""
@@ -107,19 +100,21 @@ class DraftWorker:
         The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
+        end = offset + shared.size
         is_first = not self._region_ends
         if is_first:
             self._threads_before = torch.get_num_threads()
-        self._region_ends[run] = offset + shared.size  # before the threads change: `leave` restores them after an interrupt
+        self._region_ends[run] = end  # before the threads change: `leave` restores them after an interrupt
         if is_first and self.threads is not None:
             torch.set_num_threads(min(self._threads_before, self.threads))
         if isinstance(self._channel, DraftProcess):
+            memory = self._channel.memory.fileno()
             try:
-                if os.fstat(self._channel.memory).st_size < offset + shared.size:
-                    os.ftruncate(self._channel.memory, offset + shared.size)
+                if os.fstat(memory).st_size < end:
+                    os.ftruncate(memory, end)
             except OSError as error:
                 raise cannot_start(error) from error
-            shared.map(self._channel.memory, offset)
+            shared.map(memory, offset)
         return offset
 
     def leave(self, run: object) -> None:
@@ -133,10 +128,8 @@ class DraftWorker:
             self._channel.send("forget")
 
     def close(self) -> None:
-        """Ends the process, or the thread after the work that was started."""
+        """Ends the process."""
         if isinstance(self._channel, DraftProcess):
-            self._channel.is_wanted = False
-        if self._channel is not None:
             self._channel.close()
 
 
@@ -149,50 +142,45 @@ class WorkerDrafter:
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
         self.seconds = 0.0
         self._worker, self._settings, self._setup, self._window = worker, settings, setup, window
-        self._observed: list[tuple[int, int]] = []
         # `adaptive` learns from the drafted tokens, which only the worker sees
-        copy = None if setup.adaptive is not None else make_policy(settings, setup.seed)
-        self._mirror = _PolicyMirror(copy, self._observed)
+        self._mirror = _PolicyMirror(None if setup.adaptive is not None else make_policy(settings, setup.seed))
         self.policy: LengthPolicy = self._mirror
         self._channel: Any = None  # DraftProcess or _Here
         self._shared = SharedDrafts(setup, window)
         self._run, self._slot = next(_RUNS), 0
-        self._begun: Any = None  # the request that began the run, until its answer is received
-        self._asked: Any = None  # the last request for a draft
+        self._requests: list[Any] = []  # the one that began the run and the one for a draft, until they are answered
 
     def prefill(self, context: Context) -> None:
         self._channel = self._worker.ready()
         offset = self._worker.enter(self, self._shared)
         given = self._settings, self._setup.for_worker, self._window, offset, self._worker.penalties
-        self._begun = self._channel.send("begin", self._run, list(context.ids), *given)
+        self._requests = [self._channel.send("begin", self._run, list(context.ids), *given)]
         self._known = len(context)
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._slot = 1 - self._slot
-        committed, observed = context.ids[self._known :], list(self._observed)
-        self._asked = self._channel.send("draft", self._run, committed, list(unverified), observed, limit, self._slot)
+        committed, observed = context.ids[self._known :], list(self._mirror.observed)
+        given = committed, list(unverified), observed, limit, self._slot
+        self._requests.append(self._channel.send("draft", self._run, *given))
         self._known = len(context)
-        self._observed.clear()
+        self._mirror.observed.clear()
 
     def first(self, count: int) -> list[int]:
-        shown: list[int] = self._channel.shown(self._asked, count)
+        shown: list[int] = self._channel.shown(self._requests[-1], count)
         return shown
 
     def cut(self) -> None:
-        self._channel.cut(self._asked)
+        self._channel.cut(self._requests[-1])
 
     def finish(self) -> Draft:
-        if self._begun is not None:
-            self._channel.receive(self._begun)
-            self._begun = None
-        answer: Drafted = self._channel.receive(self._asked)
-        self._asked = None
-        self.seconds, self._mirror.answered = answer.seconds, answer.policy_state
-        fields = dict(answer.fields)
-        if answer.tokens and isinstance(self._channel, DraftProcess) and self._shared.size:
-            assert self._setup.target is not None
-            fields |= self._shared.read(self._slot, len(answer.tokens), self._setup.target.device)
-        return Draft.chain(answer.tokens, **fields)
+        *_, answer = [self._channel.receive(request) for request in self._requests]
+        self._requests.clear()
+        draft: Draft
+        draft, self.seconds, self._mirror.answered = answer
+        if not self._worker.is_process:
+            return draft
+        assert self._setup.target is not None
+        return self._shared.read(self._slot, draft, self._setup.target.device)
 
     def close(self) -> None:
         if self._channel is None:
@@ -200,109 +188,75 @@ class WorkerDrafter:
         channel, self._channel = self._channel, None
         self._worker.leave(self)
         with suppress(RunError):  # a worker that is gone has no runs to end; this one may be complete
-            channel.send("end", self._run, list(self._observed))
+            channel.send("end", self._run, self._mirror.observed)
 
 
 class _PolicyMirror(LengthPolicy):
     """A copy of a length policy that decides in the worker.
 
-    Adds each observation, the numbers of drafted and accepted tokens, to `observed`, to be sent to the worker. `policy` is None
-    if its state does not follow from observations; then its state is `answered`: that before the last draft, from the worker.
+    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` is None if its state does
+    not follow from them; then its state is `answered`: that before the last draft, from the worker.
     """
 
-    def __init__(self, policy: LengthPolicy | None, observed: list[tuple[int, int]]) -> None:
-        self._policy, self._observed = policy, observed
+    def __init__(self, policy: LengthPolicy | None) -> None:
+        self._policy = policy
+        self.observed: list[tuple[int, int]] = []
         self.answered: Mapping[str, float] | None = None
 
     def observe(self, drafted: int, accepted: int) -> None:
         if self._policy is not None:
             self._policy.observe(drafted, accepted)
-        self._observed.append((drafted, accepted))
+        self.observed.append((drafted, accepted))
 
     def state(self) -> Mapping[str, float] | None:
         return self.answered if self._policy is None else self._policy.state()
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call of a `DraftServer` in this process: in a thread, or one that `make` has yet to do."""
-
-    future: Future[Any] | None = None
-    make: Callable[[], Any] | None = None
-    shown: list[int] = field(default_factory=list)
-    is_cut: bool = False
-
-    def show(self, position: int, token: int) -> bool:
-        self.shown.append(token)
-        return not self.is_cut
-
-    def result(self) -> Any:
-        if self.future is None:
-            assert self.make is not None
-            found = self.make()
-            self.future = Future()
-            self.future.set_result(found)
-        return self.future.result()
-
-
 class _Here:
     """Runs a `DraftServer` in this process, with the functions that `DraftProcess` has.
 
-    Python code of two threads takes turns, and the launch of each kernel with it. So where both models share a GPU, there is no
-    thread: the caller queues the target's pass, and a draft is made, on a second stream, when the caller waits for it.
+    Python code of two threads takes turns, and the launch of each kernel with it. So there is no thread: where both models share
+    a GPU, the caller queues the target's pass, and a draft is made, on a second stream, when the caller waits for it.
     """
 
-    def __init__(self, runner: DraftRunner, has_stream: bool) -> None:
+    def __init__(self, runner: DraftRunner, *, has_stream: bool) -> None:
         self._server, self._device = DraftServer(runner), runner.device
         self._stream = torch.cuda.Stream(runner.device) if has_stream else None  # type: ignore[no-untyped-call]
-        self._pool = None if has_stream else ThreadPoolExecutor(1, "specgen-draft")
 
-    def send(self, name: str, *arguments: Any) -> _Call:
-        call = _Call()
-        options = {"show": call.show} if name == "draft" else {}
-        if self._pool is not None:
-            try:
-                call.future = self._pool.submit(getattr(self._server, name), *arguments, **options)
-            except RuntimeError:
-                raise RunError("the thread of the draft model has ended", "Finish a run before its pair is closed") from None
-            if name == "end":  # so that other runs can use the draft model
-                call.result()
-            return call
-        call.make = lambda: self._on_stream(name, arguments, options)
+    def send(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Calls a function of the server, or returns the call to be made: a draft is made when it is waited for."""
+        request = cache(partial(self._call, name, *(() if name != "draft" else (self.show,)), *arguments))
         if name != "draft":
-            call.result()
-        return call
+            request()
+        return request
 
-    def _on_stream(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Calls the server on the second stream. The host does not wait for the target's pass."""
-        assert self._stream is not None
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Calls the server, on the second stream if there is one. The host does not wait for the target's pass."""
+        function = getattr(self._server, name)
+        if self._stream is None:
+            return function(*arguments)
         current = torch.cuda.current_stream(self._device)
         if name == "begin":  # work of an earlier run may still use the buffers
             self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            answer = getattr(self._server, name)(*arguments, **options)
-        if name == "end":
+            answer = function(*arguments)
+        if name in ("draft", "end"):
             current.wait_stream(self._stream)
-        if isinstance(answer, Drafted):
-            current.wait_stream(self._stream)
-            for tensor in (answer.fields["probs"], answer.fields["logits"]):
+        if name == "draft":
+            for tensor in (answer[0].probs, answer[0].logits):
                 if tensor is not None:
                     tensor.record_stream(current)  # the memory is of the stream that it was allocated on
         return answer
 
-    def receive(self, call: _Call) -> Any:
-        return call.result()
+    def receive(self, request: Callable[[], Any]) -> Any:
+        return request()
 
-    def shown(self, call: _Call, count: int) -> list[int]:
-        if call.future is None:
-            call.result()
-        while len(call.shown) < count and call.future is not None and not call.future.done():
-            time.sleep(_POLL)
-        return call.shown[:count]
+    def shown(self, request: Callable[[], Answer], count: int) -> Sequence[int]:
+        return request()[0].tokens[:count]
 
-    def cut(self, call: _Call) -> None:
-        call.is_cut = True
+    def show(self, position: int, token: int) -> bool:
+        """Drafts are complete before they can be cut."""
+        return True
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+    def cut(self, request: object) -> None:
+        """Does nothing: the draft is complete."""

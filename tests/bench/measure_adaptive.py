@@ -29,7 +29,7 @@ import specgen
 from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.decoding.costs.round_costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair

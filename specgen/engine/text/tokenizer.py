@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from textwrap import shorten
@@ -12,13 +12,13 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.tokenizer_files import NotNativeError, read_files
+from specgen.engine.text.tokenizer_files import FILES, TokenizerFiles, keep, parse, read_files
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
 ANCHORS = ("\n", "a", ".", "0")  # texts that a piece of text is encoded after, so that it gets no space in front
 _PREFIX = 6  # the first new token is decoded together with this many last tokens of the prompt, which keeps its leading space
-_FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"  # of tokenizers of all kinds
+_PROBE = "It 's a test,  isn't it ?  12 \u00c9t\u00e9\n x"
 
 
 @dataclass(eq=False)
@@ -26,8 +26,8 @@ class Tokenizer:
     """A model's tokenizer and chat template.
 
     `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the library that tokenizes, and
-    `pipeline` is its object if it is the `tokenizers` library. `special_tokens` maps names such as bos_token to tokens, and
-    `template_tokens` are the variables of the chat template for them. `digest`: two tokenizers share it only if their
+    `pipeline` is its object if it is the `tokenizers` library. `special_tokens` maps names such as bos_token to tokens; they are
+    variables of the chat template. `digest`: two tokenizers share it only if their
     vocabularies and all their tokenizing steps are the same; None: not known. `fallback` says why transformers' tokenizer is
     used; None: the `tokenizers` library is used alone.
     """
@@ -41,7 +41,6 @@ class Tokenizer:
     digest: str | None = None
     fallback: str | None = None
     template: str | Mapping[str, str] | None = None
-    template_tokens: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._texts: dict[int, str] = {}
@@ -77,7 +76,7 @@ class Tokenizer:
         from specgen.engine.text.chat_template import render  # imports jinja2
 
         try:
-            text = render(_default(self.template), messages, self.template_tokens)
+            text = render(_default(self.template), messages, self.special_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
         return self.encode(text, special=False)
@@ -130,22 +129,20 @@ class Tokenizer:
 def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model") -> Tokenizer:
     """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer.
 
-    transformers is imported only if the files need it; then `Tokenizer.fallback` says why. `config` is the parsed config.json.
-    `name` is what messages call the model. Raises SpecgenError for files that transformers cannot read either.
+    transformers is imported only where its result is not kept yet (see `tokenizer_files`), or its tokenizer does more than the
+    `tokenizers` library; then `Tokenizer.fallback` says so. `config` is the parsed config.json. `name` is what messages call the
+    model. Raises SpecgenError for files that transformers cannot read either.
     """
-    try:
-        return _native(folder, config)
-    except NotNativeError as error:
-        fallback = str(error)
-    except Exception as error:  # noqa: BLE001  damaged files: transformers may read them, or reports them
-        fallback = f"its files could not be read: {shorten(str(error), 80, placeholder=' …')}"
+    found = read_files(folder, config)
+    if found is not None:
+        return _native(found)
     from specgen.engine.transformers.quiet import reading
 
     with reading("tokenizer", name):
         try:
-            return _of_transformers(folder, trust_remote_code, fallback)
+            return _of_transformers(folder, trust_remote_code)
         except Exception as error:
-            if "trust_remote_code" in str(error) or any(path for pattern in _FILES for path in folder.glob(pattern)):
+            if "trust_remote_code" in str(error) or any(path for pattern in FILES for path in folder.glob(pattern)):
                 raise
             raise SpecgenError(
                 f"{name} has no tokenizer: it lacks tokenizer.json, and also tokenizer.model, vocab.json and vocab.txt",
@@ -153,41 +150,55 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
             ) from error
 
 
-def _native(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    files = read_files(folder, config)
-    pipeline = files.pipeline
+def _native(files: TokenizerFiles) -> Tokenizer:
+    pipeline, names = files.pipeline, files.special_tokens
     return Tokenizer(
         lambda text, special: list(pipeline.encode(text, add_special_tokens=special).ids),
         lambda ids, skip: str(pipeline.decode(list(ids), skip_special_tokens=skip)),
         partial(pipeline.get_vocab, with_added_tokens=True),
-        pipeline.token_to_id(files.special_tokens["eos_token"]) if "eos_token" in files.special_tokens else None,
-        files.special_tokens,
+        pipeline.token_to_id(names["eos_token"]) if "eos_token" in names else None,
+        names,
         pipeline,
         files.digest,
         template=files.template,
-        template_tokens=files.special_tokens,
     )
 
 
-def _of_transformers(folder: Path, trust_remote_code: bool, fallback: str) -> Tokenizer:
-    """Loads transformers' AutoTokenizer."""
+def _of_transformers(folder: Path, trust_remote_code: bool) -> Tokenizer:
+    """Loads transformers' AutoTokenizer. Keeps its result where the `tokenizers` library alone gives the same."""
     from transformers import AutoTokenizer
 
     own: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    backend: Any = getattr(own, "backend_tokenizer", None)
-    is_plain = backend is not None and not getattr(own, "clean_up_tokenization_spaces", False)
-    decode = (backend if is_plain else own).decode  # the backend is ten times faster
-    return Tokenizer(
+    made = Tokenizer(
         lambda text, special: list(own(text, add_special_tokens=special, verbose=False)["input_ids"]),  # long texts too
-        lambda ids, skip: str(decode(list(ids), skip_special_tokens=skip)),
+        lambda ids, skip: str(own.decode(list(ids), skip_special_tokens=skip)),
         own.get_vocab,
         own.eos_token_id,
-        {name: str(token) for name, token in own.special_tokens_map.items() if isinstance(token, str)},
-        backend if isinstance(backend, Pipeline) else None,
-        fallback=fallback,
+        own.special_tokens_map,
+        fallback=f"{type(own).__name__} does more than the tokenizers library",
         template=own.chat_template,
-        template_tokens=own.special_tokens_map,
     )
+    backend = getattr(own, "backend_tokenizer", None)
+    if not isinstance(backend, Pipeline) or not type(own).__module__.startswith("transformers."):
+        return made
+    cleans = own.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
+    backend.no_truncation()
+    backend.no_padding()
+    files = TokenizerFiles(*parse(backend.to_str().encode()), made.special_tokens, made.template)
+    native = _native(files)
+    if cleans or own.split_special_tokens or not _agree(native, made):
+        return replace(made, pipeline=backend)
+    keep(folder, files)
+    return native
+
+
+def _agree(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give the same tokens and texts for some texts."""
+    for text in (_PROBE, *one.special_tokens.values()):
+        ids = other.encode_with(text, True)
+        if one.encode_with(text, True) != ids or any(one.decode(ids, skip) != other.decode(ids, skip) for skip in (True, False)):
+            return False
+    return True
 
 
 def _default(template: str | Mapping[str, str]) -> str:

@@ -1,0 +1,126 @@
+"""Makes commands for typer from functions that take groups of options, and checks the paths that a user names."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from specgen.base.errors import SpecgenError
+from specgen.base.files import check_writable, file_identity
+from specgen.cli.options import ROWS, ModelOptions, Rows
+
+OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
+_NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
+_NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
+
+
+def grouped(command: Callable[..., None], own: Rows) -> Callable[..., None]:
+    """Returns the command for typer: each parameter whose type is a dataclass becomes one option per field, in its place.
+
+    `own` are the rows of options that only this command has. A dataclass's class attribute `panel` heads its options in the help.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        kind, is_argument = parameter.annotation, parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if is_dataclass(kind):
+            groups[name] = kind
+            types = get_type_hints(kind)
+            rows = [(each.name, types[each.name], each.default) for each in fields(kind)]
+        else:
+            rows = [(name, kind, parameter.default)]
+        for option, type_, default in rows:
+            row, panel = own.get(option) or ROWS.get(option), getattr(kind, "panel", None)
+            annotation = type_ if row is None else Annotated[type_, _described(option, type_, row, panel, is_argument)]
+            parameters.append(inspect.Parameter(option, parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    @wraps(command)
+    def with_groups(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return with_groups
+
+
+def _described(name: str, kind: Any, row: tuple[str, str], panel: str | None, is_argument: bool) -> Any:
+    """Returns typer's description of an option or argument, with a check of paths and models."""
+    words = row[0].split()
+    names = [word for word in words if word.startswith("-")]
+    metavar = " ".join(word for word in words if word not in names) or None
+    more: dict[str, Any] = {"help": row[1], "metavar": metavar, "rich_help_panel": panel}
+    if "Path" in str(kind):
+        more["parser"] = lambda text: Path(_name(text))
+    elif metavar in ("MODEL", "REV"):
+        more["parser"] = _name
+    if is_argument:
+        return typer.Argument(show_default=False, **more)
+    if not any(each.startswith("--") for each in names):
+        names.insert(0, f"--{name.replace('_', '-')}")
+    return typer.Option(*names, **more)
+
+
+def _name(text: str) -> str:
+    """Refuses empty text and `-` as a file, a folder or a model: empty text would be the working folder, and `-` a file of that
+    name, where users mean a standard stream."""
+    if text in _NO_NAME:
+        raise typer.BadParameter(_NO_NAME[text])
+    return text
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], models: ModelOptions | None = None
+) -> None:
+    """Raises SpecgenError if a file to write cannot be written, or is the same file as another output, an input or redirected
+    standard input. All links are followed.
+
+    `outputs` and `inputs` have the path of each option; None: not given. An input is a file or a folder. `models` are inputs too.
+    """
+    if not any(outputs.values()):
+        return
+    written: dict[Hashable, str] = {}
+    read = [("standard input", Path("/dev/stdin")), *inputs, *(_of_models(models) if models is not None else ())]
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_writable(path, _NAMES[option])
+        identity, given = file_identity(path), f"{option} {path}"
+        if identity is None:  # a device
+            continue
+        if identity in written:
+            raise SpecgenError(f"{written[identity]} and {given} are the same file", "Name another file")
+        written[identity] = given
+        for name, other in read:
+            if other is not None and _is_read(path, other):
+                raise SpecgenError(f"{given} is a file that is read: {name} {other}", "Name another file")
+
+
+def _is_read(path: Path, given: Path) -> bool:
+    """Whether `path` is the file `given`, or belongs to the folder `given`: it lies in it and is not of a kind that specgen
+    writes, or it is linked from it."""
+    if not os.path.isdir(given):
+        return file_identity(path) == file_identity(given)
+    target = Path(os.path.realpath(path))
+    if target.parent == Path(os.path.realpath(given)) and target.suffix not in OWN_SUFFIXES:
+        return True
+    return file_identity(path) in {file_identity(other) for other in given.iterdir() if other.suffix not in OWN_SUFFIXES}
+
+
+def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
+    """Yields the files and folders that are named for models, and the folders of the bundled ones."""
+    from specgen import demo
+
+    if models.target is None:
+        yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
+    for option in ("target", "draft", "head", "exit_layer", "profile"):
+        if (path := getattr(models, option, None)) is not None:
+            yield f"--{option.replace('_', '-')}", Path(os.path.expanduser(path))

@@ -1,0 +1,195 @@
+"""Loads the models for a command, with the profile that `specgen tune` saved for them: the best method and settings of a pair on
+a machine."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.files import EXIT_WEIGHTS
+from specgen.base.interrupts import interrupts
+from specgen.base.settings import written
+from specgen.cli.options import DecodingOptions, ModelOptions
+from specgen.view.progress import Progress
+from specgen.workers.process import DraftProcess, is_possible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specgen.base.types import SamplingParams
+    from specgen.compare.method_specs import MethodSpec
+    from specgen.pair.pair import Pair
+    from specgen.tune.profile import Profile
+
+
+def open_pair(
+    models: ModelOptions,
+    err: Console,
+    *,
+    quiet: bool,
+    parallel: bool = False,
+    sequential: bool = True,
+    tuned_for: SamplingParams | None = None,
+) -> tuple[Pair, Profile | None]:
+    """Loads the models and runs them once to warm them up, with a progress line on the console `err`.
+
+    `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
+    That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
+    run the draft model too; its weights are loaded here if one does. Also returns the profile for sampling as `tuned_for`, if
+    there is one; the draft's weights are then rounded as the profile says, unless --draft-dtype is given.
+    """
+    disable_hub_progress(err, quiet=quiet)
+    profile = None
+    with Progress(err, quiet=quiet) as loading:
+        process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
+        from specgen.pair.loading import load
+
+        interrupts.check()
+        pair = load(**models.arguments(), announce=loading.announce, process=process)
+        if tuned_for is not None and isinstance(models, DecodingOptions):
+
+            def note(text: str) -> None:
+                loading.keep(Text(text))
+
+            may_round = models.draft_dtype is None and models.has_draft
+            profile = find_profile(pair, tuned_for, models.profile, note, any_draft_dtype=may_round)
+            if profile is not None:
+                pair, profile = _with_profile(pair, profile, process, note)
+        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
+        interrupts.check()
+        doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+        for warning in (*doubts, getattr(pair.draft, "warning", None)):
+            if warning is not None:
+                loading.keep(Text(f"warning: {warning}"))
+    if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
+        gc.freeze()
+        gc.enable()
+    return pair, profile
+
+
+def disable_hub_progress(err: Console, *, quiet: bool) -> None:
+    """Disables huggingface_hub's progress bars if `quiet` is True or `err` is not a terminal.
+
+    It has no effect once huggingface_hub is imported.
+    """
+    if quiet or not err.is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def models_in_words(pair: Pair) -> str:
+    """Returns the names of the models, the target's device and its dtype."""
+    target = pair.target
+    names = " with ".join(model.name for model in (target, pair.draft) if model is not None)
+    return f"{'demo pair' if target.name == 'demo/target' else names}, {target.device} {target.dtype_name}"
+
+
+def show_overlap(pair: Pair, err: Console) -> None:
+    """Says, before a long run, how much of the target's text a draft model with another tokenizer can draft."""
+    if pair.draft is not None and pair.draft.translation is not None:
+        from specgen.engine.text.translation import overlap_of_examples
+        from specgen.view import pair_report as words
+
+        err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)
+
+
+def find_profile(
+    pair: Pair, sampling: SamplingParams, folder: Path | None, note: Callable[[str], None], *, any_draft_dtype: bool = False
+) -> Profile | None:
+    """Returns the profile for this pair and sampling; None where there is none that can be used.
+
+    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default. A
+    profile made for another machine, pair or sampling is not used, and `note` gets the reason. With `any_draft_dtype`, one that
+    was made with rounded draft weights also fits a pair whose draft is as it is stored. Raises SpecgenError where `folder` is
+    given and its profile cannot be read.
+    """
+    from specgen.tune import profile as profiles
+
+    key = profiles.profile_key_of(pair)
+    found_in = folder or profiles.default_folder(key, sampling)
+    path = found_in / profiles.FILE
+    if not path.is_file() and (folder is None or (folder / EXIT_WEIGHTS).is_file()):
+        return None
+    try:
+        profile = profiles.load(found_in)
+    except SpecgenError as error:
+        if folder is not None:
+            raise
+        note(f"{error.message}; it is not used. {error.hint}")
+        return None
+    why = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
+    if why is not None:
+        note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}")
+        return None
+    for name in ("temperature", "top_p", "top_k"):
+        tuned, requested = getattr(profile.sampling, name), getattr(sampling, name)
+        if tuned != requested:
+            what = f"{name} {tuned:g}, and this run has {requested:g}"
+            note(f"the profile {path} was made for {what}; it is not used. {profiles.TUNE_AGAIN}, with the same options")
+            return None
+        if sampling.greedy:  # then top-p and top-k have no effect
+            break
+    return profile
+
+
+def _with_profile(
+    pair: Pair, profile: Profile, process: DraftProcess | None, note: Callable[[str], None]
+) -> tuple[Pair, Profile | None]:
+    """Returns the pair with its draft's weights rounded as in the tuning, and the profile; None if they cannot be rounded here.
+
+    `process` is the one that was started for PEARL's draft model, which keeps running.
+    """
+    from specgen.pair.loading import with_draft_dtype
+
+    dtype = profile.draft_dtype
+    if dtype is not None and pair.draft is not None and pair.draft.dtype_name != dtype:
+        try:
+            pair = with_draft_dtype(pair, dtype, process)
+        except SpecgenError as error:
+            note(f"the profile is stale: its draft was {dtype}; it is not used. {error.message}")
+            return pair, None
+    pair.measurements.tuned_costs = profile.measured.costs
+    return pair, profile
+
+
+def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:
+    """Returns the method and settings to decode with, where the user's choice goes before the profile's.
+
+    If the user named only a method, its settings are the profile's. If the user gave neither, the profile chooses both. If they
+    come from a profile, the third value describes them in words, and says if their speed was only predicted and not measured;
+    otherwise it is empty.
+    """
+    name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
+    tuned = None if profile is None else profile.settings_of(name)
+    if profile is None or tuned is None:
+        return name, settings, ""
+    unconfirmed = ", not confirmed" if profile.verdict == "unconfirmed" else ""
+    rounded = f", {profile.draft_dtype} draft" if profile.draft_dtype and methods.find(name).uses_draft_model else ""
+    return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
+
+
+def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:
+    """Returns the methods to compare, and in words which of them got settings from the profile: those without settings of their
+    own, none if `keep`. Methods with the profile's settings, also if the user wrote them, know its prompts."""
+    completed, taken = [], []
+    prompts = profile.measured.prompt_fingerprints
+    for spec in specs:
+        tuned = None if spec.is_baseline else profile.settings_of(spec.name)
+        if tuned:
+            choice = methods.choose(spec.name, {name: str(value) for name, value in tuned.items()})
+            if not keep and not spec.settings:
+                taken.append(written(spec.name, tuned))
+                spec = replace(spec, choice=choice)
+            if prompts is not None and spec.choice.settings == choice.settings:
+                spec = replace(spec, tuned_on=frozenset(prompts))
+        completed.append(spec)
+    if taken and profile.draft_dtype is not None:
+        taken.append(f"{profile.draft_dtype} draft")
+    return completed, "; ".join(taken)

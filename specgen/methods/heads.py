@@ -1,0 +1,84 @@
+"""Methods that draft with a head trained on the target's hidden states. Imports no torch.
+
+Medusa: heads on the last hidden state each predict a later token (Cai et al. 2024, Medusa-1); `medusa_tree` joins them to a tree.
+EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is `decoding.tree.TopKTreeDrafter` with
+`nodes`. GliDe: a head that also attends to the target's KV cache; CaPE is `cape` (Du et al. 2024).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specgen.base.settings import Setting, Settings
+from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.methods.adaptive import ADAPTIVE_GRID
+from specgen.methods.method import DEFAULT_HEAD, Grid, Method
+from specgen.methods.sd import CAPE, CAPE_GRID, model_drafter, tree_settings
+from specgen.methods.svip import SVIP_GRID
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter, Setup
+
+HEAD = {"head": Setting(DEFAULT_HEAD, "the head's folder; auto: --head, or the one found for the target")}
+
+
+def _drafter(setup: Setup, settings: Settings) -> Drafter:
+    """A fixed tree of the heads' likeliest tokens, or a chain with `nodes` 0."""
+    if settings.values["nodes"] == 0:
+        from specgen.decoding.drafting import ModelDrafter
+
+        return ModelDrafter(setup)
+    from specgen.methods.medusa_tree import MedusaTreeDrafter
+
+    return MedusaTreeDrafter(setup, nodes=int(settings.values["nodes"]))
+
+
+MEDUSA = Method(
+    "medusa",
+    "Medusa-1, Cai et al. 2024",
+    "medusa",
+    _drafter,
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings={"nodes": Setting(10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024), **HEAD},
+    defaults={"fixed": {"k": 4}},
+    grows_trees=True,
+    drafts="medusa",
+    grids=({"nodes": (0, 5, 10, 20), "k": (2, 3, 4)}, ADAPTIVE_GRID),
+)
+
+_CHAIN: Grid = {"width": (1,)}
+EAGLE = Method(
+    "eagle",
+    "EAGLE-2 and EAGLE-3, Li et al. 2024, 2025",
+    "eagle",
+    model_drafter,
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings=tree_settings(4, 10, 10) | CAPE | HEAD,
+    defaults={"svip": {"every": 2}},
+    drafts="eagle",
+    grids=(
+        {"width": (2, 4), "nodes": (4, 6, 10, 16), "k": (2, 3, 5, 7)},
+        {**_CHAIN, "k": (1, 2, 3, 5, 8)},
+        {**_CHAIN, **CAPE_GRID},
+        SVIP_GRID,
+        ADAPTIVE_GRID,
+        {**_CHAIN, **SVIP_GRID},
+    ),
+    engines=("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+)
+GLIDE = Method(
+    "glide",
+    "GliDe, Du et al. 2024",
+    "glide",
+    model_drafter,
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings=CAPE | HEAD,
+    drafts="glide",
+    grids=({"k": (1, 2, 3, 4, 5, 6, 8)}, CAPE_GRID, SVIP_GRID, ADAPTIVE_GRID),
+)
