@@ -329,16 +329,6 @@ def _loaded_models(pair: Pair) -> list[Model]:
     return [pair.target.model, *(() if draft is None else (draft.model,))]
 
 
-def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
-    """Captures the passes on a GPU that runs like the earlier ones may need; see `graphs.Captures.capture_passes`.
-
-    For measurements, before the first measured run of each method and after one that is not.
-    """
-    for model in _loaded_models(pair):
-        if (captures := captures_of(model)) is not None:
-            captures.capture_passes(shortest, longest)
-
-
 def capture_seconds(pair: Pair) -> float:
     """Returns the seconds that it took so far in this process to capture passes on a GPU."""
     return sum(captures.seconds for model in _loaded_models(pair) if (captures := captures_of(model)) is not None)

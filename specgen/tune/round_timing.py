@@ -23,7 +23,6 @@ from specgen.decoding.policy import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.methods.pearl import Parallel
-from specgen.pair.pair import capture_passes
 from specgen.tune.outcome import Deadline
 
 if TYPE_CHECKING:
@@ -129,8 +128,6 @@ def time_rounds(
             round_ = next(rounds, None) if run.remaining > sweep.longest else None
             if round_ is None or (len(found) >= fewest and deadline.left < 0):
                 break
-            if position == WARM_UP - 1:
-                capture_passes(pair, len(prompt), len(run.context) + NEW_TOKENS)
             if position >= WARM_UP and (drafter is not None or round_.draft.tokens):
                 levels = max(sweep.levels, round_.draft.levels)
                 seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds

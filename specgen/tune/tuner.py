@@ -24,7 +24,7 @@ from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.pair.figures import Figures
-from specgen.pair.pair import capture_passes, skipping_speed
+from specgen.pair.pair import skipping_speed
 from specgen.pair.preparation import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
@@ -152,8 +152,7 @@ class Tuner:
             ids = pair.tokenizer.chat(prompt.text, None) if request.chat else pair.tokenizer.encode(prompt.text)
             try:
                 if not references:
-                    warm_up = record_reference(pair, ids, sampling)
-                    capture_passes(pair, len(ids), len(ids) + warm_up.limit)
+                    record_reference(pair, ids, sampling)  # warms up
                 seeded = replace(sampling, seed=run_seed(number, sampling.seed or 0))
                 references.append(record_reference(pair, ids, seeded))
             except SpecgenError as error:
