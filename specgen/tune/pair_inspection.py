@@ -24,7 +24,7 @@ from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, t
 from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
-from specgen.pair.preparation import example_prompts
+from specgen.pair.skip_search import example_prompts
 from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
 
 _PROBES: Sequence[str] = (

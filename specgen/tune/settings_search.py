@@ -18,7 +18,7 @@ from specgen.compare.results import BenchmarkConfig, method_results
 from specgen.compare.runner import Runner
 from specgen.methods import METHODS
 from specgen.pair.pair import skipping_speed
-from specgen.pair.preparation import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
+from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import PLAIN, Candidate, GivenSettings, by_speed, counted, nearest_to_default, plain_of, round_robin
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ def tuned_skips(pair: Pair, outputs: Sequence[ReferenceOutput], seconds: float) 
     if len(prompts) * NEW_TOKENS * seconds_per_token > seconds:
         raise SpecgenError("time was short for a search of the layers to skip", "A larger --budget helps")
     layers = pair.target.model.shape.num_layers
-    found = search_skips(layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
-    return Candidate("selfsd", {"skip": found.skips}, found.tokens_per_second, found.tried)
+    speeds = search_skips(layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
+    fastest = max(speeds, key=lambda skips: speeds[skips])
+    return Candidate("selfsd", {"skip": fastest}, speeds[fastest], len(speeds))
 
 
 def confirm(
