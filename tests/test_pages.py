@@ -70,8 +70,7 @@ def test_pages_fit_any_window_in_light_and_dark(
     tops = {round(article.rect["y"]) for article in browser.find("article")}
     assert len(tops) == (1 if width == 1600 else 3)
     assert browser.find(".methods thead")[0].is_displayed() == (width > 704)
-    sizes = {browser.css("svg.rounds.gutter text", "fontSize"), browser.css("svg.scatter.gutter text", "fontSize")}
-    assert sizes == {"12px"}
+    assert {browser.css(f".{kind} svg.gutter text", "fontSize") for kind in ("rounds", "bounds")} == {"12px"}
     page = tmp_path / "compared.html"
     page.write_text("".join(comparison_page(report_of(usual()), [], "", "")), encoding="utf-8")
     browser.open(page, width=width, dark=dark)

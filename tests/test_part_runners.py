@@ -25,8 +25,7 @@ from runner_checks import (
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import eagle, glide, medusa, own_layers

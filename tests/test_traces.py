@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,9 +21,8 @@ from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
 from specgen.pair import records as writing
 from specgen.pair.figures import Figures
 from specgen.traces import reader
-from specgen.traces.acceptance import bounds_of, calibration_of
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
-from specgen.traces.statistics import TraceStatistics, beta_quantile, complete_runs, posteriors
+from specgen.traces.statistics import TraceStatistics, bounds_of, calibration_of, complete_runs, posteriors
 
 Change = Callable[[list[dict[str, Any]]], Any]
 ACCEPTED = TokenStatus.ACCEPTED
@@ -84,14 +82,16 @@ def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
     start, first, second, *rest = traces.a_run()
     first |= {"novelty": [1], "policy": {"k": 3, "arms": [1, 2]}, "kl": None}
     first["seconds"] |= {"other": 1.0, "waiting": 2.0}
-    second |= {"overlap": [0.5, 1, None]}
+    second |= {"overlap": [0.5, 1, None], "kl": [0, 0, None]}
     (run,) = read(tmp_path, start | {"energy": None}, first, second, *rest)
     assert "predicted" not in first
     assert run.start["energy"] is None
     assert (run.rounds[0].round.seconds["other"], run.rounds[0].round.policy_state) == (3.0, {"k": 3.0})
     assert (run.rounds[0].round.target_passes, run.rounds[0].round.draft.predicted) == (1, ())
-    assert run.rounds[1].overlap[:2] == (0.5, 1.0)
-    assert math.isnan(run.rounds[1].overlap[2])
+    agreement = run.rounds[1].round.verdict.agreement
+    assert agreement is not None
+    assert agreement.overlap[:2] == (0.5, 1.0)
+    assert math.isnan(agreement.overlap[2])
 
 
 @pytest.mark.parametrize("bytes_left", [1, 300])
@@ -147,8 +147,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> No
 @pytest.mark.parametrize(
     ("second", "named"),
     [
-        (b"\xff\xfe{}\n", "line 2: it is not UTF-8"),
-        (b'"round"\n', "line 2: an object is expected"),
+        (b"\xff\xfe{}\n", "line 2 is not JSON"),
+        (b'"round"\n', "line 2: Input should be an object"),
         (b'{"type": "\\ud800"}\n', "line 2: "),
         (b"[" * 2000, "line 2: it is longer than 0 MiB"),
     ],
@@ -164,7 +164,7 @@ def test_lines_that_are_no_json(tmp_path: Path, second: bytes, named: str, monke
 
 def test_files_without_a_run(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    for content, named in ((b"\n\n", "holds no run"), (b"{", "line 1: is not JSON")):
+    for content, named in ((b"\n\n", "holds no run"), (b"{", "line 1 is not JSON")):
         path.write_bytes(content)
         with pytest.raises(SpecgenError, match=named):
             list(read_trace(path))
@@ -197,10 +197,11 @@ def recorded(tmp_path: Path) -> TracedRun:
 def columns(run: TracedRun) -> np.ndarray[Any, Any]:
     """A row a drafted token: entropy, overlap, KL, prediction, whether it was accepted, whether it was judged."""
     rows = []
-    for traced in run.rounds:
-        round_, accepted = traced.round, len(traced.round.verdict.path)
+    for round_ in (traced.round for traced in run.rounds[1:]):
+        accepted, agreement = len(round_.verdict.path), round_.verdict.agreement
+        assert agreement is not None
         judged = accepted + (round_.verdict.source == "correction")
-        figures = zip(round_.draft.entropies, traced.overlap, traced.kl, round_.draft.predicted, strict=True)
+        figures = zip(round_.draft.entropies, agreement.overlap, agreement.kl, round_.draft.predicted, strict=True)
         rows += [(*each, position < accepted, position < judged) for position, each in enumerate(figures)]
     return np.array(rows, dtype=float)
 
@@ -212,19 +213,19 @@ def test_acceptance_by_a_number_known_before_counts_judged_tokens_only(recorded:
     numbers, accepted = table[:, 0 if by == "entropy" else 3], table[:, 4]
     calibration = calibration_of(found.predictions)
     assert calibration is not None
-    bins = found.acceptance_by_entropy() if by == "entropy" else calibration.bins
-    assert sum(each.judged for each in bins) == len(table) > 300
+    bins, mean = (found.acceptance_by_entropy(), "mean") if by == "entropy" else (calibration["bins"], "predicted")
+    assert sum(each["judged"] for each in bins) == len(table) > 300
     errors = 0.0
     for each in bins:
-        inside = (numbers >= each.low - 1e-12) & (numbers < each.high)
-        assert (each.judged, each.accepted) == (inside.sum(), accepted[inside].sum())
-        assert (each.rate, each.mean) == pytest.approx((accepted[inside].mean(), numbers[inside].mean()))
-        wilson = stats.binomtest(each.accepted, each.judged).proportion_ci(0.95, method="wilson")
-        assert (each.rate_low, each.rate_high) == pytest.approx((wilson.low, wilson.high), abs=1e-5)
-        errors += inside.sum() * abs(each.rate - each.mean)
+        inside = (numbers >= each["low"] - 1e-12) & (numbers < (each["high"] or math.inf))
+        assert (each["judged"], each["accepted"]) == (inside.sum(), accepted[inside].sum())
+        assert (each["rate"], each[mean]) == pytest.approx((accepted[inside].mean(), numbers[inside].mean()))
+        wilson = stats.binomtest(each["accepted"], each["judged"]).proportion_ci(0.95, method="wilson")
+        assert (each["rate_low"], each["rate_high"]) == pytest.approx((wilson.low, wilson.high), abs=1e-5)
+        errors += inside.sum() * abs(each["rate"] - each[mean])
     if by == "prediction":
-        whole = (calibration.judged, calibration.predicted, calibration.rate, calibration.error)
-        assert whole == pytest.approx((len(table), numbers.mean(), accepted.mean(), errors / len(table)))
+        whole = {"judged": len(table), "predicted": numbers.mean(), "rate": accepted.mean(), "error": errors / len(table)}
+        assert {name: calibration[name] for name in whole} == pytest.approx(whole)
 
 
 def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
@@ -232,21 +233,26 @@ def test_bounds_are_medians_of_each_tokens_own(recorded: TracedRun) -> None:
     entropy, overlap, kl = table[:, :3].T
     bounds = bounds_of(statistics_of(recorded).tokens, 0.15)
     assert bounds is not None
-    assert (bounds.tokens, bounds.c) == (len(table), 0.15)
     each = np.array([entropy, overlap, 1 - np.sqrt(kl / 2), 1 - np.sqrt(1 - np.exp(-kl)), 1 - np.sqrt(0.15 * entropy)]).clip(0)
     ratio = float(np.median(1 + kl[entropy > 0.01] / entropy[entropy > 0.01]))
-    assert (bounds.below_estimate, bounds.entropy_ratio) == pytest.approx(((overlap < each[4]).mean(), ratio))
-    assert bounds.measured_c == pytest.approx((ratio - 1) / 2)
-    assert (bounds.pinsker_gap, bounds.bretagnolle_huber_gap) == pytest.approx(
-        ((overlap - each[2]).mean(), (overlap - each[3]).mean())
-    )
-    groups = [(found, (entropy >= found.low) & (entropy < found.high)) for found in bounds.by_entropy]
+    expected = {
+        "tokens": len(table),
+        "c": 0.15,
+        "below_estimate": (overlap < each[4]).mean(),
+        "entropy_ratio": ratio,
+        "measured_c": (ratio - 1) / 2,
+        "pinsker_gap": (overlap - each[2]).mean(),
+        "bretagnolle_huber_gap": (overlap - each[3]).mean(),
+    }
+    assert {name: bounds[name] for name in expected} == pytest.approx(expected)
+    groups = [(found, (entropy >= found["low"]) & (entropy < (found["high"] or math.inf))) for found in bounds["by_entropy"]]
     tenths = np.array_split(np.argsort(overlap, kind="stable"), 10)
-    groups += zip(bounds.by_acceptance, tenths if len(table) % 10 == 0 else [], strict=False)
-    assert sum(found.tokens for found in bounds.by_entropy) == sum(found.tokens for found in bounds.by_acceptance) == len(table)
+    groups += zip(bounds["by_acceptance"], tenths if len(table) % 10 == 0 else [], strict=False)
+    for name in ("by_entropy", "by_acceptance"):
+        assert sum(found["tokens"] for found in bounds[name]) == len(table)
     for found, inside in groups:
-        shown = (found.entropy, found.acceptance, found.pinsker, found.bretagnolle_huber, found.estimate)
-        assert shown == pytest.approx(tuple(np.median(each[:, inside], axis=1)))
+        shown = [found[name] for name in ("entropy", "acceptance", "pinsker", "bretagnolle_huber", "estimate")]
+        assert shown == pytest.approx(list(np.median(each[:, inside], axis=1)))
 
 
 # ------------------------------------------------------------------ figures of drafts and runs
@@ -274,14 +280,14 @@ def test_accepted_length_by_the_mean_entropy_of_verified_tokens(tmp_path: Path) 
         ([None, 0.5], 1, {}),
         ([], 0, {"source": None}),
     )
-    drafts = [(0.2, 3, 3), (0.525, 5, 3), (2.4, 1, 0), (0.5, 4, 1), (0.3, 3, 0)]
-    assert [(draft.drafted, draft.accepted) for draft in found.drafts] == [draft[1:] for draft in drafts]
+    drafts = [(0.2, 3), (0.525, 3), (2.4, 0), (0.5, 1), (0.3, 0)]
+    assert [draft.accepted for draft in found.drafts] == [draft[1] for draft in drafts]
     assert [draft.entropy for draft in found.drafts] == pytest.approx([draft[0] for draft in drafts])
     bins = found.accepted_length_by_entropy()
     expected_bins = [(0.1, 0.25, 1, 3), (0.25, 0.5, 1, 0), (0.5, 1.0, 2, 3), (2.0, 3.0, 1, 0)]
-    assert [(each.low, each.high, each.drafts, each.longest) for each in bins] == expected_bins
-    assert (bins[2].mean, bins[2].median, bins[2].mean_entropy) == pytest.approx((2.0, 2.0, 0.5125))
-    expected = np.corrcoef([draft[0] for draft in drafts], [draft[2] for draft in drafts])[0, 1]
+    assert [(each["low"], each["high"], each["drafts"], each["longest"]) for each in bins] == expected_bins
+    assert (bins[2]["mean"], bins[2]["median"], bins[2]["mean_entropy"]) == pytest.approx((2.0, 2.0, 0.5125))
+    expected = np.corrcoef(*zip(*drafts, strict=True))[0, 1]
     assert found.length_correlation() == pytest.approx(expected)
     assert drafted(tmp_path, ([0.1], 1, {}), ([0.3], 1, {})).length_correlation() is None
     assert drafted(tmp_path).length_correlation() is None
@@ -304,32 +310,21 @@ def test_runs_of_accepted_tokens_go_over_rounds_and_not_over_outputs() -> None:
     first = [round_of(3), round_of(2, rejects=True), round_of(0, rejects=True), round_of(2)]
     runs = runs_of(first, [round_of(1, rejects=True), round_of(4)])
     assert list(complete_runs(first)) == [5, 0]
-    assert (runs.complete, runs.longest, runs.mean, runs.unfinished) == (3, 5, pytest.approx(2 + 1), 6)
-    assert (runs.alpha, runs.expected) == pytest.approx((12 / 15, 1 / (1 - 12 / 15)))
-    assert (runs.deviation, runs.expected_deviation) == pytest.approx(((14 / 3) ** 0.5, 0.8**0.5 / 0.2))
+    expected = {"complete": 3, "longest": 5, "mean": 2 + 1, "unfinished": 6, "alpha": 12 / 15, "expected": 1 / (1 - 12 / 15)}
+    assert runs == pytest.approx(expected | {"deviation": (14 / 3) ** 0.5, "expected_deviation": 0.8**0.5 / 0.2})
     assert runs_of([round_of(4), round_of(3)]) is None, "nothing was rejected"
     none = runs_of([round_of(0, rejects=True)] * 3)
-    assert (none.alpha, none.mean, none.expected, none.deviation, none.expected_deviation) == (0, 1, 1, 0, 0)
-
-
-# ------------------------------------------------------------------ posteriors of bandits
-
-
-def test_beta_quantiles_are_scipys() -> None:
-    rng = random.Random(3)
-    for _ in range(40):
-        alpha, beta, share = 10 ** rng.uniform(-2, 4), 10 ** rng.uniform(-2, 4), rng.choice((0.05, 0.5, 0.95))
-        assert beta_quantile(alpha, beta, share) == pytest.approx(stats.beta.ppf(share, alpha, beta), abs=2e-6)
+    assert [none[name] for name in ("alpha", "mean", "expected", "deviation", "expected_deviation")] == [0, 1, 1, 0, 0]
 
 
 def test_a_posterior_is_normal_or_beta_with_possible_parameters() -> None:
     normals = [{"mean": mean, "deviation": deviation} for mean, deviation in ((0.6, 0.1), (0.95, 0.2), (1.1, 0.1), (0.5, -0.1))]
-    parameters = ((5e-324, 1.0), (9e5, 1.0), (1.1e6, 1.0), (1.0, 1e25), (0.0, 1.0), (3.0, 2.0))
-    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in parameters]
+    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in ((5e-324, 1.0), (1.0, 1e25), (0.0, 1.0), (3.0, 2.0))]
     states = [{"theta_hat": 0.7, "rounds": 0}, *normals, *betas]
     rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
-    first, second, *others = posteriors(rounds)
-    assert [each.round for each in (first, second, *others)] == [1, 2, 5, 6, 10]
-    assert (others[2].low, others[2].high) == pytest.approx(stats.beta.ppf((0.05, 0.95), 3, 2), abs=1e-5)
-    assert (first.mean, first.low, first.high) == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, 0.1)), abs=1e-5)
-    assert (second.low, second.high) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)
+    first, second, *_, last = found = posteriors(rounds)
+    assert [each["round"] for each in found] == [1, 2, 5, 6, 8]
+    normal = stats.norm(*(stats.beta(3, 2).mean(), stats.beta(3, 2).std()))
+    assert (last["mean"], last["low"], last["high"]) == pytest.approx((0.6, normal.ppf(0.05), normal.ppf(0.95)), abs=1e-5)
+    assert (first["mean"], first["low"], first["high"]) == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, 0.1)), abs=1e-5)
+    assert (second["low"], second["high"]) == pytest.approx((stats.norm.ppf(0.05, 0.95, 0.2), 1.0), abs=1e-5)

@@ -100,7 +100,7 @@ def pair(**changes: Any) -> PairReport:
     )
     tokens = TokenizerFacts(32_000, 32_000, 32_000, (), None, ("a b", (1, 2, 3), (1, 4)))
     products = {
-        "target": [ProductChoice(4096, 1024, packed=True, count=3), ProductChoice(8, 8, reason="too small")],
+        "target": [ProductChoice(4096, 1024, packed=True), ProductChoice(8, 8, reason="too small")],
         "draft": [],
     }
     methods = {
@@ -110,7 +110,7 @@ def pair(**changes: Any) -> PairReport:
     }
     model = SpeedupModel({width: 0.02 + 0.0002 * (width - 1) for width in WIDTHS}, 0.004, 256)
     costs = ParallelCosts(0.005, 0.02, 0.02, 4, 256)
-    choices = EngineChoices(ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01}), products, {"target": 4, "draft": 1})
+    choices = EngineChoices(ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01}), products)
     report = PairReport(target, draft, tokens, 7 << 30, methods, model, costs, choices, ranks=2)
     return replace(report, **changes)
 

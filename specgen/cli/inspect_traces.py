@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,5 +123,5 @@ def _line(path: Path, run: TracedRun) -> dict[str, Any]:
         **statistics.as_dict(),
         "draft_lengths": [len(round_.draft.tokens) for round_ in rounds],
         "accepted_lengths": [len(round_.verdict.path) for round_ in rounds],
-        "posterior": list(map(asdict, posteriors(rounds))),
+        "posterior": posteriors(rounds),
     }

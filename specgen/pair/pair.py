@@ -312,16 +312,6 @@ def _loaded_models(pair: Pair) -> list[Model]:
     return [pair.target.model, *(() if draft is None else (draft.model,))]
 
 
-def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
-    """Captures the passes on a GPU that runs like the earlier ones may need; see `graphs.Captures.capture_passes`.
-
-    For measurements, before the first measured run of each method and after one that is not.
-    """
-    for model in _loaded_models(pair):
-        if (captures := captures_of(model)) is not None:
-            captures.capture_passes(shortest, longest)
-
-
 def capture_seconds(pair: Pair) -> float:
     """Returns the seconds that it took so far in this process to capture passes on a GPU."""
     return sum(captures.seconds for model in _loaded_models(pair) if (captures := captures_of(model)) is not None)
@@ -374,8 +364,7 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), setup, LONGEST_WINDOW)
         assert setup.target is not None
         timer, context = device_timer(pair.target.device), Context([1] * length)
-        capture = partial(capture_passes, pair, length, length + widest)
-        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest, not worker.is_process, capture))
+        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest, not worker.is_process))
 
     logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
     key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record

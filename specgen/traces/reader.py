@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
-from specgen.base.types import PHASES, Draft, FinishReason, Mode, Round, Source, Verdict
+from specgen.base.types import PHASES, DistributionOverlap, Draft, FinishReason, Mode, Round, Source, Verdict
 from specgen.pair.figures import Figures
 
 LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
@@ -29,17 +29,11 @@ _HINT = "Name an unchanged file from --trace"
 @dataclass(frozen=True, slots=True)
 class TracedRound:
     """A round as read from a trace, with the texts of its drafted tokens and of its correction or bonus token (None if it has
-    none).
-
-    `overlap` is sum(min(p, q)) for each drafted token and `kl` is KL(q||p) in nats; p is the target's distribution, q the
-    draft's. They are NaN for tokens that were not verified, and empty if the distributions were not recorded.
-    """
+    none)."""
 
     round: Round
     draft_texts: tuple[str, ...]
     token_text: str | None
-    overlap: tuple[float, ...] = ()
-    kl: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -157,16 +151,17 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
     run: TracedRun | None = None
     for number, end, line in _lines(path):
         where = f"{path}, line {number:,}"
-        checked = None if line is None else schema.check(json.dumps(line), _LINE, where, _HINT)
-        if line is not None and isinstance(checked, _StartLine):
+        if line is None:
+            if run is not None:
+                run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
+            break
+        checked = schema.check(json.dumps(line), _LINE, where, _HINT)
+        if isinstance(checked, _StartLine):
             if run is not None:
                 yield _closed(run)
             run = TracedRun(line, number)
         elif run is None:
-            _refuse(where, "it comes before any start line" if line is None else f"a {line['type']} comes before any start line")
-        elif line is None:
-            run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
-            break
+            _refuse(where, f"a {line['type']} comes before any start line")
         elif run.summary is not None:
             _refuse(where, f"a {line['type']} comes after the run's summary")
         elif isinstance(checked, _RoundLine):
@@ -179,10 +174,10 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
     yield _closed(run)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """Yields each line of a file that is not blank: its number, the byte offset after it, and its JSON object.
+def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
+    """Yields each line of a file that is not blank: its number, the byte offset after it, and its JSON value.
 
-    The object is None for an incomplete last line, as an interruption while writing leaves it.
+    The value is None for an incomplete last line, as an interruption while writing leaves it.
     """
     end = number = 0
     try:
@@ -195,21 +190,18 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
                 if not data.strip():
                     continue
                 try:
-                    line = schema.parse_json(data.decode("utf-8-sig"), where, _HINT)
-                except (SpecgenError, UnicodeDecodeError) as error:
+                    line = schema.parse_json(data.decode("utf-8-sig", "replace"), where, _HINT)
+                except SpecgenError:
                     if is_complete or number == 1:
-                        _refuse(where, error.message if isinstance(error, SpecgenError) else "it is not UTF-8")
-                    yield number, end, None
-                    return
-                if not isinstance(line, dict):
-                    _refuse(where, "an object is expected")
+                        raise
+                    line = None
                 yield number, end, line
     except OSError as error:
         raise SpecgenError(f"cannot read the trace {path}: {error.strerror}", "Check the path") from error
 
 
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise SpecgenError(f"{where}: {problem.removeprefix(where).strip()}", _HINT)
+    raise SpecgenError(f"{where}: {problem}", _HINT)
 
 
 def _closed(run: TracedRun) -> TracedRun:
@@ -225,23 +217,18 @@ def _closed(run: TracedRun) -> TracedRun:
 
 def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
     """Makes a round from a checked line. Raises SpecgenError unless it is round `index` and consistent."""
-    count = len(line.draft_ids)
     if line.index != index:
         _refuse(where, f"this is round {line.index:,}, where round {index:,} is expected")
     for name in ("draft_texts", "parents", *_FIGURES):
         length = len(getattr(line, name) or ())
-        if length != count and (length or name not in _FIGURES):
-            _refuse(where, f"{name} has {length} values for {count} drafted tokens")
-    figures = {
-        name: tuple(math.nan if value is None else value for value in getattr(line, name) or ())
-        for name in (*_FIGURES, "predicted")
-    }
-    chain = range(-1, count - 1)
-    parents = chain if line.parents == list(chain) else tuple(line.parents)  # a range saves memory
-    predicted = figures["predicted"]
-    verdict = Verdict(_path(line, where), line.token_id, line.source)
-    known = figures["entropies"], figures["top_probs"], line.stop_reason
-    draft = Draft(line.draft_ids, parents, None, *known, predicted=predicted)
+        if length != len(line.draft_ids) and (length or name not in _FIGURES):
+            _refuse(where, f"{name} has {length} values for {len(line.draft_ids)} drafted tokens")
+    entropies, top_probs, overlap, kl, predicted = (
+        tuple(math.nan if value is None else value for value in getattr(line, name) or ()) for name in (*_FIGURES, "predicted")
+    )
+    agreement = DistributionOverlap(overlap, kl) if overlap and kl else None
+    verdict = Verdict(_path(line, where), line.token_id, line.source, agreement)
+    draft = Draft(line.draft_ids, line.parents, None, entropies, top_probs, line.stop_reason, predicted=predicted)
     if predicted and len(predicted) != draft.levels:
         _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
     seconds = dict.fromkeys(PHASES, 0.0)
@@ -249,7 +236,7 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
         seconds[phase if phase in seconds else "other"] += value if value >= SHORTEST else 0.0  # so that the seconds add up
     policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     round_ = Round(index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged)
-    return TracedRound(round_, tuple(line.draft_texts), line.token_text, figures["overlap"], figures["kl"])
+    return TracedRound(round_, tuple(line.draft_texts), line.token_text)
 
 
 def _path(line: _RoundLine, where: str) -> tuple[int, ...]:

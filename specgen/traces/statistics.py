@@ -1,72 +1,200 @@
-"""Statistics of recorded generations: acceptance rate and accepted length by draft entropy, lower bounds of the acceptance
-probability, and how a bandit policy's posterior of the acceptance probability develops.
+"""Statistics of recorded generations: acceptance by the draft's entropy and against predictions, lower bounds of
+the acceptance probability and SVIP's estimate of it, runs of accepted tokens, and the posterior of a bandit policy.
 
 A drafted token is called verified if it was accepted or rejected; the tokens after a rejected one are not verified. p is the
-target's distribution and q the draft's. Entropies and divergences are in nats. Imports no torch.
+target's distribution and q the draft's, both at temperature 1 and without penalties. H(q) is q's entropy and H(q,p) = H(q) +
+KL(q||p) the cross-entropy, in nats. A token's acceptance probability is sum(min(p, q)). Imports no torch.
+
+Results are mappings as `specgen inspect --json` prints them. A bin is such a mapping for a range of a number: at least `low` and
+below `high` (None: no upper end).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import StatisticsError, correlation, fmean, median, pstdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Figures
-from specgen.traces.acceptance import (
-    ENTROPY_EDGES,
-    AcceptanceBin,
-    DraftedToken,
-    Judged,
-    acceptance_bins,
-    bounds_of,
-    calibration_of,
-    grouped,
-    judged_predictions,
-)
 from specgen.traces.reader import TracedRound, TracedRun
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
-_LARGEST = 1e6  # of a Beta distribution's parameters, which count tokens
-_Z90 = 1.644854
+LARGEST_RATIO = 3.0  # of cross-entropy to entropy; the last bin has all larger ones
+_ENTROPIES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # edges of the bins, in nats
+_TENTHS = tuple(number / 10 for number in range(11))  # of the predicted probability
+_RATIOS = (*(1 + number / 10 for number in range(21)), math.inf)  # of H(q,p) / H(q)
+_LEAST_ENTROPY = 0.01  # nats; the ratio of cross-entropy to entropy is noise below
+_GROUPS = 10  # of tokens sorted by acceptance probability
+_Z90, _Z95 = 1.644854, 1.959964
+_Item = TypeVar("_Item")
+Bin = dict[str, Any]
+Judged = tuple[float, bool]
+"""A number known before a token (or the level of a tree) was verified, and whether it was accepted."""
+
+
+class DraftedToken(NamedTuple):
+    """A drafted token: its status, the entropy of the draft's distribution q, the acceptance probability sum(min(p, q)) as
+    `overlap`, and `kl` = KL(q||p), where p is the target's distribution. Numbers that the trace does not contain are NaN."""
+
+    status: TokenStatus
+    entropy: float
+    overlap: float = math.nan
+    kl: float = math.nan
 
 
 class DraftOutcome(NamedTuple):
-    """A draft after its verification: the mean entropy of its verified tokens, and its drafted and accepted tokens."""
+    """A draft after its verification: the mean entropy of its verified tokens, and the number of accepted tokens."""
 
     entropy: float
-    drafted: int
     accepted: int
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBin:
-    """How many tokens of a draft were accepted, over the drafts whose mean entropy, in nats, is at least `low` and below `high`.
+def binned(
+    items: Iterable[_Item], number: Callable[[_Item], float], edges: Sequence[float], figures: Callable[[list[_Item]], Bin]
+) -> list[Bin]:
+    """Groups items by a number between edges, and returns a bin with the `figures` of each group that has any items.
 
-    `drafts` is the number of drafts, `mean_entropy` the mean of their mean entropies; `mean`, `median` and `longest` are of the
-    accepted tokens.
+    Items whose number is NaN are left out; a number outside all edges counts to the group at that end.
     """
+    groups: dict[int, list[_Item]] = {}
+    for item in items:
+        value = number(item)
+        if not math.isnan(value):
+            groups.setdefault(bisect_right(edges, value, 1, len(edges) - 1), []).append(item)
+    bins = []
+    for place, group in sorted(groups.items()):
+        high = edges[place]
+        bins.append({"low": edges[place - 1], "high": high if math.isfinite(high) else None, **figures(group)})
+    return bins
 
-    low: float
-    high: float
-    drafts: int
-    mean_entropy: float
-    mean: float
-    median: float
-    longest: int
+
+# acceptance by a number that was known before
 
 
-@dataclass(frozen=True, slots=True)
-class Posterior:
-    """What a bandit policy believes about the acceptance probability after a round: the mean of its posterior, and both ends of
-    the central 90 % interval."""
+def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str) -> list[Bin]:
+    """Returns the acceptance rate in each range of the judged tokens' numbers, with the ends `rate_low` and `rate_high` of its
+    95 % Wilson confidence interval, and under `name` the mean of the numbers."""
 
-    round: int
-    mean: float
-    low: float
-    high: float
+    def figures(group: list[Judged]) -> Bin:
+        count, accepted = len(group), sum(is_accepted for _, is_accepted in group)
+        rate, square = accepted / count, _Z95**2 / count
+        middle, half = rate + square / 2, _Z95 * math.sqrt(rate * (1 - rate) / count + square / (4 * count))
+        return {
+            "judged": count,
+            "accepted": accepted,
+            name: fmean(number for number, _ in group),
+            "rate": rate,
+            "rate_low": max(0.0, (middle - half) / (1 + square)),
+            "rate_high": min(1.0, (middle + half) / (1 + square)),
+        }
+
+    return binned(judged, lambda each: each[0], edges, figures)
+
+
+def judged_predictions(round_: Round) -> Iterator[Judged]:
+    """Yields the round's predictions that were judged: those of accepted tokens and of the first rejected one.
+
+    In a draft that is a tree, a level is judged: accepted if one of its tokens was.
+    """
+    accepted = len(round_.verdict.path)
+    judged = accepted + (round_.verdict.source == "correction")
+    for position, probability in enumerate(round_.draft.predicted[:judged]):
+        if not math.isnan(probability):
+            yield probability, position < accepted
+
+
+def calibration_of(predictions: Sequence[Judged]) -> dict[str, Any] | None:
+    """Compares predicted acceptance with what happened; None without predictions.
+
+    `predicted` is the mean of the `judged` predictions, `rate` the share that was accepted, and `error` the expected calibration
+    error: the mean distance of the two over the `bins`, weighted by their numbers of tokens.
+    """
+    if not predictions:
+        return None
+    bins = acceptance_bins(predictions, _TENTHS, "predicted")
+    predicted, rate = (fmean(column) for column in zip(*predictions, strict=True))
+    error = sum(each["judged"] * abs(each["predicted"] - each["rate"]) for each in bins) / len(predictions)
+    return {"judged": len(predictions), "predicted": predicted, "rate": rate, "error": error, "bins": bins}
+
+
+# bounds of the acceptance probability
+
+
+def pinsker(divergence: float) -> float:
+    """Pinsker's lower bound of the acceptance probability: 1 - sqrt(KL(q||p) / 2), at least 0 (SVIP, Eq. 4 and 5). `divergence`
+    is KL(q||p) in nats, with the target's p and the draft's q."""
+    return max(0.0, 1 - math.sqrt(max(divergence, 0.0) / 2))
+
+
+def bretagnolle_huber(divergence: float) -> float:
+    """The Bretagnolle-Huber lower bound of the acceptance probability: 1 - sqrt(1 - exp(-KL(q||p))) (SVIP, Eq. 9, Appendix B).
+    `divergence` is KL(q||p) in nats, with the target's p and the draft's q."""
+    return max(0.0, 1 - math.sqrt(-math.expm1(-max(divergence, 0.0))))
+
+
+def estimate(entropy: float, c: float) -> float:
+    """SVIP's estimate of the acceptance probability: 1 - sqrt(c H(q)), at least 0 (SVIP, Eq. 6). `entropy` is H(q), the entropy
+    of the draft's distribution in nats.
+
+    It is not a lower bound, because it assumes that the ratio of cross-entropy to entropy is constant.
+    """
+    return max(0.0, 1 - math.sqrt(max(c * entropy, 0.0)))
+
+
+def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None:
+    """Compares the acceptance probabilities of drafted tokens with their lower bounds and with SVIP's estimate with constant c.
+    None unless all three numbers of at least one token were recorded.
+
+    `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
+    H(q,p) / H(q), `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram of this ratio (SVIP,
+    Figure 3); None and empty if every entropy is close to 0. `by_entropy` has medians for ranges of the entropy (Figure 2, top),
+    `by_acceptance` for groups of equal size of the tokens sorted by their acceptance probability, lowest first (Figure 4).
+    `pinsker_gap` and `bretagnolle_huber_gap` are the mean distances from the bounds up to the acceptance probability,
+    `pinsker_higher` is the share of tokens for which Pinsker's bound is the higher of the two (Appendix B), and
+    `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller, negative is larger; None if Bretagnolle
+    and Huber's bound is exact.
+    """
+    recorded = [token for token in tokens if not math.isnan(token.entropy + token.overlap + token.kl)]
+    if not recorded:
+        return None
+    recorded.sort(key=lambda token: token.overlap)
+    count, groups = len(recorded), min(_GROUPS, len(recorded))
+    ratios = [1 + token.kl / token.entropy for token in recorded if token.entropy > _LEAST_ENTROPY]
+    ratio = median(ratios) if ratios else None
+    gap = fmean(token.overlap - pinsker(token.kl) for token in recorded)
+    other_gap = fmean(token.overlap - bretagnolle_huber(token.kl) for token in recorded)
+    equal = [recorded[group * count // groups : (group + 1) * count // groups] for group in range(groups)]
+
+    def medians(group: Sequence[DraftedToken]) -> Bin:
+        return {
+            "tokens": len(group),
+            "entropy": median(token.entropy for token in group),
+            "acceptance": median(token.overlap for token in group),
+            "pinsker": median(pinsker(token.kl) for token in group),
+            "bretagnolle_huber": median(bretagnolle_huber(token.kl) for token in group),
+            "estimate": median(estimate(token.entropy, c) for token in group),
+        }
+
+    return {
+        "tokens": count,
+        "c": c,
+        "below_estimate": fmean(token.overlap < estimate(token.entropy, c) for token in recorded),
+        "entropy_ratio": ratio,
+        "measured_c": None if ratio is None else (ratio - 1) / 2,
+        "pinsker_gap": gap,
+        "bretagnolle_huber_gap": other_gap,
+        "pinsker_higher": fmean(pinsker(token.kl) > bretagnolle_huber(token.kl) for token in recorded),
+        "pinsker_tighter": 1 - gap / other_gap if other_gap > 0 else None,
+        "entropy_ratios": binned(ratios, float, _RATIOS, lambda group: {"tokens": len(group)}),
+        "by_entropy": binned(recorded, lambda token: token.entropy, _ENTROPIES, medians),
+        "by_acceptance": [{"low": group[0].overlap, "high": group[-1].overlap, **medians(group)} for group in equal],
+    }
+
+
+# runs
 
 
 def complete_runs(rounds: Iterable[Round]) -> Iterator[int]:
@@ -82,30 +210,6 @@ def complete_runs(rounds: Iterable[Round]) -> Iterator[int]:
             accepted = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedRuns:
-    """The measured runs beside what PEARL's Theorem 2 expects of them.
-
-    `alpha` is the probability that a token is accepted: accepted / judged tokens, where the judged ones are the accepted and the
-    rejected ones. `mean` is the mean length of the `complete` runs with the token that corrects each, `expected` the same by
-    Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's end:
-    `unfinished` counts the tokens that were accepted after the last rejection of their output.
-    The theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
-    deviation of the runs' lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
-
-    `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
-    """
-
-    complete: int
-    alpha: float
-    mean: float
-    expected: float
-    deviation: float
-    expected_deviation: float
-    longest: int
-    unfinished: int
-
-
 class TraceStatistics:
     """Statistics over one or more recorded runs (generations) of one method."""
 
@@ -115,7 +219,6 @@ class TraceStatistics:
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
         self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens
         self.runs = 0
-        self.lengths: list[tuple[int, int]] = []  # drafted and accepted tokens of each round that is no prefill
         self.accepted_runs: list[int] = []  # accepted tokens before each rejection
         self.branches = False  # drafts are trees, or several chains at once
         self.speeds: list[float] = []  # tokens per second of each run
@@ -139,51 +242,66 @@ class TraceStatistics:
         """
         draft, path, statuses = traced.round.draft, traced.round.verdict.path, traced.round.statuses
         self.branches |= not draft.is_chain
-        if traced.round.index:
-            self.lengths.append((len(statuses), len(path)))
         self.predictions += judged_predictions(traced.round)
         if not draft.entropies:
             return
-        unknown = [math.nan] * len(statuses)
-        figures = statuses, draft.entropies, traced.overlap or unknown, traced.kl or unknown, traced.draft_texts
-        self.tokens += map(DraftedToken, *figures)
+        agreement = traced.round.verdict.agreement
+        known = () if agreement is None else (agreement.overlap, agreement.kl)
+        self.tokens += map(DraftedToken, statuses, draft.entropies, *known)
         rejected = [statuses.index(TokenStatus.REJECTED)] if TokenStatus.REJECTED in statuses else []
         entropies = [draft.entropies[node] for node in (*path, *rejected)]
         if entropies and not math.isnan(mean := fmean(entropies)):
-            self.drafts.append(DraftOutcome(mean, len(statuses), len(path)))
+            self.drafts.append(DraftOutcome(mean, len(path)))
 
     @property
     def mean_accepted_length(self) -> float | None:
         """Accepted tokens per round that has a draft. None if no round has one."""
         return self.summary.accepted / self.summary.drafts if self.summary.drafts else None
 
-    def runs_of_accepted(self) -> AcceptedRuns | None:
-        """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected."""
+    def runs_of_accepted(self) -> dict[str, Any] | None:
+        """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected.
+
+        `alpha` is the probability that a token is accepted: accepted / judged tokens, where the judged ones are the accepted and
+        the rejected ones. `mean` is the mean length of the `complete` runs with the token that corrects each, `expected` the same
+        by Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's
+        end: `unfinished` counts the tokens that were accepted after the last rejection of their output. The theorem assumes that
+        tokens are accepted independently and with the same probability. `deviation` is the standard deviation of the runs'
+        lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
+
+        `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
+        """
         if not (lengths := self.accepted_runs):
             return None
         rejected = self.summary.rejections / (self.summary.accepted + self.summary.rejections)
-        alpha = 1 - rejected
-        deviations = pstdev(lengths), math.sqrt(alpha) / rejected
-        unfinished = self.summary.accepted - sum(lengths)
-        return AcceptedRuns(len(lengths), alpha, fmean(lengths) + 1, 1 / rejected, *deviations, max(lengths), unfinished)
+        return {
+            "complete": len(lengths),
+            "alpha": 1 - rejected,
+            "mean": fmean(lengths) + 1,
+            "expected": 1 / rejected,
+            "deviation": pstdev(lengths),
+            "expected_deviation": math.sqrt(1 - rejected) / rejected,
+            "longest": max(lengths),
+            "unfinished": self.summary.accepted - sum(lengths),
+        }
 
-    def acceptance_by_entropy(self) -> list[AcceptanceBin]:
+    def acceptance_by_entropy(self) -> list[Bin]:
         """Returns the acceptance rate of verified tokens for each range of the draft's entropy (SVIP, Figure 2, top)."""
-        verified = (token for token in self.tokens if token.status is not TokenStatus.DISCARDED)
-        return acceptance_bins(((each.entropy, each.status is TokenStatus.ACCEPTED) for each in verified), ENTROPY_EDGES)
+        verified = [token for token in self.tokens if token.status is not TokenStatus.DISCARDED]
+        judged = ((token.entropy, token.status is TokenStatus.ACCEPTED) for token in verified)
+        return acceptance_bins(judged, _ENTROPIES, "mean")
 
-    def accepted_length_by_entropy(self) -> list[LengthBin]:
+    def accepted_length_by_entropy(self) -> list[Bin]:
         """Returns the accepted tokens per draft for each range of the draft's mean entropy (SVIP, Figures 2, bottom, and 8).
 
-        The paper does not say which entropy of a draft it plots; this is the mean over its verified tokens. Ranges without drafts
-        are left out.
+        The paper does not say which entropy of a draft it plots; this is the mean over its verified tokens.
         """
-        found = []
-        for low, high, drafts in grouped(self.drafts, lambda draft: draft.entropy, ENTROPY_EDGES):
-            lengths = [draft.accepted for draft in drafts]
-            entropy = fmean(draft.entropy for draft in drafts)
-            found.append(LengthBin(low, high, len(drafts), entropy, fmean(lengths), median(lengths), max(lengths)))
-        return found
+
+        def figures(drafts: list[DraftOutcome]) -> Bin:
+            entropies, lengths = zip(*drafts, strict=True)
+            averages = {"mean_entropy": fmean(entropies), "mean": fmean(lengths), "median": median(lengths)}
+            return {"drafts": len(drafts), **averages, "longest": max(lengths)}
+
+        return binned(self.drafts, lambda draft: draft.entropy, _ENTROPIES, figures)
 
     def length_correlation(self) -> float | None:
         """Returns Pearson's correlation of a draft's mean entropy and its number of accepted tokens.
@@ -200,31 +318,17 @@ class TraceStatistics:
         figures = self.summary.as_dict("", "")
         for name in ("text", "token_ids", "finish_reason"):
             del figures[name]
-        calibration = _plain(calibration_of(self.predictions))
-        for found in calibration["bins"] if calibration else ():
-            found["predicted"] = found.pop("mean")
         return {
             **figures,
             "mean_draft_length": self.summary.mean_draft_length,
             "mean_accepted_length": self.mean_accepted_length,
-            "accepted_runs": _plain(self.runs_of_accepted()),
-            "acceptance_by_entropy": _plain(self.acceptance_by_entropy()),
-            "accepted_length_by_entropy": _plain(self.accepted_length_by_entropy()),
+            "accepted_runs": self.runs_of_accepted(),
+            "acceptance_by_entropy": self.acceptance_by_entropy(),
+            "accepted_length_by_entropy": self.accepted_length_by_entropy(),
             "length_correlation": self.length_correlation(),
-            "calibration": calibration,
-            "bounds": _plain(bounds_of(self.tokens, self.c)),
+            "calibration": calibration_of(self.predictions),
+            "bounds": bounds_of(self.tokens, self.c),
         }
-
-
-def _plain(found: Any) -> Any:
-    """Returns a record or a list of records as JSON values. JSON has no infinity: the upper edge of the last range is None."""
-    if isinstance(found, list):
-        return [_plain(each) for each in found]
-    return None if found is None else asdict(found, dict_factory=_finite)
-
-
-def _finite(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: None if value == math.inf else value for name, value in items}
 
 
 def setting(run: TracedRun, name: str) -> float | None:
@@ -233,52 +337,28 @@ def setting(run: TracedRun, name: str) -> float | None:
     return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
 
 
-def posteriors(rounds: Iterable[Round], most: int = 120) -> list[Posterior]:
-    """Returns a bandit policy's posterior after at most `most` evenly spaced rounds, the last round included. Empty if the run's
-    policy is not a bandit with a normal or Beta posterior."""
-    states = [(round_.index, round_.policy_state) for round_ in rounds if round_.policy_state]
-    known = [(index, state) for index, state in states if _is_normal(state) or _is_beta(state)]
-    step = max(1, math.ceil(len(known) / most))
-    return [_posterior(index, state) for index, state in known[(len(known) - 1) % step :: step]]
+def posteriors(rounds: Iterable[Round]) -> list[Bin]:
+    """Returns what a bandit policy believes about the acceptance probability after each `round`: the `mean` of its posterior, and
+    with `low` and `high` the central 90 % of the normal distribution with its mean and variance, clipped to probabilities.
+
+    Empty if the run's policy is not a bandit with a normal posterior (Cali-TS) or a Beta posterior (Beta-TS).
+    """
+    found = []
+    for round_ in rounds:
+        moments = _moments(round_.policy_state or {})
+        if moments is not None:
+            mean, deviation = moments
+            low, high = max(mean - _Z90 * deviation, 0.0), min(mean + _Z90 * deviation, 1.0)
+            found.append({"round": round_.index, "mean": mean, "low": low, "high": high})
+    return found
 
 
-def _is_normal(state: Mapping[str, float]) -> bool:
-    """Whether a policy's recorded state has the parameters of a normal distribution (Cali-TS)."""
-    return 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0
-
-
-def _is_beta(state: Mapping[str, float]) -> bool:
-    """Whether a policy's recorded state has the parameters of a Beta distribution (Beta-TS)."""
-    return 0 < state.get("alpha", 0.0) < _LARGEST and 0 < state.get("beta", 0.0) < _LARGEST
-
-
-def _posterior(index: int, state: Mapping[str, float]) -> Posterior:
-    if _is_normal(state):  # Cali-TS clips its samples to [0, 1]
-        mean, half = state["mean"], _Z90 * state["deviation"]
-        return Posterior(index, mean, max(mean - half, 0.0), min(mean + half, 1.0))
-    alpha, beta = state["alpha"], state["beta"]
-    return Posterior(index, alpha / (alpha + beta), beta_quantile(alpha, beta, 0.05), beta_quantile(alpha, beta, 0.95))
-
-
-def beta_quantile(alpha: float, beta: float, share: float) -> float:
-    """Computes the value below which Beta(alpha, beta) has the probability `share`, by bisection, with an error below 1e-6."""
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beta_below(alpha, beta, middle) < share else (low, middle)
-    return (low + high) / 2
-
-
-def _beta_below(a: float, b: float, x: float) -> float:
-    """The probability that Beta(a, b) is below x: the regularised incomplete beta function, by its power series, whose terms fall
-    from the first one on below the mean (Abramowitz and Stegun, 26.5.4)."""
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta_below(b, a, 1 - x)
-    log_term = math.lgamma(a + b) - math.lgamma(a + 1) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    total = term = math.exp(log_term)
-    number = 0
-    while term > 1e-9 * total:
-        term *= x * (a + b + number) / (a + 1 + number)
-        total += term
-        number += 1
-    return total
+def _moments(state: Mapping[str, float]) -> tuple[float, float] | None:
+    """Returns mean and standard deviation of the distribution whose parameters are in a policy's state; None if it has none."""
+    if 0 <= state.get("mean", -1.0) <= 1 and state.get("deviation", -1.0) >= 0:
+        return state["mean"], state["deviation"]
+    alpha, beta = state.get("alpha", 0.0), state.get("beta", 0.0)
+    if min(alpha, beta) <= 0:
+        return None
+    mean = alpha / (alpha + beta)
+    return mean, math.sqrt(mean * (1 - mean) / (alpha + beta + 1))

@@ -209,8 +209,7 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         done = f"{len(rounded)} of {len(choices)} shapes rounded to {rounded[0].quantised}" if rounded else ""
         text = f"{role}: weights of {done or f'{len(packed)} of {len(choices)} shapes packed for oneDNN'}"
         text += f" (the others: {', '.join(reasons)})" if reasons else ""
-        rows = report.choices.padded_to[role]
-        yield "", text + (f", passes padded to {rows} tokens" if rows > 1 else "")
+        yield "", text
     if (threads := report.choices.threads) is not None:
         times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
         yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")

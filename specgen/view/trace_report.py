@@ -19,10 +19,9 @@ from specgen.compare.columns import Column
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics
-from specgen.view.charts import Chart, time_shares
+from specgen.view.charts import charts, time_chart, time_shares
 from specgen.view.generation import MODES, RoundsView
 from specgen.view.theme import counted, table, wrapped
-from specgen.view.trace_charts import charts
 
 LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
 ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
@@ -56,11 +55,11 @@ class RecordedMethod:
 
 
 _SHOWN = ("acceptance_rate", "block_efficiency", "mean_draft_length")
+_SPEED = next(column for column in COMPARED if column.key == "tokens_per_second")
 COLUMNS = (
     *(each for each in COMPARED if each.key in _SHOWN),
     Column("run_count", "runs", label="runs", value=attrgetter("runs")),
 )
-_SPEED = next(column for column in COMPARED if column.key == "tokens_per_second")
 
 
 def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
@@ -87,26 +86,26 @@ def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | N
     limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
     for entry in shown:
         if limit and entry.run.rounds:
-            _show_rounds(console, entry, limit, is_only=len(shown) == 1)
+            _show_rounds(console, entry, limit)
     if len(shown) > 1:
-        for line in _methods(shown, console.width):
-            console.print(line)
+        _show_methods(console, shown)
     columns = max(1, min(len(shown), (console.width + _GAP) // (NARROWEST + _GAP)))
     width = min((console.width + _GAP) // columns - _GAP, 100)
     for start in range(0, len(shown), columns):
-        blocks = [list(block(entry, width)) for entry in shown[start : start + columns]]
+        blocks = [[line for text in block(entry, width) for line in wrapped(text, width)] for entry in shown[start:][:columns]]
         for cells in zip_longest(*blocks, fillvalue=Text()):
-            padded = [Text().append_text(cell) for cell in cells]
-            for cell in padded[:-1]:
-                cell.pad_right(width - cell.cell_len)
-            console.print(Text(" " * _GAP).join(padded))
+            line = Text()
+            for place, cell in enumerate(cells):
+                line.pad_right(place * (width + _GAP) - line.cell_len)
+                line.append_text(cell)
+            line.rstrip()
+            console.print(line)
 
 
-def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only: bool) -> None:
+def _show_rounds(console: Console, entry: RecordedMethod, limit: int) -> None:
     run, texts = entry.run, entry.run.texts()
-    if not is_only:
-        console.print(Text(entry.label, "strong"))
-    ended = {run.rounds[-1].round.token_ids[-1]} if run.finish_reason == "eos" and run.rounds[-1].round.token_ids else set()
+    console.print(Text(entry.label, "strong"))
+    ended = set(run.rounds[-1].round.token_ids[-1:]) if run.finish_reason == "eos" else set()
     view = RoundsView(
         console,
         lambda ids: "".join(texts[token] for token in ids),
@@ -123,45 +122,39 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int, *, is_only
     console.print()
 
 
-def _methods(shown: Sequence[RecordedMethod], width: int) -> Iterator[Text]:
-    """Yields a table with a line per method. If `width` is too small for all columns, the rightmost ones are left out."""
-    names = min(max(6, *(len(entry.label) for entry in shown)), max(6, width - 11))
-    columns = (_SPEED, *COLUMNS)[: max(1, (width - names) // 10)]
-    rows: list[list[str | Text]] = [["", *(column.label.rjust(8) for column in columns)]]
-    for entry in shown:
-        label = Text(entry.label)
-        label.truncate(names, overflow="ellipsis")
-        rows.append([label, *(column.text(entry.figures) for column in columns)])
-    yield from table(rows)
+def _show_methods(console: Console, shown: Sequence[RecordedMethod]) -> None:
+    """Prints a table with a line per method. If the terminal is too narrow for all columns, the rightmost ones are left out."""
+    names = max(len(entry.label) for entry in shown)
+    columns = (_SPEED, *COLUMNS)[: max(1, (console.width - names) // 10)]
+    rows = [["", *(column.label.rjust(8) for column in columns)]]
+    for line in table([*rows, *([entry.label, *(column.text(entry.figures) for column in columns)] for entry in shown)]):
+        console.print(line)
     if not all(entry.lossless for entry in shown):
-        yield from wrapped(Text(LOSSY, "quiet"), width)
-    yield Text()
+        for line in wrapped(Text(LOSSY, "quiet"), console.width):
+            console.print(line)
+    console.print()
 
 
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
-    """Yields the numbers and charts of a method in lines of at most `width` cells.
+    """Yields the numbers and charts of a method for `width` cells; longer texts are to be wrapped.
 
-    They are computed over all generations of the method in the trace. Only the posterior of a bandit policy is that of the one
-    generation `entry.run`.
+    They are computed over all generations of the method in the trace. Only the chart of rounds and the posterior of a bandit
+    policy are those of the one generation `entry.run`.
     """
     run, summary = entry.run, entry.figures.summary
     where = conditions(run.start, entry.figures.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
-    yield from wrapped(Text().append(entry.label, "strong").append(f"  {where}", "quiet"), width)
+    yield Text().append(entry.label, "strong").append(f"  {where}", "quiet")
     for note in run.notes:
-        yield from wrapped(Text().append("note: ", "bad").append(note), width)
+        yield Text().append("note: ", "bad").append(note)
     figures = Text("  ".join(" ".join(pair) for pair in main_figures(summary)))
     figures.highlight_words(["accepted"], "token.accepted")
-    yield from wrapped(figures, width)
+    yield figures
     if run.finish_reason is not None and entry.figures.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
-    shares = [
-        (name, f"{share:>4.0%}", share, "token.accepted" if name == "drafting" else "bar")
-        for _, name, share in time_shares(summary)
-    ]
-    times = [Chart("times", "Where the time went", f"{summary.seconds:.3g} s", bars=shares)] if shares else []
-    for chart in (*times, *charts(run, entry.figures)):
-        yield from [*chart.lines(width), Text()]
+    for chart in (*([time_chart(summary)] if time_shares(summary) else ()), *charts(run, entry.figures)):
+        yield from chart.lines(width)
+        yield Text()
 
 
 def main_figures(summary: Figures) -> list[tuple[str, str]]:
