@@ -11,17 +11,17 @@ import torch
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import free_memory
+from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.model_runner import time_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
-from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.preparation import example_prompts
