@@ -81,15 +81,6 @@ def outcome_text(differences: Sequence[Difference]) -> str:
     return f"{'differs' if broken else 'tie'} at {worst[0].position}"
 
 
-def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Returns the position of the first token that differs between two outputs, None if they are equal. If one output continues
-    after the end of the other, it is the length of the shorter output."""
-    if list(reference) == list(other):
-        return None
-    shorter = min(len(reference), len(other))
-    return next((position for position in range(shorter) if reference[position] != other[position]), shorter)
-
-
 def judge(
     pair: Pair,
     prompt_index: int,
@@ -104,9 +95,10 @@ def judge(
     if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
     the first difference. `exact`: both outputs come from equal bits, so that no difference is a tie."""
 
-    position = first_difference(reference, other)
-    if position is None:
+    if list(reference) == list(other):
         return None
+    shorter = min(len(reference), len(other))
+    position = next((number for number in range(shorter) if reference[number] != other[number]), shorter)
     reference_id, token_id = (answer[position] if position < len(answer) else None for answer in (reference, other))
     if reference_id is None or token_id is None:
         return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)

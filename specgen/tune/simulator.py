@@ -26,7 +26,8 @@ import torch
 from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import LearningDrafter, ModelDrafter, RepeatDrafter, Setup, derive_seed
+from specgen.decoding.chain import ModelDrafter
+from specgen.decoding.drafting import LearningDrafter, RepeatDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
 from specgen.decoding.verification import match_path
 from specgen.engine.forward_pass import ModelOutput, depths
