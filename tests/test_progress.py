@@ -18,7 +18,6 @@ from specgen.compare.prompts import Prompt
 from specgen.compare.runner import BenchmarkStep
 from specgen.engine import model_runner
 from specgen.pair.pair import Pair
-from specgen.train.task import TrainingProgress
 from specgen.view import theme
 from specgen.view.comparison import show_step
 from specgen.view.progress import PREFILL_DELAY, Progress, TrainingLine, TuneProgress, bar_line, duration, reading_prompt
@@ -105,22 +104,22 @@ def test_a_training_shows_both_stages(terminal: bool, monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr("specgen.view.progress.time.monotonic", lambda: now[0])
     screen = Screen(terminal=terminal, width=100)
-    line = TrainingLine(screen.progress, lambda: False)
+    line = TrainingLine(screen.progress)
     seen = []
     for share, seconds in ((0.2, 1.0), (0.4, 11.0), (0.6, 21.0), (1.0, 41.0)):  # half a minute between two lines
         now[0] = seconds
-        line.generating(1, share, 5000)
+        line.show("Generating text", share, "5,000 tokens")
         seen.append(screen.written)
-    line.training(TrainingProgress(7, 900, 0.5, 1.25, 0.5, 3.0))
+    line.show("Training", 0.5, "step 7, loss 1.250")
     seen.append(screen.written)
     figures = "5,000 tokens"
     if terminal:
         assert f"{figures}  ~30 s left" in seen[1]
         assert f"Generating text: 100%, {figures}" in seen[3]
-        assert "step 7, loss 1.250, greedy agreement 50%" in seen[4]
+        assert "step 7, loss 1.250" in seen[4]
     else:
         lines = [f"Generating text: 20%, {figures}\n", "", "", f"Generating text: 100%, {figures}\n"]
-        assert seen == [*lines, "Training: 50%, step 7, loss 1.250, greedy agreement 50%\n"]
+        assert seen == [*lines, "Training: 50%, step 7, loss 1.250\n"]
 
 
 PROMPT = [5 + token % 9 for token in range(23)]
