@@ -27,7 +27,7 @@ from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
-    from specgen.engine.timing import ThreadChoice
+    from specgen.engine.devices import ThreadChoice
     from specgen.methods.method import Method
     from specgen.methods.pearl import ParallelCosts
     from specgen.pair.request import Request
