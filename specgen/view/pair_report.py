@@ -19,8 +19,7 @@ from specgen.view.theme import column_width, labelled, table
 
 if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
-    from specgen.tune.method_readiness import Readiness
-    from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+    from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _CELL = 7  # cells of a table's column
