@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specgen.engine.parts.weights import EagleWeights
+from specgen.engine.parts.part import EagleWeights
 
 HEAD_SIZE, HEADS, KV_HEADS, MLP, EPS, THETA = 12, 4, 2, 40, 1e-3, 500.0  # head sizes that are not width / heads
 TAPS = (0, 1, 2)
@@ -80,7 +80,7 @@ def random_head(
         "vocab_size": 96,
     }
     taps = TAPS if version == 3 else ()
-    return EagleWeights(version, config, tensors, taps, ids, norm_before_residual)
+    return EagleWeights(config, tensors, version, taps, ids, norm_before_residual)
 
 
 def features_of(module: Any, weights: EagleWeights, ids: list[int]) -> Tensor:

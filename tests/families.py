@@ -39,10 +39,10 @@ from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts.exit_layers import ExitLayers, Predictor, read_exit
+from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor
 from specgen.engine.parts.trained_part import ExitDescription, TrainedPart
-from specgen.engine.parts.weights import ExitWeights
 from specgen.engine.transformers.transformers_model import TransformersModel
+from specgen.engine.weights import weights_fingerprint
 from specgen.pair.pair import Pair
 
 VOCAB = 96  # rows of the models' tables; the tokenizer knows fewer, as padded families do
@@ -192,7 +192,7 @@ def exit_tensors(weights: Mapping[str, torch.Tensor], layers: int = 1) -> dict[s
 
 def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
     """An untrained exit layer of a model whose weights `module` has."""
-    return read_exit(model, exit_tensors(module.state_dict(), layers), layers)
+    return ExitLayers(model, layers, exit_tensors(module.state_dict(), layers))
 
 
 def random_predictor(width: int, seed: int = 0) -> Predictor:
@@ -208,8 +208,9 @@ def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: in
     """An untrained exit after `depth` layers, with a predictor that has random weights."""
     own = random_predictor(target.model.shape.hidden_size, seed) if predictor else None
     tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
-    part = TrainedPart("exit", Path(f"exit {depth}"), target, ExitDescription("a test's", "", depth, predictor=predictor))
-    part._weights = ExitWeights(read_exit(target.model, tensors, 1), depth, own)
+    description = ExitDescription("a test's", weights_fingerprint(target.folder), depth, predictor=predictor)
+    part = TrainedPart("exit", Path(f"exit {depth}"), target, description)
+    part._weights = ExitWeights(ExitLayers(target.model, 1, tensors), depth, own)
     return part
 
 

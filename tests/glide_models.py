@@ -11,7 +11,7 @@ from families import CONTEXT
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from specgen.engine.parts.weights import GlideWeights
+from specgen.engine.parts.part import GlideWeights
 
 
 class GlideReference:

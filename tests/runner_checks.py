@@ -17,7 +17,7 @@ from specgen.engine.model import Model
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.parts.exit_layers import ExitLayers
+from specgen.engine.parts.own_layers import ExitLayers
 from specgen.engine.transformers.transformers_model import TransformersModel
 
 RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]
@@ -157,8 +157,7 @@ TRACED = BUFFERS + tuple(
     for name in (
         "model_runner",
         "cached_prefix",
-        "parts/feature_runner",
-        *(f"parts/{part}" for part in ("exit_layers", "eagle", "glide", "glide_layers", "medusa")),
+        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
         "transformers/transformers_model",
         "native/inputs",
         "native/native_model",

@@ -14,9 +14,9 @@ from runner_checks import LAYERED, RUN_BY, TOLERANCE, CountedLayers, check, four
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.pair.preparation import search_skips
 
 

@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
     for count in (1, BOUNDARY, 70):
         ids = random_ids(count)
         assert_close(native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0])
-    padded = load(models.folder(family, index), pack=True, min_rows=4)
+    padded = load(models.folder(family, index), pack=True)
     assert all(choice.packed for choice in padded.product_choices)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(padded), 1024)):

@@ -25,14 +25,12 @@ from runner_checks import (
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.generation_config import GenerationConfig
-from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import eagle, exit_layers, glide, medusa
-from specgen.engine.parts.exit_layers import Predictor
-from specgen.engine.parts.feature_runner import PartRunners
-from specgen.engine.parts.weights import EagleWeights, ExitWeights, MedusaWeights
+from specgen.engine.parts import eagle, glide, medusa, own_layers
+from specgen.engine.parts.own_layers import ExitWeights, Predictor
+from specgen.engine.parts.part import EagleWeights, MedusaWeights, PartRunners
 
 REDUCED = [*range(3, 40), 41, 77]
 MEDUSA_HEADS = 3
@@ -121,7 +119,7 @@ class Exit(Part):
         self.model = model_of(self.module, backend)
         self.drafts = exit_model(self.module, depth)
         weights = ExitWeights(exit_layers_of(self.model, self.module), depth, random_predictor(32))
-        self.made = exit_layers.make_runners(weights, self.model, None, penalties)
+        self.made = own_layers.make_runners(weights, self.model, None, penalties)
 
     def row(self, ids: list[int], path: list[int]) -> torch.Tensor:
         return uncached(self.drafts, [*ids, *path])
@@ -318,8 +316,8 @@ def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pyt
 
 def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
     part, calls = Medusa(), list[int]()
-    original = medusa.MedusaHeads.__call__
-    monkeypatch.setattr(medusa.MedusaHeads, "__call__", lambda self, hidden: calls.append(1) or original(self, hidden))
+    original = medusa.MedusaRunner._of_all_heads
+    monkeypatch.setattr(medusa.MedusaRunner, "_of_all_heads", lambda self, hidden: calls.append(1) or original(self, hidden))
     context = Context([1, 5, 6])
     part.made.target.logits(context)
     context.extend([7])
@@ -358,7 +356,7 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
     predictor.draft_weights.copy_(weights[width:])
     module, model = target("llama", backend)
-    both = exit_layers.make_runners(ExitWeights(exit_layers_of(model, module), 1, predictor), model, None, lambda: None)
+    both = own_layers.make_runners(ExitWeights(exit_layers_of(model, module), 1, predictor), model, None, lambda: None)
     context = Context([1, 5, 6, 7])
     target_hidden = both.target.logits(context).hidden_states[0].clone()  # type: ignore[index]
     context.extend([9])

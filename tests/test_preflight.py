@@ -219,6 +219,4 @@ def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest
     assert choices.threads == pair.measurements.threads
     assert choices.threads is not None
     assert choices.threads.reason == "OMP_NUM_THREADS is set"
-    assert sum(choice.count for choice in choices.products["target"]) == 1 + 4 * 3  # the head, and four of each layer
     assert {choice.reason for choice in choices.products["target"]} == {"too small"}
-    assert choices.padded_to == {"target": 1}

@@ -21,8 +21,8 @@ from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.part import HeadWeights, MedusaWeights
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
-from specgen.engine.parts.weights import HeadWeights, MedusaWeights
 from specgen.engine.weights import weights_fingerprint
 
 WIDTH, LAYERS = 32, 8
@@ -125,7 +125,9 @@ def test_eagle_1_heads(target: LoadedModel, tmp_path: Path, layout: str, bias: b
     found = load(write_head(tmp_path, layout, target.folder, bias=bias), target)
     assert found.version == 1
     assert equal(found.tensors, raw)
-    assert found.config["rope_theta"] == (50_000 if layout == "eagle1-speculators" else 10_000)
+    (rotary,) = found.architecture.rotary.values()
+    base = 50_000 if layout == "eagle1-speculators" else 10_000
+    assert rotary.inverse_frequencies[1] == pytest.approx(base ** (-2 / 12))
     assert (found.config["hidden_size"], found.config["intermediate_size"], found.config["head_dim"]) == (WIDTH, 40, 12)
     assert (found.config["num_attention_heads"], found.config["num_key_value_heads"]) == (4, 2)
     assert (found.config["model_type"], found.config["rms_norm_eps"]) == ("llama", 1e-5)
@@ -236,8 +238,7 @@ def test_an_embedding_that_was_trained_on_is_kept_and_another_models_refused(tar
     tuned = load_file(weights_file(change_head(folder, tune)))[name]
     assert equal(load(folder, target).tensors[name], tuned)
     change_head(folder, lambda raw: raw.update({name: torch.randn(VOCAB, WIDTH)}))
-    with pytest.raises(SpecgenError, match="its copy of the embedding is not that of "):
-        load(folder, target)
+    assert "its embedding is not that of" in str(warning_of(folder, target))
     own = write_head(tmp_path / "3", "eagle3-speculators", target.folder, own_embedding=True)
     assert name in load(own, target).tensors  # heads of EAGLE-3 may have their own
     assert "may have been made for another target" in str(warning_of(own, target))
@@ -336,7 +337,7 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("eagle1", put(layers__0__mlp__down_proj__weight=torch.ones(WIDTH, 41)), {}, "down_proj.weight is 32 x 41 in its file, but"),
     ("eagle1", put(**{FIRST: torch.ones(48)}), {}, f"{FIRST} is no matrix"),
     ("eagle1", same, {"num_attention_heads": 5}, "num_key_value_heads = 2 in its config.json is not supported"),
-    ("eagle3", put(layers__1__mlp__x=ONES), {}, "it has 2 decoder layers"),
+    ("eagle3", put(layers__1__mlp__x=ONES), {}, "num_hidden_layers = 2"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
     ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}), {}, "does not hold different ids of tokens"),
     ("eagle1", spoiled("layers.0.mlp.up_proj.weight", float("nan")), {}, "layers.0.mlp.up_proj.weight holds NaN or infinities"),
@@ -345,17 +346,27 @@ MISTAKES: list[tuple[str, Callable[[Tensors], None], Config, str]] = [
     ("eagle3", put(d2t=torch.arange(20, 0, -1)), {}, "d2t does not map its ids to rising ids"),
     ("eagle3", put(d2t=torch.zeros(20, dtype=torch.int64)), {}, "t2d and d2t contradict each other"),
     ("eagle1", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
-    ("eagle1-speculators", same, {"transformer_layer_config": {"vocab_size": 99}}, "config.json is for a vocabulary of 99, "),
+    (
+        "eagle1-speculators",
+        same,
+        {"transformer_layer_config": {"vocab_size": 99, "num_attention_heads": 4}},
+        "config.json is for a vocabulary of 99, ",
+    ),
     ("eagle3", put(fc__weight=torch.ones(WIDTH, 3 * 48)), {}, "fc.weight is for three features of 48, "),
     ("eagle3", put(t2d=torch.ones(99, dtype=torch.bool)), {}, "t2d is for a vocabulary of 99, "),
     ("medusa-v0.1", lambda raw: raw.update({f"{k}.1.weight": torch.ones(99, WIDTH) for k in range(3)}), {}, "vocabulary of 99, "),
     ("glide", put(**{"model.layers.0.cross_attn.q_proj.weight": torch.ones(48, WIDTH)}), {}, "attention of a width of 48, "),
-    ("eagle3", same, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "does not fit "),
+    ("eagle3", same, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "do not fit "),
     ("eagle3", same, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
-    ("eagle3", same, {"norm_before_fc": True}, "a variant that specgen cannot run (norm_before_fc in its config.json)"),
-    ("glide", same, {"use_remap": True}, "a variant that specgen cannot run (use_remap in its config.json)"),
-    ("eagle3-speculators", same, {"norm_output": True}, "a variant that specgen cannot run (norm_output in its config.json)"),
-    ("eagle3-speculators", same, {"transformer_layer_config": {"model_type": "gemma2"}}, "model_type = 'gemma2'"),
+    ("eagle3", same, {"norm_before_fc": True}, "norm_before_fc = True in its config.json is not supported"),
+    ("glide", same, {"use_remap": True}, "use_remap = True in its config.json is not supported"),
+    ("eagle3-speculators", same, {"norm_output": True}, "norm_output = True in its config.json is not supported"),
+    (
+        "eagle3-speculators",
+        same,
+        {"transformer_layer_config": {"model_type": "gemma2", "num_attention_heads": 4}},
+        "model_type = 'gemma2'",
+    ),
     ("glide", without(*(f"model.layers.0.cross_attn.{name}_proj.weight" for name in "qo")), {}, "it is a model, not a head"),
     ("medusa-v2", under_another_name, {}, "it is of no kind that specgen knows (its first tensor: mlp.0.0.linear.bias)"),
     ("eagle1", put(**{"\x1b]0;evil\x07\n\u202e": ONES}), {}, "does not have (the first: ␛]0;evil␇↵�)"),

@@ -32,14 +32,13 @@ from translated_pairs import permuted
 import specgen
 from specgen import demo
 from specgen.base.types import Context
-from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, exit_layers, glide, medusa
-from specgen.engine.parts.feature_runner import FeatureRunner
-from specgen.engine.parts.weights import ExitWeights, MedusaWeights
+from specgen.engine.parts import eagle, glide, medusa, own_layers
+from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner, SkippedLayers
+from specgen.engine.parts.part import FeatureRunner, MedusaWeights
 
 
 class Made(NamedTuple):
@@ -89,7 +88,7 @@ def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **c
     """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
     made = random_model(family, **changes)
     made.exact = is_exact
-    made.captures = Captures(new_capture=RecordedGraphs if is_captured else lambda: None)
+    made.captures = Captures(capture=RecordedGraphs() if is_captured else None)
     return single(ModelRunner(made))
 
 
@@ -99,7 +98,7 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = exit_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = own_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
     return Made([made.draft, made.target], made.clear_cache)
 
 
@@ -171,7 +170,7 @@ KINDS = {
     "native LongRoPE": Kind(partial(native, "phi3", 0)),
     "native without rotation": Kind(partial(native, "smollm3", 1)),
     "native exact": Kind(partial(native, "qwen3", 1, exact=True)),
-    "native packed, padded": Kind(partial(native, "olmo2", 0, pack=True, min_rows=4)),
+    "native packed": Kind(partial(native, "olmo2", 0, pack=True)),
     "graphs": Kind(partial(graphs, "llama"), partial(eager, "llama"), examples=30),
     "graphs windows": Kind(partial(graphs, "gemma3_text", **SLIDING), partial(eager, "gemma3_text", **SLIDING)),
     "graphs of one width": Kind(partial(graphs, "qwen3", is_exact=True), partial(eager, "qwen3")),

@@ -23,7 +23,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.types import Context
-from specgen.engine.parts.exit_layers import make_runners
+from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
 from specgen.train import texts as training_texts

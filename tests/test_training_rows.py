@@ -17,7 +17,7 @@ from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts import eagle, glide, medusa
-from specgen.engine.parts.exit_layers import ExitLayers
+from specgen.engine.parts.own_layers import ExitLayers
 from specgen.train import eagle as eagle_training
 from specgen.train.batches import IGNORED, TrainingBatches
 from specgen.train.corpus import Part
@@ -207,7 +207,7 @@ def reference_gradients(module: Any, batch: BatchPass, first: int) -> tuple[torc
 def exit_loss(model: Any, parameters: dict[str, torch.Tensor], count: int, depth: int, batch: BatchPass) -> torch.Tensor:
     with torch.no_grad():
         hidden = model.batch(batch, depth, with_head=False).hidden_states
-    layers = ExitLayers(model, count, parameters.__getitem__, trained_product)
+    layers = ExitLayers(model, count, parameters, trained_product)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.dtype != torch.float32):
         logits, _ = layers.norm_and_head(layers.run_layers(hidden, batch))
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="sum")

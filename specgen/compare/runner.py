@@ -113,15 +113,12 @@ class Runner:
             for spec in self.config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
-        from specgen.pair.pair import capture_passes  # imports torch
-
         first_prompt, lengths = self.config.prompts[0], self._context_lengths()
         longest = min(max(lengths) + min(self.config.sampling.max_new_tokens, RESERVED), self.pair.target.context_limit)
         self.pair.reserve(longest)
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield self._step(todo, 0, spec, first_prompt, warming_up=True)
             self._attempt(spec, first_prompt, 0)
-            capture_passes(self.pair, min(lengths), longest)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):

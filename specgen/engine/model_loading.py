@@ -20,15 +20,14 @@ import torch
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.devices import device_name
-from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
+from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
-from specgen.engine.native.graphs import use_cuda_graphs
+from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.loading import load_native
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -360,7 +359,7 @@ def load_weights(
         options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
         native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
         if device.type == "cuda" and layer_devices is None:  # a graph is of one device
-            use_cuda_graphs(native)
+            native.captures = Captures(capture=CudaGraphs(device))
         return native
     except Exception as error:
         if not is_out_of_memory(error):

@@ -216,7 +216,7 @@ class TreeSampling:
 
         acceptance = self._rule(target_probs.index_select(0, parents), tokens, counts, drawn_from)
         exists = torch.arange(counts[0], device=device) < upload(torch.tensor(counts), device)[:, None]
-        accepted = logits_ops.bernoulli(acceptance.probs, self._generator) & exists
+        accepted = _bernoulli(acceptance.probs, self._generator) & exists
         child = nodes.gather(1, accepted.byte().argmax(dim=1, keepdim=True))[:, 0] + 1
         # positions 0 (the context) and i + 1 (node i): the next one on the accepted path; its last position leads to itself
         onward = torch.arange(len(draft.tokens) + 1, device=device)
@@ -258,3 +258,8 @@ def _verdict(draft: Draft, onward: Sequence[int], token: int) -> Verdict:
         position = onward[position]
         path.append(position - 1)
     return make_verdict(draft, path, token)
+
+
+def _bernoulli(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draws independent booleans that are true with these probabilities; false where a probability is NaN."""
+    return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs

@@ -17,12 +17,12 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer
-from specgen.engine.layer_skipping import LayerSkippingRunner, SkippedLayers
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.graphs import captures_of
+from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.timing import pick_threads
 from specgen.methods import runs
@@ -327,16 +327,6 @@ def _loaded_models(pair: Pair) -> list[Model]:
     """Returns the target and, if its weights are loaded in this process, the draft model."""
     draft = pair.draft if pair._draft_runner is not None else None
     return [pair.target.model, *(() if draft is None else (draft.model,))]
-
-
-def capture_passes(pair: Pair, shortest: int, longest: int) -> None:
-    """Captures the passes on a GPU that runs like the earlier ones may need; see `graphs.Captures.capture_passes`.
-
-    For measurements, before the first measured run of each method and after one that is not.
-    """
-    for model in _loaded_models(pair):
-        if (captures := captures_of(model)) is not None:
-            captures.capture_passes(shortest, longest)
 
 
 def capture_seconds(pair: Pair) -> float:

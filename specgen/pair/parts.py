@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from specgen import methods
+from specgen import demo, methods
 from specgen.base.errors import SpecgenError
+from specgen.base.files import kept_part
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.feature_runner import PartRunners
-from specgen.engine.parts.trained_part import TrainedPart, find_part, open_part
-from specgen.engine.parts.weights import KINDS, Kind
+from specgen.engine.parts.part import PartRunners
+from specgen.engine.parts.trained_part import TrainedPart, open_part
+from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import DRAFT_MODEL, NOTHING, SKIPPED_LAYERS, Method
 
-_ALL: tuple[Kind, ...] = ("exit", *KINDS)
-_MODULES = {"exit": "exit_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}
+_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # with their `make_runners`
 
 
 def kind_for(method: Method) -> str:
@@ -50,8 +50,7 @@ class PartStore:
         self.is_bundled = is_bundled
         self.named: dict[str, TrainedPart] = {}  # by kind
         self._target, self._runner, self._penalties = target, runner, penalties
-        self._found: dict[str, TrainedPart | None] = {}
-        self._refusals: dict[str, SpecgenError] = {}
+        self._found: dict[str, TrainedPart | SpecgenError | None] = {}  # by kind; an error says why it cannot be used
         self._opened: dict[tuple[Path, bool], TrainedPart] = {}
         self._runners: dict[TrainedPart, PartRunners] = {}
 
@@ -63,43 +62,33 @@ class PartStore:
 
     def find(self, kind: str) -> TrainedPart | None:
         """Returns the default part of a kind, or None: `refusal` then says why one that was found cannot be used."""
-        if kind in self.named:
-            return self.named[kind]
-        if kind not in self._found:
-            known = next(each for each in _ALL if each == kind)
-            self._found[kind] = None
-            try:
-                self._found[kind] = find_part(known, self._target, is_bundled=self.is_bundled)
-            except SpecgenError as error:
-                self._refusals[kind] = error
-        return self._found[kind]
+        found = self._default(kind)
+        return found if isinstance(found, TrainedPart) else None
 
     def refusal(self, kind: str) -> SpecgenError | None:
         """Returns why the part of this kind that was found for the target cannot be used; None if it can, or none was found."""
-        self.find(kind)
-        return self._refusals.get(kind)
+        found = self._default(kind)
+        return found if isinstance(found, SpecgenError) else None
 
     def load(self, kind: str, name: str = methods.DEFAULT_HEAD) -> TrainedPart | None:
         """Returns a part whose weights were read, or None if there is no default one that can be used.
 
         Raises SpecgenError for a path, as --exit-layer and --head do.
         """
-        if name != methods.DEFAULT_HEAD:
-            part = self._open(Path(name).expanduser(), is_exit=kind == "exit")
-            if part.kind != kind:
-                raise SpecgenError(f"the head {name} is for {part.kind}, not for {kind}", "Name another folder")
+        is_default = name == methods.DEFAULT_HEAD
+        part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
+        if part is None:
+            return None
+        if part.kind != kind:
+            raise _wrong_kind(part, kind)
+        try:
             if part not in self._runners:
                 part.load()
-            return part
-        found = self.find(kind)
-        if found is not None and found not in self._runners:
-            try:
-                found.load()
-            except SpecgenError as error:
-                if kind in self.named:
-                    raise
-                self._found[kind], self._refusals[kind] = None, error
-        return self.find(kind)
+        except SpecgenError as error:
+            if not is_default or kind in self.named:
+                raise
+            self._found[kind] = error
+        return self.find(kind) if is_default else part
 
     def has_predictor(self, name: str = methods.DEFAULT_EXIT) -> bool:
         """Whether there is this exit layer, with a predictor of whether a drafted token is accepted."""
@@ -113,8 +102,7 @@ class PartStore:
 
     def digests(self) -> dict[str, str]:
         """Returns what identifies the default part of each kind for which there is one. Loads none."""
-        found = {kind: self.find(kind) for kind in _ALL}
-        return {kind: part.digest for kind, part in found.items() if part is not None}
+        return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
         """Returns the target's runner and that of the method's part. Raises SpecgenError if there is no such part."""
@@ -122,11 +110,8 @@ class PartStore:
         if part is None:
             raise self._missing(method)
         if part not in self._runners:
-            weights = part.load()
-            self._check_that_it_can_draft(part)
             make = import_module(f"specgen.engine.parts.{_MODULES[part.kind]}").make_runners
-            made: PartRunners = make(weights, self._target.model, self._runner, self._penalties)
-            self._runners[part] = made
+            self._runners[part] = make(part.load(), self._target.model, self._runner, self._penalties)
             part.release()
         return self._runners[part]
 
@@ -152,25 +137,30 @@ class PartStore:
             self._opened[key] = self._opened.setdefault((part.path.resolve(), is_exit), part)
         return self._opened[key]
 
+    def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
+        """Returns the part that the user named, or the one trained on this machine for the target's weights, preferably under the
+        target's name, or the bundled one; an error if it cannot be opened or was read in vain."""
+        if kind in self.named:
+            return self.named[kind]
+        if kind not in self._found:
+            bundled = demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
+            try:
+                path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
+                path = bundled if path is None and self.is_bundled and bundled.is_dir() else path
+                self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")
+            except SpecgenError as error:
+                self._found[kind] = error
+        return self._found[kind]
+
     def _missing(self, method: Method) -> SpecgenError:
         """Returns the error for a method without its part."""
-        kind, location = kind_for(method), None if self._target.name.startswith("demo/") else self._target.name
-        if kind == "exit":
+        if method.needs_exit_layer:
             self._target.model.check_layers("early exit")
-            return self.refusal(kind) or method.without_part(location)
-        error, head = self.refusal(kind) or method.without_part(location), self._named_head
-        if head is None:
-            return error
-        given, hint = f"the head {head.path} is for {head.kind}, not for {method.name}", error.hint
-        return SpecgenError(f"{given}: {error.message}", f"Use -m {head.kind}. Or: {hint[0].lower()}{hint[1:]}")
+        elif self._named_head is not None:
+            return _wrong_kind(self._named_head, method.needs)
+        location = None if self._target.name.startswith("demo/") else self._target.name
+        return self.refusal(method.needs) or method.without_part(location)
 
-    def _check_that_it_can_draft(self, part: TrainedPart) -> None:
-        """Raises SpecgenError if the target's generation config suppresses every token of a head's reduced vocabulary."""
-        vocabulary = getattr(part.load(), "vocabulary", None)
-        if vocabulary is None or (penalties := self._penalties()) is None:
-            return
-        if penalties.forbids_all(vocabulary.tolist()):
-            raise SpecgenError(
-                f"the target's generation config suppresses all {len(vocabulary):,} tokens that the head {part.path} can draft",
-                "Name another head, or use a method without one: -m lookup",
-            )
+
+def _wrong_kind(part: TrainedPart, kind: str) -> SpecgenError:
+    return SpecgenError(f"{part.name} is for {part.kind}, not for {kind}", f"Use -m {part.kind}, or name another folder")

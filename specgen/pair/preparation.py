@@ -20,9 +20,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import examples_file
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.engine.devices import device_timer
-from specgen.engine.layer_skipping import SkippedLayers
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.graphs import captures_of
+from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes
 from specgen.pair.measurements import Key, Measurements
 
@@ -60,15 +59,9 @@ def measure_passes(target: LoadedModel, draft: LoadedModel, worker: DraftWorker,
     shortest = min(target.max_tokens(length), draft.context_limit)
     length = max(1, min(length, max(shortest - LONGEST_WINDOW, shortest // 2)))
     widest = max(1, min(LONGEST_WINDOW, shortest - length))
-
-    def capture() -> None:
-        for model in (target, draft) if not worker.is_process else (target,):
-            if (captures := captures_of(model.model)) is not None:
-                captures.capture_passes(length, length + widest)
-
     assert components.target is not None
     timer, context = device_timer(target.device), Context([1] * length)
-    return time_parallel_passes(components.target, drafter, context, timer, widest, not worker.is_process, capture)
+    return time_parallel_passes(components.target, drafter, context, timer, widest, not worker.is_process)
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:

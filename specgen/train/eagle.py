@@ -19,8 +19,8 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, layer_tensors
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.eagle_layers import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
-from specgen.engine.parts.weights import EagleWeights
+from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
+from specgen.engine.parts.part import EagleWeights
 from specgen.train.batches import PackedBatch
 from specgen.train.divergence import divergence
 from specgen.train.heads import HeadObjective, Predictions, RowLabels, TargetStates, reachable
@@ -68,16 +68,8 @@ class EagleObjective(HeadObjective):
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
-        layers = EagleLayers(
-            3,
-            self._start.architecture,
-            self.parameters.__getitem__,
-            torch.float32,
-            trained_product,
-            self.device,
-            has_bias=False,
-            first_layer=UnrolledLayer,
-        )
+        weights = EagleWeights(self._start.config, self.parameters)
+        layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
         features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.embeddings(batch.ids)
         forward_pass, rows = batch.forward_pass(), []
         for depth in range(self.depths):
@@ -109,7 +101,7 @@ class EagleObjective(HeadObjective):
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}
-        return EagleWeights(3, self._start.config, tensors, tuple(self.taps), self._ids)
+        return EagleWeights(self._start.config, tensors, 3, tuple(self.taps), self._ids)
 
 
 def _vocabulary(size: int, texts: Sequence[Text]) -> Tensor | None:

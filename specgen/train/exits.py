@@ -18,12 +18,11 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.exit_layers import (
+from specgen.engine.parts.own_layers import (
     ExitLayers,
     ExitWeights,
     Predictor,
-    check_exit_depth,
-    check_exit_layers,
+    check_exit,
     default_exit_depth,
     known_architecture,
     make_runners,
@@ -102,8 +101,7 @@ class ExitObjective(Objective):
         self.model.check_layers("early exit")
         known_architecture(self.model, "early exit")
         self.after, self.layers, self.own_head = default_exit_depth(count) if after is None else after, layers, own_head
-        check_exit_depth(count, self.after)
-        check_exit_layers(layers)
+        check_exit(self.model, self.after, layers)
         self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}
 
     def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
@@ -157,7 +155,7 @@ class ExitObjective(Objective):
 
     def _exit(self, count: int) -> ExitLayers:
         """Returns the exit's first layers, norm and LM head with the parameters' present values."""
-        return ExitLayers(self.model, count, self.parameters.__getitem__, trained_product)
+        return ExitLayers(self.model, count, self.parameters, trained_product)
 
     @torch.no_grad()
     def _first_layers(self, batch: BatchPass) -> torch.Tensor:

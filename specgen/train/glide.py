@@ -15,12 +15,11 @@ import torch
 from specgen.engine.native.attention import Sight
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import layer_tensors
-from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.parts.exit_layers import known_architecture
-from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
-from specgen.engine.parts.weights import GlideWeights
+from specgen.engine.parts.glide import CrossInputs, GlideLayers
+from specgen.engine.parts.own_layers import known_architecture
+from specgen.engine.parts.part import GlideWeights
 from specgen.train.batches import IGNORED, PackedBatch
 from specgen.train.heads import HeadObjective, Predictions, TargetStates
 from specgen.train.layer_start import DEVIATION, LayerStart
@@ -74,15 +73,8 @@ class GlideObjective(HeadObjective):
         visible |= block[:, :, None] == 0  # rows that see no key are left out below; a softmax over nothing would be NaN
         mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.dtype)[:, None]
         cross = CrossInputs(keys, values, self._rotation(batch), mask, batch=len(batch.ids))
-        layers = GlideLayers(
-            self._start.architecture,
-            self._theirs,
-            self.parameters.__getitem__,
-            torch.float32,
-            trained_product,
-            self.device,
-            native_keys=isinstance(self.model, NativeModel),
-        )
+        weights = GlideWeights(self._start.config, self.parameters)
+        layers = GlideLayers(weights, self.model, torch.float32, trained_product)
         outputs = layers(self.embeddings(batch.ids).flatten(0, 1), self._inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
         return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])

@@ -17,8 +17,8 @@ import torch
 
 from specgen.engine.native.layer_weights import EXIT_HEAD
 from specgen.engine.native.native_model import NativeModel, final_logits
+from specgen.engine.parts.part import HeadKind, HeadWeights
 from specgen.engine.parts.trained_part import HeadDescription, check_head_folder, describe_head, round_as_saved, save_head
-from specgen.engine.parts.weights import HeadKind, HeadWeights
 from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches, pack
 from specgen.train.corpus import NOT_HELD_OUT, Part
 from specgen.train.divergence import divergence, most_probable

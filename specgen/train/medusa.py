@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.engine.native.layer_weights import EXIT_HEAD
-from specgen.engine.parts.weights import MedusaWeights
+from specgen.engine.parts.part import MedusaWeights
 from specgen.train.batches import PackedBatch
 from specgen.train.heads import HeadObjective, Predictions, TargetStates, reachable
 from specgen.train.texts import Text

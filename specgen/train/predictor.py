@@ -14,7 +14,7 @@ from random import Random
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from specgen.engine.parts.exit_layers import Predictor
+from specgen.engine.parts.own_layers import Predictor
 from specgen.engine.parts.trained_part import round_as_saved
 from specgen.train.corpus import Part
 from specgen.train.texts import PredictedText

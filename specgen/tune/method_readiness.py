@@ -14,8 +14,8 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine.model_loading import PreparedModel
+from specgen.engine.parts.part import KINDS
 from specgen.engine.parts.trained_part import open_part
-from specgen.engine.parts.weights import KINDS
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method, training_command
 from specgen.pair.pair import Pair

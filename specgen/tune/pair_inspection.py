@@ -93,13 +93,11 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
 class EngineChoices:
     """What was chosen for the loaded models, and why: the CPU threads (None on an accelerator), and the weights of each model.
 
-    `products` has the choices for the weights of target and draft model, `padded_to` the number of tokens that their shorter
-    passes are padded to; both only for models that the native decoder runs.
+    `products` has the choices for the weights of target and draft model, only for models that the native decoder runs.
     """
 
     threads: ThreadChoice | None
     products: Mapping[str, Sequence[ProductChoice]]
-    padded_to: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +300,8 @@ def engine_choices(pair: Pair) -> EngineChoices:
     """Returns what was chosen for the loaded models of a pair that was warmed up."""
     loaded = {"target": pair.target, "draft": pair.draft}
     models = {role: one.model for role, one in loaded.items() if one is not None}
-    native = {role: model for role, model in models.items() if isinstance(model, NativeModel)}
-    products = {role: model.product_choices for role, model in native.items()}
-    return EngineChoices(pair.measurements.threads, products, {role: model.min_rows for role, model in native.items()})
+    products = {role: model.product_choices for role, model in models.items() if isinstance(model, NativeModel)}
+    return EngineChoices(pair.measurements.threads, products)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:

@@ -23,7 +23,6 @@ from specgen.decoding.policy import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.methods.pearl import Parallel
-from specgen.pair.pair import capture_passes
 from specgen.tune.outcome import Deadline
 
 if TYPE_CHECKING:
@@ -128,8 +127,6 @@ class RoundProbe:
                 round_ = next(rounds, None) if run.remaining > self._sweep.longest else None
                 if round_ is None:
                     break
-                if position == WARM_UP - 1:
-                    capture_passes(self._pair, len(self._prompt), len(run.context) + NEW_TOKENS)
                 if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
                     levels = max(self._sweep.levels, round_.draft.levels)
                     self._drafting[levels, with_signals].append(round_.drafting_seconds)

@@ -26,13 +26,14 @@ import torch
 from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import LearningDrafter, ModelDrafter, RepeatDrafter, Setup, derive_seed
+from specgen.decoding.chain import ModelDrafter
+from specgen.decoding.drafting import LearningDrafter, RepeatDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
 from specgen.decoding.verification import match_path
 from specgen.engine.forward_pass import ModelOutput, depths
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
-from specgen.engine.parts.exit_layers import ExitAcceptancePredictor
+from specgen.engine.parts.own_layers import ExitAcceptancePredictor
 from specgen.methods import runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import DraftingCosts, Learned

@@ -19,7 +19,6 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import SpeedupModel
 from specgen.pair.figures import Figures
-from specgen.pair.pair import capture_passes
 from specgen.tune.method_readiness import obstacle
 from specgen.tune.outcome import (
     AS_FAST,
@@ -165,8 +164,7 @@ def record_references(pair: Pair, request: TuningRequest, observer: TuningObserv
         ids = tokenizer.chat(prompt.text, None) if request.chat else tokenizer.encode(prompt.text)
         try:
             if not references:
-                warm_up = record_reference(pair, ids, sampling)
-                capture_passes(pair, len(ids), len(ids) + warm_up.limit)
+                record_reference(pair, ids, sampling)  # warms up
             references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error

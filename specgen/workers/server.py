@@ -19,7 +19,8 @@ import torch
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft
-from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.chain import ModelDrafter
+from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import LengthPolicy
 from specgen.engine.devices import DTYPES, upload
 from specgen.engine.inference_mode import inference

@@ -1,1 +1,1 @@
-"""Trained heads that draft from the target's own hidden states: Medusa, EAGLE-1, -2 and -3, GliDe."""
+"""Trained parts of a target, which draft from its hidden states or its KV cache: exit layers, Medusa, EAGLE-1 to 3, GliDe."""

@@ -1,100 +1,142 @@
-"""Runs an EAGLE head as a draft model: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840)."""
+"""EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840).
+
+Pair i of a text joins the target's feature i with the embedding of token i + 1; it has position i. The layers turn pairs into
+predicted features: row i imitates feature i + 1, and its logits predict token i + 2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specgen.base.types import Context
-from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING
-from specgen.engine.native.products import ProductFactory
-from specgen.engine.parts.eagle_layers import EagleLayers, head_weight
-from specgen.engine.parts.feature_runner import FeatureRunner, KeptRows, PartRunners
-from specgen.engine.parts.weights import EagleWeights
+from specgen.engine.native.attention import attend_batch
+from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
+from specgen.engine.native.products import MakeProduct
+from specgen.engine.parts.part import (
+    DecoderRunner,
+    EagleWeights,
+    FeatureRunner,
+    KeptRows,
+    PartRunners,
+    of_all_tokens,
+    penalised,
+)
+
+FC = "fc.weight"
+FEATURE_NORM = "layers.0.hidden_norm.weight"
+FIRST_NORM = "layers.0.input_layernorm.weight"
 
 
-class EagleHead:
-    """A head as it drafts for the target `model`, whatever its backend: layers with a KV cache, and its LM head or the target's.
+class FirstLayer(NativeLayer):
+    """The first layer of a head, whose attention does not read the residual stream."""
 
-    `num_embeddings` is the number of tokens that it has embeddings for.
+    def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
+        """Returns the residual stream with the outputs of attention, which reads `attended`, and of the MLP added."""
+        hidden = self._output.add_to(hidden, self._attention(attended, inputs))
+        return self._down.add_to(hidden, self._mlp(self._norm(hidden)))
+
+
+class UnrolledLayer(FirstLayer):
+    """The first layer of a head in EAGLE-3's training-time test (section 3.2): each call drafts one token after each prefix.
+
+    The first call has a text's pairs. In call j after it, row i is the pair of the j-th token drafted after pair i, at position
+    i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
     """
 
-    def __init__(self, weights: EagleWeights, model: Model) -> None:
-        tensors, architecture, device = weights.tensors, weights.architecture, model.device
-        self.dtype = dtype = model.dtype
-        self._model, self._architecture = model, architecture
-        self.width, self.rope_boundary = architecture.hidden_size, architecture.rope_boundary
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
+
+    def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
+        mask, batch, group = inputs.kinds[self.kind].mask, inputs.batch, self._heads // self._kv_heads
+        assert batch is not None
+        assert mask is not None
+        heads = heads.view(batch, inputs.rows, *heads.shape[1:])
+        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
+        self._drafted.append((keys.transpose(1, 2), values.transpose(1, 2)))
+        if len(self._drafted) == 1:
+            return attend_batch(query, *self._drafted[0], mask).flatten(0, 1)
+        repeated = [tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted]
+        (keys, values), *of_drafts = self._drafted if group == 1 else repeated
+        query = query.transpose(1, 2)
+        drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
+        weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(dim=-1)
+        before, *own_weights = torch.split(weights, [inputs.rows, *(1 for _ in drafts)], dim=-1)
+        mixed: Tensor = before.to(values.dtype) @ values
+        for weight, (_, own_values) in zip(own_weights, of_drafts, strict=True):
+            mixed = mixed + weight * own_values
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class EagleLayers:
+    """The layers of a head with their weights on `device`, for drafting and for training.
+
+    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    """
+
+    def __init__(
+        self,
+        weights: EagleWeights,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_product: MakeProduct,
+        *,
+        norm_gain: float = 1.0,
+        first_layer: type[FirstLayer] = FirstLayer,
+    ) -> None:
+        architecture, is_third = weights.architecture, weights.version == 3
 
         def take(name: str) -> Tensor:
-            return tensors[name].to(device)
+            """Returns a tensor; of the norm of version 3's first attention, which reads two vectors, the weights for both."""
+            tensor = weights.tensors[name].to(device)
+            return torch.cat((tensor, take(FEATURE_NORM))) if name == FIRST_NORM else tensor
 
-        with torch.inference_mode(False), torch.no_grad():
-            factory = ProductFactory(device, dtype)
-            gain = norm_gain(architecture, dtype, device)
-            self._layers = EagleLayers(
-                weights.version,
-                architecture,
-                take,
-                dtype,
-                factory,
-                device,
-                has_bias="fc.bias" in tensors,
-                norm_before_residual=weights.norm_before_residual,
-                norm_gain=gain,
-            )
-            self._lm_head = factory(head_weight(take, gain).to(dtype)) if weights.version == 3 else None
-            self._embedding = take(EMBEDDING) if EMBEDDING in tensors else None
-        self.num_embeddings = model.shape.vocab_size if self._embedding is None else self._embedding.shape[0]
-        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
-        self._devices = [device] * len(architecture.layers)
-        self._inputs = InputMaker(architecture, dtype, self._devices, min_rows=factory.min_rows)
+        self._is_third = is_third
+        self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights, which products contain
+        bias = take(bias_of(FC)).to(dtype) if bias_of(FC) in weights.tensors else None
+        self.fc = make_product(take(FC).to(dtype), bias, 1.0)
+        self._feature_norm: Tensor | None = None
+        if weights.norm_before_residual:
+            self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
+        self._others: list[NativeLayer] = []
+        _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
+        own = layer_weights(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
+        self._first = first_layer(architecture, 0, kind, own, make_product, gain=norm_gain)
+        for index, kind in enumerate(kinds, 1):
+            own = layer_weights(architecture, index, take, dtype, norm_gain)
+            self._others.append(NativeLayer(architecture, index, kind, own, make_product, gain=norm_gain))
 
-    def new_cache(self) -> KVBuffer:
-        """Returns an empty KV cache, with one entry for each pair."""
-        return KVBuffer(self._devices, self._architecture.num_kv_heads, self._architecture.head_size, self.dtype)
+    def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
+        """Runs the layers on pairs, and returns the hidden states after them: the predicted features.
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Returns what version 3 keeps of the target's features [n, 3 * width]: their product with `fc`, [n, width]."""
-        return self._layers.fc(features)
-
-    def __call__(self, forward_pass: ForwardPass, features: Tensor) -> Tensor:
-        """Returns the predicted features [n, width] for the tokens of a pass and the features [n, width] paired with them."""
-        count, inputs = features.shape[0], self._inputs(forward_pass)
-        ids = upload(torch.tensor(forward_pass.ids), self._model.device)
-        table = self._embedding
-        embeddings = self._model.embeddings(ids) if table is None else table.index_select(0, ids).to(self.dtype)
-        if inputs.rows != count:
-            embeddings, features = (pad(x, (0, 0, 0, inputs.rows - count)) for x in (embeddings, features))
-        return self._layers(embeddings, features, inputs)[:count]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [n, vocabulary of the target] for predicted features [n, width].
-
-        Those of tokens outside the head's vocabulary are -inf.
+        `embeddings` and `features` are [n, width]: of version 3, features after `fc`.
         """
-        if self._lm_head is None:
-            return self._model.head_logits(hidden)
-        logits = self._lm_head(self._layers.normed(hidden))
-        if self._vocabulary is None:
-            return logits
-        wide = logits.new_full((logits.shape[0], self._model.shape.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self._vocabulary, logits)
+        if self._is_third:
+            pairs = self.normed(torch.stack((embeddings, features), dim=1))
+            attended = pairs.flatten(1)
+            hidden = features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
+        else:
+            attended = self.fc(torch.cat((embeddings, features), dim=-1))
+            hidden = attended.to(features.dtype, copy=True)  # in training, products are in bfloat16 and sums in float32
+        hidden = self._first.run(hidden, attended, inputs)
+        for layer in self._others:
+            hidden = layer(hidden, inputs)
+        return hidden
 
 
-class EagleRunner(ModelRunner):
+class EagleRunner(DecoderRunner):
     """Drafts with an EAGLE head. Implements `DraftRunner`; `target` keeps the features that the head reads.
 
     The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
@@ -107,16 +149,24 @@ class EagleRunner(ModelRunner):
     one token has no pair; in its place, the token is paired with zeros.
     """
 
-    def __init__(self, head: EagleHead, model: Model, target: FeatureRunner, penalties: PenaltyProcessor | None) -> None:
+    def __init__(
+        self, weights: EagleWeights, model: Model, target_penalties: PenaltyProcessor | None, penalties: PenaltyProcessor | None
+    ) -> None:
+        super().__init__(weights, model, self._run)
         self._rows = KeptRows()
-        super().__init__(model, None, self._run, head.new_cache())
-        self._cached = CachedPrefix(self.cache, head.rope_boundary)
         self._cached.gathers.append(self._rows.gather)
-        self._head, self._target, self._token_penalties = head, target, penalties
-        self.num_embeddings = min(model.shape.vocab_size, head.num_embeddings)
-        self._context: Context | None = None  # the last call's
+        self._layers = layers = EagleLayers(weights, self.device, model.dtype, self.products, norm_gain=self.gain)
+        self._lm_head, taps, reduce = None, [model.shape.num_layers], None
+        if weights.version == 3:
+            norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
+            self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
+            taps, reduce = list(weights.feature_layers), layers.fc
+        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
+        self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
+        self._token_penalties = penalties
+        self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
+        self._context = Context(())  # the last call's
         self._first: int | None = None  # its first token, None if it has no other
-        self._pairs = Context(())  # the tokens of its pairs: all but the first
 
     @inference
     def logits(
@@ -126,72 +176,58 @@ class EagleRunner(ModelRunner):
 
         The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
         """
-        pairs = self._follow(context)
+        ids, self._context = context.ids, context
+        first = ids[0] if len(ids) > 1 else None
+        if first != self._first:
+            self._cached.clear()
+            self._first = first
+        pairs = Context(ids[1:] or ids)  # the tokens of the pairs
+        pairs.prompt_length = context.prompt_length
         if self._cached.committed != len(pairs):
             self._cached.truncate(self._cached.committed)  # drops the draft, also the part that was accepted
         output = super().logits(pairs, draft, parents, start=start)
-        if self._token_penalties is None:
-            return output
-        nodes = draft_nodes(list(draft), parents)
-        processed = self._token_penalties(output.logits, context, nodes.tokens, nodes.parents, start)
-        return output._replace(logits=processed, unpenalised=output.logits)
-
-    def _follow(self, context: Context) -> Context:
-        """Returns the tokens of the context's pairs, as an object that stays the same as long as the context does."""
-        ids = context.ids
-        first = ids[0] if len(ids) > 1 else None
-        if context is not self._context or first != self._first:
-            self._context = None  # until the rest agrees: an interruption may come between any two lines
-            if first != self._first:
-                self._cached.clear()
-            self._first, self._pairs = first, Context(ids[1:] or ids)
-            self._pairs.prompt_length = context.prompt_length
-            self._context = context
-        elif len(ids) > len(self._pairs) + 1:
-            self._pairs.extend(ids[len(self._pairs) + 1 :])
-        return self._pairs
+        return penalised(output, self._token_penalties, context, draft, parents, start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         """Runs the pairs of a pass: those of the context in one pass of the head, then each level of the draft in another."""
         first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
         outputs, tokens, parents = list[ModelOutput](), *forward_pass.draft
         if first < length:
-            end = min(last, length)
-            outputs.append(self._run_pairs(forward_pass._replace(draft=NO_NODES, last=end), self._features(first, end), 1))
+            committed = forward_pass._replace(draft=NO_NODES, last=min(last, length))
+            outputs.append(self._run_pairs(committed, self._features(committed), 1))
         node = max(first - length, 0)
         while length + node < last:
             end = node + 1
             while end < len(tokens) and parents[end] < node:
                 end += 1
             level = forward_pass._replace(draft=TreeNodes(tokens[:end], parents[:end]), first=length + node, last=length + end)
-            outputs.append(self._run_pairs(level, self._of_parents(length, parents[node:end]), end - node))
+            of_parents = upload(torch.tensor(parents[node:end]) + length, self.device)
+            outputs.append(self._run_pairs(level, self._rows.kept.index_select(0, of_parents), end - node))
             node = end
-        logits, hidden = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
+        logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
     def _run_pairs(self, forward_pass: ForwardPass, features: Tensor, logits_to_keep: int) -> ModelOutput:
+        """Runs the head on the tokens of a pass, with the n features [n, width] that they are paired with."""
         self.cache.length = forward_pass.first
-        output = self._head(forward_pass, features)
-        self._rows.write(forward_pass.first, output, self.cache.capacity)
-        kept = output[-logits_to_keep:]
-        return ModelOutput(self._head.logits(kept), kept)
+        inputs, count = self._inputs(forward_pass), features.shape[0]
+        embeddings, features = (self._inputs.with_padding(part, inputs.rows) for part in (self.embed(forward_pass), features))
+        predicted = self._layers(embeddings, features, inputs)[:count]
+        self._rows.write(forward_pass.first, predicted, self.cache.capacity)
+        kept = predicted[-logits_to_keep:]
+        if self._lm_head is None:
+            return ModelOutput(self.target_model.head_logits(kept), kept)
+        logits = self._lm_head(self._layers.normed(kept))
+        return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
 
-    def _features(self, first: int, last: int) -> Tensor:
-        """Returns the target's features [n, width] of the context's pairs `first` to `last` - 1."""
-        assert self._context is not None
+    def _features(self, forward_pass: ForwardPass) -> Tensor:
+        """Returns the target's features [n, width] of the context's pairs in a pass."""
         if self._first is None:
-            return torch.zeros(1, self._head.width, dtype=self._head.dtype, device=self.device)
-        return self._target.features(self._context)[first:last]
-
-    def _of_parents(self, length: int, parents: Sequence[int]) -> Tensor:
-        """Returns the predicted features [n, width] of the draft tokens with these n indices (-1: of the context)."""
-        lowest = min(parents)
-        rows = self._rows.kept[length + lowest : length + max(parents) + 1]
-        if len(parents) == 1:
-            return rows
-        return rows.index_select(0, upload(torch.tensor(parents) - lowest, self.device))
+            return torch.zeros(1, self.architecture.hidden_size, dtype=self.target_model.dtype, device=self.device)
+        return self.target.features(forward_pass._replace(context=self._context))
 
 
+@torch.no_grad()
 def make_runners(
     weights: EagleWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
 ) -> PartRunners:
@@ -199,8 +235,5 @@ def make_runners(
 
     Raises SpecgenError if the model's layers cannot be run one by one.
     """
-    layers = (model.shape.num_layers,) if weights.version == 1 else weights.feature_layers
-    head = EagleHead(weights, model)
-    fuse = head.fuse if weights.version == 3 else None
-    target = FeatureRunner(model, model.forward(taps=layers), model.new_cache(), penalties(), fuse)
-    return PartRunners(target, EagleRunner(head, model, target, penalties()))
+    draft = EagleRunner(weights, model, penalties(), penalties())
+    return PartRunners(draft.target, draft)

@@ -1,4 +1,4 @@
-"""The runner of a GliDe draft model (Du et al. 2024), which drafts from its own KV cache and the target's.
+"""A GliDe draft model (Du et al. 2024): a small Llama whose layers also attend to the target's KV cache.
 
 Its queries see the target's keys of committed tokens alone, all but the last: the target has not been run on that one yet.
 """
@@ -6,6 +6,7 @@ Its queries see the target's keys of committed tokens alone, all but the last: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,147 +15,191 @@ from specgen.base.machine import launch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, positions
-from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.attention import WIDE, sight_of_chain
-from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.attention import WIDE, attend, attend_batch, sight_of_chain
+from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD, final_norm, head_order, layer_weights
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import ProductFactory
-from specgen.engine.native.rotary import RotaryTable
-from specgen.engine.parts.exit_layers import known_architecture
-from specgen.engine.parts.feature_runner import PartRunners
-from specgen.engine.parts.glide_layers import CrossInputs, GlideLayers
-from specgen.engine.parts.weights import GlideWeights
+from specgen.engine.native.products import MakeProduct
+from specgen.engine.native.rotary import RotaryTable, rotate
+from specgen.engine.parts.own_layers import known_architecture
+from specgen.engine.parts.part import DecoderRunner, GlideWeights, PartRunners
 
 
-def make_runners(
-    weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> PartRunners:
-    """Returns the target's runner and the draft model's. Raises SpecgenError if the weights do not fit the target `model`.
+class CrossInputs(NamedTuple):
+    """What the cross-attention of one layer needs in a pass over `rows` tokens of one sequence, or of each of `batch` sequences.
 
-    `target` runs the whole `model`; it is the one that verifies. `penalties` makes the penalties on the draft's logits.
+    `keys` and `values` are those of a target's layer, as for `attention.attend` or `attend_batch`, and so is `mask`. `rotation`
+    [batch * rows, 1, R/2] is the target's at the tokens' own positions (None: its layer has no rotary embedding). `sees`
+    [batch * rows, 1] is 0 for a token that sees no key, otherwise 1; None: all see some. Such a token's mask must hide nothing.
     """
-    return PartRunners(target, GlideRunner(weights, model, target, penalties()))
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rotation: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    sees: torch.Tensor | None = None
+    batch: int | None = None
 
 
-class GlideRunner(ModelRunner):
+class CrossAttention:
+    """Attention to the cached keys and values of the target. Only its queries and its output have weights.
+
+    The keys are rotated already, so the queries get the target's rotation. Their scale is 1 / sqrt(the target's head size). There
+    is no norm, score cap or sliding window. `q_proj` [heads * head size, width] has the order of numbers of a model's files, and
+    so have the keys, unless `native_keys`: then they are in the native decoder's order.
+    """
+
+    def __init__(
+        self, target: Model, q_proj: torch.Tensor, o_proj: torch.Tensor, dtype: torch.dtype, make_product: MakeProduct
+    ) -> None:
+        architecture = known_architecture(target, "glide")
+        self._heads, self._size = architecture.num_heads, architecture.head_size
+        order = head_order(architecture, q_proj.device)
+        query = q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1) * self._size**-0.5
+        self._query, self._output = make_product(query.to(dtype), None, 1.0), make_product(o_proj.to(dtype), None, 1.0)
+        self._key_order = None if isinstance(target, NativeModel) else order.argsort()
+
+    def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
+        """Returns the residual stream, which is its input too, with the attention's output added."""
+        query = self._query(hidden).view(-1, self._heads, self._size)
+        if inputs.rotation is not None:
+            rotate(query, inputs.rotation)
+        if self._key_order is not None:
+            query = query.index_select(2, self._key_order)
+        if inputs.batch is None:
+            mixed = attend(query, inputs.keys, inputs.values, inputs.mask)
+        else:
+            assert inputs.mask is not None
+            query = query.view(inputs.batch, -1, self._heads, self._size)
+            mixed = attend_batch(query, inputs.keys, inputs.values, inputs.mask).flatten(0, 1)
+        return self._output.add_to(hidden, mixed if inputs.sees is None else mixed * inputs.sees)
+
+
+class GlideLayers:
+    """All layers of a GliDe draft model for `target` and its final norm. Each layer: self-attention, cross-attention, MLP.
+
+    The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is as in `layer.norm_function`.
+    """
+
+    def __init__(
+        self, weights: GlideWeights, target: Model, dtype: torch.dtype, make_product: MakeProduct, norm_gain: float = 1.0
+    ) -> None:
+        architecture = weights.architecture
+
+        def take(name: str) -> torch.Tensor:
+            return weights.tensors[name].to(target.device)
+
+        _, kinds = layer_kinds(architecture, [target.device] * len(architecture.layers))
+        self._layers: list[tuple[NativeLayer, CrossAttention]] = []
+        for index, kind in enumerate(kinds):
+            own = layer_weights(architecture, index, take, dtype, norm_gain)
+            layer = NativeLayer(architecture, index, kind, own, make_product, gain=norm_gain)
+            q_proj, o_proj = (take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo")
+            self._layers.append((layer, CrossAttention(target, q_proj, o_proj, dtype, make_product)))
+        self._norm = final_norm(architecture, take, dtype, norm_gain)
+        self._normed = norm_function(architecture.norm_eps, norm_gain)
+
+    def __call__(
+        self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs | None], kept: int | None = None
+    ) -> torch.Tensor:
+        """Runs a pass on embeddings [n, width], and returns the hidden states [kept, width] after the final norm.
+
+        These are of the last `kept` tokens (None: all). `cross` has the inputs of each layer's cross-attention, in the last layer
+        for these tokens alone; None: there are no keys.
+        """
+        for (layer, attention), seen in zip(self._layers, cross, strict=True):
+            hidden = layer(hidden, inputs, mlp=False)
+            if kept is not None and layer is self._layers[-1][0]:
+                hidden = hidden[-kept:]
+            if seen is not None:
+                hidden = attention(hidden, seen)
+            hidden = layer(hidden, inputs, attention=False)
+        return self._normed(hidden) * self._norm
+
+
+class GlideRunner(DecoderRunner):
     """Runs a GliDe draft model. Implements `DraftRunner`. Its context limit and its vocabulary are the target's.
 
     With one layer, its cached keys and values are functions of the tokens alone, so those of accepted tokens stay. Those of a
     later layer also depend on what the target had cached then, so accepted tokens are run again.
     """
 
-    def __init__(
-        self, weights: GlideWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None = None
-    ) -> None:
-        forward = GlideForward(weights, model, target)
-        super().__init__(model, penalties, forward, forward.new_cache())
-        self._keeps_accepted = len(forward.architecture.layers) == 1
+    def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
+        super().__init__(weights, model, self._run, penalties)
+        self._target, self._theirs = target, known_architecture(model, "glide")
+        self._layers = GlideLayers(weights, model, model.dtype, self.products, self.gain)
+        head = weights.tensors.get(HEAD)
+        self._lm_head = None if head is None else self.products(head.to(self.device, model.dtype))
+        self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
+        rounded = None if self._theirs.rotary_in_float32 else model.dtype
+        self._rotations = {name: RotaryTable(each, self.device, rounded) for name, each in self._theirs.rotary.items()}
+        first = len(self._theirs.layers) - len(self.devices)
+        self._read_layers = range(first, len(self._theirs.layers))
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
         """Returns the logits after the last context token and after each draft token; see `ModelRunner.logits`."""
-        if not self._keeps_accepted and len(context) != self._cached.committed:
+        if len(self.devices) > 1 and len(context) != self._cached.committed:
             self._cached.draft = NO_NODES
         return super().logits(context, draft, parents, start=start)
 
-
-class GlideForward:
-    """The forward function of a GliDe draft model. `target` runs the target `model`."""
-
-    @inference
-    def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner) -> None:
-        self.architecture, self._target_architecture = weights.architecture, known_architecture(model, "glide")
-        self._target_model, self._target = model, target
-        self._check(weights)
-        device, dtype, architecture, tensors = model.device, model.dtype, self.architecture, weights.tensors
-        factory = ProductFactory(device, dtype)
-
-        def take(name: str) -> torch.Tensor:
-            return tensors[name].to(device)
-
-        gain, is_native = norm_gain(architecture, dtype, device), isinstance(model, NativeModel)
-        self._layers = GlideLayers(
-            architecture, self._target_architecture, take, dtype, factory, device, native_keys=is_native, norm_gain=gain
-        )
-        self._embedding = take(EMBEDDING).to(dtype) if EMBEDDING in tensors else None
-        self._head = factory(take(HEAD).to(dtype)) if HEAD in tensors else None
-        self._devices = [device] * len(architecture.layers)
-        self._inputs = InputMaker(architecture, dtype, self._devices)
-        rounded = None if self._target_architecture.rotary_in_float32 else dtype
-        rotary = self._target_architecture.rotary
-        self._rotations = {name: RotaryTable(each, device, rounded) for name, each in rotary.items()}
-        first = len(self._target_architecture.layers) - len(architecture.layers)
-        self._read_layers = range(first, len(self._target_architecture.layers))
-
-    def new_cache(self) -> KVBuffer:
-        """Returns an empty KV cache for the draft model's layers."""
-        made = self.architecture
-        return KVBuffer(self._devices, made.num_kv_heads, made.head_size, self._target_model.dtype)
-
-    def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+    def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         cached, _ = self._target.share_prefix(forward_pass.context)
-        has_long_rope = any(rotary.long_boundary is not None for rotary in self.architecture.rotary.values())
-        inputs = self._inputs(forward_pass._replace(long_rope=forward_pass.long_rope and has_long_rope))
         cross = self._cross_inputs(forward_pass, cached, logits_to_keep)
-        target, ids = self._target_model, upload(torch.tensor(forward_pass.ids), self._target_model.device)
-        hidden = target.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
-        normed = self._layers(hidden, inputs, cross, logits_to_keep)
-        return ModelOutput(target.head_logits(normed) if self._head is None else self._head(normed), normed)
+        normed = self._layers(self.embed(forward_pass), self._inputs(forward_pass), cross, logits_to_keep)
+        return ModelOutput(self.target_model.head_logits(normed) if self._lm_head is None else self._lm_head(normed), normed)
 
     def _cross_inputs(self, forward_pass: ForwardPass, cached: int, logits_to_keep: int) -> list[CrossInputs | None]:
         """Returns the inputs of each layer's cross-attention to the target's first `cached` tokens."""
         if cached == 0:
             return [None] * len(self._read_layers)
-        cache = self._target.cache
-        rows = [forward_pass.last - forward_pass.first] * (len(self._read_layers) - 1) + [logits_to_keep]
-        return [
-            CrossInputs(
-                *cache.keys_and_values(layer, cached),
-                self._rotation(layer, forward_pass, count),
-                *self._visible(forward_pass.last - count, count, cached),
-            )
-            for layer, count in zip(self._read_layers, rows, strict=True)
-        ]
+        made: list[CrossInputs | None] = []
+        for layer in self._read_layers:
+            rows = logits_to_keep if layer == self._read_layers[-1] else forward_pass.last - forward_pass.first
+            keys, values = self._target.cache.keys_and_values(layer, cached)
+            mask, sees = self._visible(forward_pass.last - rows, rows, cached)
+            made.append(CrossInputs(keys, values, self._rotation(layer, forward_pass, rows), mask, sees))
+        return made
 
     def _rotation(self, layer: int, forward_pass: ForwardPass, rows: int) -> torch.Tensor | None:
         """Returns the rotations of the target's layer at the positions of the pass's last `rows` tokens."""
-        name = self._target_architecture.layers[layer].rotary
+        name = self._theirs.layers[layer].rotary
         if name is None:
             return None
-        table, at, is_long = self._rotations[name], positions(forward_pass)[-rows:], forward_pass.long_rope
-        if isinstance(at, range):
-            return table.rows(at.start, at.stop, is_long)[:, None]
-        return table.gather(upload(torch.tensor(at), self._target_model.device), is_long, forward_pass.last)[:, None]
+        at, boundary = torch.tensor(positions(forward_pass)[-rows:]), self._theirs.rope_boundary
+        is_long = boundary is not None and forward_pass.context.prompt_length > boundary
+        return self._rotations[name].gather(upload(at, self.device), is_long, forward_pass.last)[:, None]
 
     def _visible(self, first: int, rows: int, cached: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns `mask` and `sees` of `CrossInputs` for the tokens from cache index `first` on: each sees the keys before it."""
         if first >= cached:  # the context's last token and those of the draft see all
             return None, None
-        device, dtype, theirs = self._target_model.device, self._target_model.dtype, self._target_architecture
-        sight, sees = sight_of_chain(first - 1, rows, 0, cached, device), None
+        sight, sees = sight_of_chain(first - 1, rows, 0, cached, self.device), None
         if first == 0:
             sight.hidden[0] = False
-            sees = torch.ones(rows, 1, dtype=dtype, device=device)
+            sees = torch.ones(rows, 1, dtype=self.target_model.dtype, device=self.device)
             sees[0] = 0
-        return sight.mask(None, dtype, 1 if rows >= WIDE else theirs.num_heads // theirs.num_kv_heads), sees
+        group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
+        return sight.mask(None, self.target_model.dtype, group), sees
 
-    def _check(self, weights: GlideWeights) -> None:
-        """Raises SpecgenError if the draft model cannot be run with this target."""
-        if launch() is not None:
-            raise SpecgenError(
-                "glide reads the target's keys and values, which are split over torchrun's processes",
-                "Take another method, or run without torchrun",
-            )
-        if not {EMBEDDING, HEAD} <= weights.tensors.keys():
-            self._target_model.check_layers("glide")
-        known = {None, self._target_model.shape.rope_boundary}
-        if {rotary.long_boundary for rotary in self.architecture.rotary.values()} - known:
-            problem = "the head's rotary embedding changes at another context length than the target's (LongRoPE)"
-            raise SpecgenError(problem, "Take a head that was trained for this target")
+
+@torch.no_grad()
+def make_runners(
+    weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+) -> PartRunners:
+    """Returns the target's runner and the draft model's.
+
+    `target` runs the whole `model`; it is the one that verifies. `penalties` makes the penalties on the draft's logits. Raises
+    SpecgenError if the draft model cannot be run with this target.
+    """
+    if launch() is not None:
+        problem = "glide reads the target's keys and values, which are split over torchrun's processes"
+        raise SpecgenError(problem, "Take another method, or run without torchrun")
+    if not {EMBEDDING, HEAD} <= weights.tensors.keys():
+        model.check_layers("glide")
+    return PartRunners(target, GlideRunner(weights, model, target, penalties()))

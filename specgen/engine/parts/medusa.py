@@ -15,64 +15,31 @@ from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.parts.feature_runner import PartRunners
-from specgen.engine.parts.weights import MedusaWeights
-
-
-class MedusaHeads:
-    """K Medusa heads for the target `model`, which supplies the LM head if they have none of their own."""
-
-    def __init__(self, weights: MedusaWeights, model: Model) -> None:
-        self.count, self._model = len(weights.blocks), model
-        device, dtype = model.device, model.dtype
-        # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks with the same index.
-        self._blocks = [
-            (
-                torch.stack([matrix.to(device, dtype).t() for matrix, _ in blocks]),
-                torch.stack([bias.to(device, dtype)[None] for _, bias in blocks]),
-            )
-            for blocks in zip(*weights.blocks, strict=True)
-        ]
-        make_product = ProductFactory(device, dtype)
-        heads = weights.lm_heads or ()
-        self._lm_heads = [make_product(head.to(device, dtype)) for head in heads]
-        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(device)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width] after the final norm.
-
-        Tokens that a reduced vocabulary lacks have the logit -inf.
-        """
-        states = hidden.to(self._model.dtype).expand(self.count, 1, -1)
-        for matrices, biases in self._blocks:
-            states = states + F.silu(torch.baddbmm(biases, states, matrices))
-        if not self._lm_heads:
-            return self._model.head_logits(states[:, 0])
-        logits = torch.cat([head(state) for head, state in zip(self._lm_heads, states, strict=True)])
-        if self._vocabulary is None:
-            return logits
-        return logits.new_full((self.count, self._model.shape.vocab_size), -torch.inf).index_copy_(1, self._vocabulary, logits)
+from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens, penalised
 
 
 class MedusaRunner:
-    """Runs Medusa heads as a draft model. Implements `DraftRunner`.
+    """Runs K Medusa heads as a draft model of the target `model`, which `target` runs. Implements `DraftRunner`.
 
     The logits after a drafted token at depth m (after the context: 0) are those of head m, whatever the token is: all heads read
     the hidden state from which `target` predicted the context's last token. So they run once for each context. `longest_draft` is
     the number of heads. `rank_accuracies` is as in `MedusaWeights`. `penalties` change the logits from which tokens are chosen.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        target: ModelRunner,
-        penalties: PenaltyProcessor | None = None,
-        rank_accuracies: Sequence[Sequence[float]] = (),
-    ) -> None:
+    def __init__(self, weights: MedusaWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
         self.context_limit, self.num_embeddings = target.context_limit, target.num_embeddings
         self.vocab_size, self.device = target.vocab_size, target.device
-        self.longest_draft, self.rank_accuracies = heads.count, rank_accuracies
-        self._heads, self._target, self._penalties = heads, target, penalties
+        self.longest_draft, self.rank_accuracies = len(weights.blocks), weights.rank_accuracies
+        self._model, self._target, self._penalties = model, target, penalties
+        # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks with the same index.
+        self._blocks = []
+        for blocks in zip(*weights.blocks, strict=True):
+            matrices = torch.stack([matrix.to(model.device, model.dtype).t() for matrix, _ in blocks])
+            biases = torch.stack([bias.to(model.device, model.dtype)[None] for _, bias in blocks])
+            self._blocks.append((matrices, biases))
+        make_product = ProductFactory(model.device, model.dtype)
+        self._lm_heads = [make_product(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()]
+        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
         self._computed: tuple[Context, int, torch.Tensor] | None = None  # a context, its length, the heads' logits
 
     @inference
@@ -83,18 +50,10 @@ class MedusaRunner:
 
         No draft token may be deeper in the tree than the last head but one: the logits after it would need a further head.
         """
-        tokens = list(draft)
-        parents = chain_parents(len(tokens)) if parents is None else parents
-        heads = [0, *(depth + 1 for depth in depths(parents))][start:]
-        of_heads = self._of_all_heads(context)
-        if heads == list(range(start, start + len(heads))):
-            logits = of_heads[start : start + len(heads)]
-            assert len(logits) == len(heads), f"{self.longest_draft} heads do not predict {start + len(heads)} tokens"
-        else:
-            logits = of_heads[heads]
-        if self._penalties is None:
-            return ModelOutput(logits)
-        return ModelOutput(self._penalties(logits, context, tokens, parents, start), unpenalised=logits)
+        heads = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
+        if self._computed is None or self._computed[0] is not context or self._computed[1] != len(context):
+            self._computed = context, len(context), self._of_all_heads(self._hidden_state(context))
+        return penalised(ModelOutput(self._computed[2][heads[start:]]), self._penalties, context, draft, parents, start)
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: the heads have no cache."""
@@ -103,11 +62,15 @@ class MedusaRunner:
         """Drops the logits after the last context."""
         self._computed = None
 
-    def _of_all_heads(self, context: Context) -> torch.Tensor:
-        """Returns the logits [K, vocabulary] of all heads after the context."""
-        if self._computed is None or self._computed[0] is not context or self._computed[1] != len(context):
-            self._computed = context, len(context), self._heads(self._hidden_state(context))
-        return self._computed[2]
+    def _of_all_heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width] after the final norm."""
+        states = hidden.to(self._model.dtype).expand(self.longest_draft, 1, -1)
+        for matrices, biases in self._blocks:
+            states = states + F.silu(torch.baddbmm(biases, states, matrices))
+        if not self._lm_heads:
+            return self._model.head_logits(states[:, 0])
+        logits = torch.cat([head(state) for head, state in zip(self._lm_heads, states, strict=True)])
+        return of_all_tokens(logits, self._vocabulary, self.vocab_size)
 
     def _hidden_state(self, context: Context) -> torch.Tensor:
         """Returns the hidden state [width] from which the target predicts the last token of the context.
@@ -126,6 +89,7 @@ class MedusaRunner:
         return hidden
 
 
+@torch.no_grad()
 def make_runners(
     weights: MedusaWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
 ) -> PartRunners:
@@ -134,9 +98,8 @@ def make_runners(
     `target` is the target's own runner. It is returned unless it gives no hidden states, as transformers' own forward passes.
     Raises SpecgenError if such a model's layers cannot be run one by one.
     """
-    heads = MedusaHeads(weights, model)
     if not isinstance(model, NativeModel):
         model.check_layers("medusa")
         layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
         target = ModelRunner(model, penalties(), model.forward(layers))
-    return PartRunners(target, MedusaRunner(heads, target, penalties(), weights.rank_accuracies))
+    return PartRunners(target, MedusaRunner(weights, model, target, penalties()))

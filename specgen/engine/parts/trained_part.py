@@ -13,31 +13,27 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
 from pydantic import ConfigDict, Field
 from safetensors.torch import save
 
-from specgen import demo
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, kept_part, whole_file
+from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.exit_layers import ExitWeights, Predictor, check_exit_depth, check_exit_layers, exit_shapes, read_exit
-from specgen.engine.parts.head_config import MEDUSA_FILE, take_exactly
+from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
+from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
+from specgen.engine.parts.part import HeadKind, HeadWeights, Kind, MedusaWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
-from specgen.engine.parts.weights import EagleWeights, HeadKind, HeadWeights, Kind, MedusaWeights, Weights
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
 _COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
 _EXIT_COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
-_D = TypeVar("_D")
 _SAVED_DTYPE = torch.bfloat16
-_RETRAIN = "Train it again"
-_NAME_FILES = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +85,9 @@ class HeadDescription:
 class TrainedPart:
     """A trained part that belongs to `target`. Its description has been read and compared with the target, its weights not yet.
 
-    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained.
-    After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an EAGLE head (1 or 3).
-    Open one by `open_part`.
+    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained,
+    `files` are a head's. After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an
+    EAGLE head (1 or 3). Open one by `open_part`.
     """
 
     def __init__(
@@ -106,7 +102,12 @@ class TrainedPart:
         self.warning: str | None = None
         self.version: int | None = None
         self._target, self._files = target, files
-        self._weights: Weights | None = None
+        self._weights: ExitWeights | HeadWeights | None = None
+        if description is not None and description.fingerprint != weights_fingerprint(target.folder):
+            trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
+            raise SpecgenError(
+                f"{self.name} was trained for {trained_for}, not for {target.name}", _training("eesd" if kind == "exit" else kind)
+            )
 
     @property
     def name(self) -> str:
@@ -115,23 +116,23 @@ class TrainedPart:
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that identify the training that made it, or the weights of a head."""
-        if self.kind != "exit":
-            return weights_fingerprint(self.path)
-        assert self.description is not None
-        return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
+        if isinstance(self.description, ExitDescription):
+            return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
+        return weights_fingerprint(self.path)
 
     @property
     def has_predictor(self) -> bool:
         return isinstance(self.description, ExitDescription) and self.description.predictor
 
-    def load(self) -> Weights:
+    def load(self) -> ExitWeights | HeadWeights:
         """Returns the weights, which are read and checked once, and kept until `release`.
 
         Raises SpecgenError, in one line, for files that are damaged or do not fit the target; RunError if memory is short.
         """
         if self._weights is None:
             try:
-                self._weights = self._read_exit() if self.kind == "exit" else self._read_head()
+                described = self.description
+                self._weights = self._read_exit(described) if isinstance(described, ExitDescription) else self._read_head()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -147,27 +148,22 @@ class TrainedPart:
         weights = files.read()
         if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
             weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
-        self.warning = files.warning
-        self.version = weights.version if isinstance(weights, EagleWeights) else None
+        self.warning, self.version = files.warning, getattr(weights, "version", None)
         return weights
 
-    def _read_exit(self) -> ExitWeights:
-        described, model = self.description, self._target.model
-        assert isinstance(described, ExitDescription)
-        check_exit_layers(described.layers)
-        check_exit_depth(model.shape.num_layers, described.after, self.name)
-        files, predictor = _exit_files(self.path, described.fingerprint), None
-        shapes = {
-            f"exit.{name}": shape for name, shape in exit_shapes(model, described.layers, own_head=described.own_head).items()
-        }
+    def _read_exit(self, described: ExitDescription) -> ExitWeights:
+        model, predictor = self._target.model, None
+        check_exit(model, described.after, described.layers, self.name)
+        own = exit_shapes(model, described.layers, own_head=described.own_head)
+        shapes: dict[str, tuple[int, ...]] = {f"exit.{name}": shape for name, shape in own.items()}
         if described.predictor:
             predictor = Predictor(model.shape.hidden_size)
             shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in predictor.named_parameters()}
-        tensors = take_exactly(files, shapes)
+        tensors = take_exactly(_exit_files(self.path, described.fingerprint), shapes)
         if predictor is not None:
             predictor.load_state_dict(_under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
-        return ExitWeights(read_exit(model, _under("exit.", tensors), described.layers), described.after, predictor)
+        return ExitWeights(ExitLayers(model, described.layers, _under("exit.", tensors)), described.after, predictor)
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
@@ -177,55 +173,24 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
     """
     if is_exit:
         weights, yaml_file = _exit_paths(path)
-        exit_ = _described(yaml_file, ExitDescription, "exit layer", "eesd")
-        part = TrainedPart("exit", weights, target, exit_)
-        _check_target(part, target)
-        return part
+        exit_ = read(yaml_file, ExitDescription, "description of the exit layer", _training("eesd"))
+        return TrainedPart("exit", weights, target, exit_)
     if not path.is_dir():
         problem = f"{path} is a file" if path.exists() else f"there is no folder {path}"
         raise SpecgenError(problem, "Name the folder of a Medusa, EAGLE or GliDe head")
     head: HeadDescription | None = None
     if (path / HEAD_DESCRIPTION).exists():
-        head = _described(path / HEAD_DESCRIPTION, HeadDescription, "head", "medusa, eagle or glide")
-        _check_target(TrainedPart(head.kind, path, target, head), target)
-        if head.weights and head.weights != weights_fingerprint(path):
-            raise SpecgenError(f"the weights in {path} and their {HEAD_DESCRIPTION} do not belong together", _RETRAIN)
+        head = read(path / HEAD_DESCRIPTION, HeadDescription, "description of the head", "Train it again, or restore the file")
     files = PublishedHead(path, target)
     part = TrainedPart(files.kind, path, target, head, files)
-    if head is not None and head.kind != part.kind:
-        problem = f"{part.name}: it is of the kind {part.kind}, and its {HEAD_DESCRIPTION} says {head.kind}"
-        raise SpecgenError(problem, _RETRAIN)
+    if head is not None and (head.kind != files.kind or head.weights not in ("", weights_fingerprint(path))):
+        problem = f"the weights in {path}, of the kind {files.kind}, and their {HEAD_DESCRIPTION} do not belong together"
+        raise SpecgenError(problem, "Train it again, or restore the file")
     return part
 
 
-def find_part(kind: Kind, target: LoadedModel, *, is_bundled: bool) -> TrainedPart | None:
-    """Opens the part of a kind that is used if the user names none; returns None if there is none.
-
-    It is the one trained on this machine for the target's weights, preferably under the target's name. If there is none and the
-    target comes with specgen (`is_bundled`), it is the one that comes with it. Raises SpecgenError as `open_part` does.
-    """
-    fingerprint = weights_fingerprint(target.folder)
-    found, bundled = kept_part(kind, target.name, fingerprint), demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
-    found = bundled if found is None and is_bundled and bundled.is_dir() else found
-    return None if found is None else open_part(found, target, is_exit=kind == "exit")
-
-
-def _check_target(part: TrainedPart, target: LoadedModel) -> None:
-    described = part.description
-    if described is not None and described.fingerprint != weights_fingerprint(target.folder):
-        method = "eesd" if part.kind == "exit" else part.kind
-        trained_for = f"{shown(described.target)} ({shown(described.fingerprint, 16)})"
-        hint = f"Train one for this target: specgen tune --train --methods {method}"
-        raise SpecgenError(f"{part.name} was trained for {trained_for}, not for {target.name}", hint)
-
-
-def _described(path: Path, kind: type[_D], what: str, methods: str) -> _D:
-    if path.exists() and not path.is_file():
-        raise SpecgenError(f"{path} is not a file", f"Train the {what} again, or restore the file")
-    if not path.exists():
-        hint = f"Train one for this target: specgen tune --train --methods {methods}"
-        raise SpecgenError(f"there is no {what} in {path.parent} (no {path.name})", hint)
-    return read(path, kind, f"description of the {what}", f"Train the {what} again, or restore the file")
+def _training(method: str) -> str:
+    return f"Train one for this target: specgen tune --train --methods {method}"
 
 
 def _exit_paths(path: Path) -> tuple[Path, Path]:
@@ -235,7 +200,8 @@ def _exit_paths(path: Path) -> tuple[Path, Path]:
     weights, description = (path.with_suffix(Path(name).suffix) for name in (EXIT_WEIGHTS, EXIT_DESCRIPTION))
     for file in (path, weights, description):
         if not file.is_file():
-            raise SpecgenError(f"there is no exit layer {path} (no file {file})", _NAME_FILES)
+            hint = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
+            raise SpecgenError(f"there is no exit layer {path} (no file {file})", hint)
     return weights, description
 
 
@@ -257,8 +223,8 @@ def describe_head(
     kind: HeadKind, target: LoadedModel, figures: Mapping[str, Any], made_with: Mapping[str, Any]
 ) -> HeadDescription:
     """Returns the description of a head that was trained for `target`."""
-    shape, names = target.model.shape, ("hidden_size", "num_layers", "num_heads", "head_size")
-    sizes = {name: getattr(shape, name) for name in names} | {"vocab_size": target.model.shape.vocab_size}
+    names = ("hidden_size", "num_layers", "num_heads", "head_size", "vocab_size")
+    sizes = {name: getattr(target.model.shape, name) for name in names}
     return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
 
 

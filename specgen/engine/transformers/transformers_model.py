@@ -21,9 +21,8 @@ from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, Fo
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
-from specgen.engine.native.attention import Sight, sight_of_chain
+from specgen.engine.native.attention import Sight, sight_of_pass
 from specgen.engine.native.families import read_architecture
-from specgen.engine.native.inputs import ancestry, sight_of_tree
 from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.kv_cache import KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
@@ -77,7 +76,7 @@ class TransformersModel:
 
     def _whole_forward(self, taps: Sequence[int]) -> ForwardFunction:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            ids, sight = torch.tensor([forward_pass.ids], device=self.device), self._sight(forward_pass)
+            ids, sight = torch.tensor([forward_pass.ids], device=self.device), sight_of_pass(forward_pass, self.device)
             mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
             output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
             logits = output.logits[0, -logits_to_keep:]
@@ -159,7 +158,7 @@ class TransformersModel:
                 hidden = self.embeddings(torch.tensor([forward_pass.ids], device=self.device))
             else:
                 hidden = inputs(forward_pass)[None]
-            sight, cache = self._sight(forward_pass), forward_pass.cache
+            sight, cache = sight_of_pass(forward_pass, self.device), forward_pass.cache
             masks = self._masks.of_pass(forward_pass, sight, self.dtype)
             rotary = decoder.rotary_emb(hidden, sight.positions[None])
             for layer, kind in parts:
@@ -183,13 +182,6 @@ class TransformersModel:
         logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _sight(self, forward_pass: ForwardPass) -> Sight:
-        """Returns what the tokens of a pass see, and their positions."""
-        if not forward_pass.is_chain:
-            return sight_of_tree(*ancestry(forward_pass), self.device)
-        first, last = forward_pass.first, forward_pass.last
-        return sight_of_chain(first, last - first, 0, last, self.device)
 
     # weights
 

@@ -1,22 +1,35 @@
-"""Early exit (EESD, section 3.1): one model drafts for itself, with its first N layers and a trained exit layer.
+"""The target drafts for itself: with its first layers and a trained exit (EESD, section 3.1), or without some layers (Self-SD).
 
-The exit is made of native layers; the target may be run by either backend. Target and draft are two model runners on the same
+An exit is made of native layers; the target may be run by either backend. Target and draft are two model runners on the same
 model. Both start from the hidden states after layer N, which a third one computes once per token and keeps. So verifying a draft
 runs only the layers after the first N. With the exit comes a predictor of acceptance for Cali-TS (Eq. 5).
+
+Layer skipping (Zhang et al. 2023) uses the target's KV cache: it reads the keys and values of the committed tokens, and writes
+those of drafted tokens after them. These are reused while the draft grows, and dropped when the target itself runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import (
+    BatchPass,
+    ForwardFunction,
+    ForwardPass,
+    HiddenSource,
+    LayerPart,
+    ModelOutput,
+    chain_parents,
+)
+from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
@@ -24,27 +37,25 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, Take, final_norm, layer_shapes, layer_weights
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
-from specgen.engine.parts.feature_runner import FeatureRunner, PartRunners
+from specgen.engine.parts.part import FeatureRunner, PartRunners
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
+_SKIPPED = re.compile(r"(\d{1,9})([am]?)")
 
 
-def check_exit_layers(count: int) -> None:
-    """Raises SpecgenError unless an exit may have `count` decoder layers."""
-    if not 0 <= count <= MAX_LAYERS:
-        raise SpecgenError(f"the exit has {count} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+def check_exit(model: Model, after: int, layers: int, name: str = "the exit") -> None:
+    """Raises SpecgenError unless an exit with `layers` decoder layers can be after the first `after` layers of the model.
 
-
-def check_exit_depth(layers: int, depth: int, name: str = "the exit") -> None:
-    """Raises SpecgenError unless an exit after the first `depth` of `layers` layers has a layer before and after it.
-
-    `name` is what the message calls the exit.
+    There must be a layer before and after it. `name` is what the message calls the exit.
     """
-    if not 1 <= depth < layers:
-        raise SpecgenError(f"{name} is after layer {depth} of {layers}", f"It can be after layer 1 to {layers - 1}")
+    if not 0 <= layers <= MAX_LAYERS:
+        raise SpecgenError(f"{name} has {layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+    count = model.shape.num_layers
+    if not 1 <= after < count:
+        raise SpecgenError(f"{name} is after layer {after} of {count}", f"It can be after layer 1 to {count - 1}")
 
 
 def default_exit_depth(layers: int) -> int:
@@ -68,35 +79,38 @@ def known_architecture(model: Model, feature: str) -> Architecture:
 class ExitLayers:
     """The decoder layers of an exit, a norm and an LM head, on the hidden states after the first layers of the target `model`.
 
-    `take` returns the weights by their names in an exit layer's file. `make_product` None makes a layer that drafts; in training
-    it makes differentiable products from parameters. `has_head`: the LM head is not the target's.
+    `tensors` has the weights by their names in an exit layer's file, the LM head's only if it is not the target's.
+    `make_product` None makes a layer that drafts; in training it makes differentiable products from parameters.
     """
 
-    def __init__(
-        self, model: Model, count: int, take: Take, make_product: MakeProduct | None = None, *, has_head: bool = True
-    ) -> None:
+    def __init__(self, model: Model, count: int, tensors: Mapping[str, Tensor], make_product: MakeProduct | None = None) -> None:
         self._architecture = architecture = known_architecture(model, "early exit")
-        self._model, self._device, dtype = model, model.device, torch.float32
-        gain = 1.0
+        self._model, dtype, gain = model, torch.float32, 1.0
         if make_product is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
-            gain = model.norm_gain if isinstance(model, NativeModel) else gain
             make_product = ProductFactory(model.device, dtype)
         devices = [model.device] * len(architecture.layers)
         # passes are padded as the target's, with which they share hidden states
         self._inputs = model.inputs if isinstance(model, NativeModel) else InputMaker(architecture, dtype, devices)
         self._normed = norm_function(architecture.norm_eps, gain)
-        kinds = [self._inputs.kinds.index((kind, model.device)) for kind in architecture.layers[len(devices) - count :]]
+
+        def take(name: str) -> Tensor:
+            return tensors[name].to(model.device)
+
+        self._layers: list[NativeLayer] = []
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
             self._norm = final_norm(architecture, take, dtype, gain)
-            self._head = make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if has_head else None
-            weights = [layer_weights(architecture, index, take, dtype, gain) for index in range(count)]
-        made = enumerate(zip(kinds, weights, strict=True))
-        self._layers = [NativeLayer(architecture, index, *each, make_product, gain=gain) for index, each in made]
+            self._head = make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
+            for index, kind in enumerate(architecture.layers[len(devices) - count :]):
+                weights, number = (
+                    layer_weights(architecture, index, take, dtype, gain),
+                    self._inputs.kinds.index((kind, model.device)),
+                )
+                self._layers.append(NativeLayer(architecture, index, number, weights, make_product, gain=gain))
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit layer."""
-        made, devices = self._architecture, [self._device] * max(len(self._layers), 1)
+        made, devices = self._architecture, [self._model.device] * max(len(self._layers), 1)
         return KVBuffer(devices, made.num_kv_heads, made.head_size, self._model.dtype)
 
     def forward(self, source: HiddenSource) -> ForwardFunction:
@@ -140,13 +154,6 @@ def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[
     return shapes
 
 
-@torch.no_grad()
-def read_exit(model: Model, tensors: Mapping[str, Tensor], count: int) -> ExitLayers:
-    """Returns a trained exit layer with `count` decoder layers. `tensors` has its weights by the names in its file, `head.weight`
-    only if the LM head is its own."""
-    return ExitLayers(model, count, lambda name: tensors[name].to(model.device), has_head=EXIT_HEAD in tensors)
-
-
 class Predictor(torch.nn.Module):
     """Predicts the probability theta_M = sigmoid(w . [W_i h_T, h_D] + b_i) that the i-th token of a draft (i from 1) is accepted.
 
@@ -163,14 +170,14 @@ class Predictor(torch.nn.Module):
         self.draft_weights = torch.nn.Parameter(torch.zeros(width))
         self.bias = torch.nn.Parameter(torch.zeros(self.POSITIONS))
 
-    def offsets(self, target_hidden: torch.Tensor) -> torch.Tensor:
+    def offsets(self, target_hidden: Tensor) -> Tensor:
         """Returns the part of the sigmoid's argument that depends on the target's hidden state [..., width].
 
         The result [..., POSITIONS] has one number per position of a drafted token.
         """
         return torch.nn.functional.linear(target_hidden.to(self.bias.dtype), self.target_weights, self.bias)
 
-    def logits(self, offsets: torch.Tensor, draft_hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def logits(self, offsets: Tensor, draft_hidden: Tensor, positions: Tensor) -> Tensor:
         """Returns the sigmoid's argument [..., n] for n drafted tokens, for training.
 
         `offsets` [..., POSITIONS] is from `offsets`, `draft_hidden` [..., n, width] are the exit layer's hidden states, and
@@ -178,14 +185,6 @@ class Predictor(torch.nn.Module):
         """
         index = positions.clamp(1, self.POSITIONS) - 1
         return draft_hidden.to(self.bias.dtype) @ self.draft_weights + offsets.gather(-1, index)
-
-    def score(self, offsets: torch.Tensor, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns theta_M, a scalar tensor, of one drafted token at `position` of the draft (from 1).
-
-        `offsets` [POSITIONS] is from `offsets`; `draft_hidden` [width] is the hidden state from which the token was predicted.
-        """
-        offset = offsets[min(position, self.POSITIONS) - 1]
-        return torch.sigmoid(draft_hidden.to(self.bias.dtype) @ self.draft_weights + offset)
 
 
 class ExitAcceptancePredictor:
@@ -205,12 +204,13 @@ class ExitAcceptancePredictor:
             hidden = torch.zeros_like(self.predictor.draft_weights)
         self._offsets = self.predictor.offsets(hidden)
 
-    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+    def score(self, draft_hidden: Tensor, position: int) -> Tensor:
         """Returns the predicted acceptance probability, a scalar tensor, of the token at `position` of the draft (from 1).
 
         `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
         """
-        return self.predictor.score(self._offsets, draft_hidden, position)
+        weights, offset = self.predictor.draft_weights, self._offsets[min(position, len(self._offsets)) - 1]
+        return torch.sigmoid(draft_hidden.to(weights.dtype) @ weights + offset)
 
 
 @dataclass(frozen=True)
@@ -228,16 +228,76 @@ def make_runners(
 ) -> PartRunners:
     """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
 
-    `penalties` makes the processor for each of the two. Raises SpecgenError for a model whose layers cannot be run one by one,
-    and for a depth that leaves no layers before or after the exit.
+    `penalties` makes the processor for each of the two. Raises SpecgenError for a model whose layers cannot be run one by one.
     """
     model.check_layers("early exit")
-    check_exit_depth(model.shape.num_layers, weights.after)
     earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
     run = model.forward([LayerPart(index) for index in earlier], with_head=False)
-    first = FeatureRunner(model, run, model.new_cache(earlier))
-    verify = model.forward([LayerPart(index) for index in later], first.features_of)
+    first = FeatureRunner(model, lambda each, _: run(each, each.last - each.first), model.new_cache(earlier))
+    verify = model.forward([LayerPart(index) for index in later], first.features)
     target = ModelRunner(model, penalties(), verify, model.new_cache(later))
-    draft = ModelRunner(model, penalties(), weights.layers.forward(first.features_of), weights.layers.new_cache())
+    draft = ModelRunner(model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache())
     predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
     return PartRunners(target, draft, first, predictor)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedLayers:
+    """The layers (indices from 0) whose attention is skipped, and those whose MLP is skipped. Called z in the Self-SD paper."""
+
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+    @classmethod
+    def parse(cls, text: str, layers: int) -> Self:
+        """Reads the notation of the `skip` setting: `3+5a+7m` skips layer 3, the attention of layer 5 and the MLP of layer 7.
+
+        `layers` is the model's number of layers. Raises SpecgenError for another notation, and for layers that do not exist.
+        """
+        skipped: dict[str, set[int]] = {"a": set(), "m": set()}
+        for part in text.split("+"):
+            found = _SKIPPED.fullmatch(part.strip())
+            if found is None:
+                raise SpecgenError(
+                    f"skip is {text!r}", "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto"
+                )
+            if int(found[1]) >= layers:
+                raise SpecgenError(f"skip names layer {int(found[1])}", f"The target has the layers 0 to {layers - 1}")
+            for block in found[2] or "am":
+                skipped[block].add(int(found[1]))
+        return cls(frozenset(skipped["a"]), frozenset(skipped["m"]))
+
+    def __str__(self) -> str:
+        kinds = ((self.attention & self.mlp, ""), (self.attention - self.mlp, "a"), (self.mlp - self.attention, "m"))
+        return "+".join(f"{index}{mark}" for indices, mark in kinds for index in sorted(indices))
+
+
+class LayerSkippingRunner(ModelRunner):
+    """Runs the target without the layers in `skips`, to draft chains. Shares the KV cache of the runner `target`.
+
+    `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
+    """
+
+    def __init__(
+        self, target: ModelRunner, model: Model, skips: SkippedLayers, penalties: PenaltyProcessor | None = None
+    ) -> None:
+        model.check_layers("layer skipping")
+        layers = range(model.shape.num_layers)
+        parts = [LayerPart(index, index not in skips.attention, index not in skips.mlp) for index in layers]
+        forward = model.forward([part for part in parts if part.attention or part.mlp])
+        super().__init__(model, penalties, forward, target.cache)
+        self._target = target
+        self._shared_at = -1  # the number returned by the target's `share_prefix` when this runner last used the shared cache
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`. Raises SpecgenError for a tree."""
+        if parents is not None and list(parents) != list(chain_parents(len(draft))):
+            raise SpecgenError("layer skipping drafts no trees", "Take width=1")
+        committed, shared_at = self._target.share_prefix(context)
+        if shared_at != self._shared_at:
+            self._cached.set_committed(context, committed)
+            self._shared_at = shared_at
+        return super().logits(context, draft, start=start)

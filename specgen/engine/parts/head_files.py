@@ -1,0 +1,169 @@
+"""The files of a head: its tensors by one set of names, checked against what is expected, and copies of the target's tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from specgen.base.errors import SpecgenError
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.weights import AGAIN, BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights, shown
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+OTHER_HEAD = "Take another head"
+
+_MEDUSA_PART = re.compile(r"(model\.)?medusa_heads?\.")
+_NAMES = (  # beginnings of names in files, and those here: EAGLE-1's authors', with all layers under `layers`, and vLLM's
+    (r"((module|draft_model|model|medusa_heads?)\.)+", ""),
+    (r"(midlayer|transformer)\.", "layers.0."),
+    (r"fusion_fc\.", "fc."),
+    (r"(\d{1,3})\.(\d{1,3})\.linear\.", r"blocks.\1.layers.\2."),
+    (r"(\d{1,3})\.\d{1,3}\.(?=weight$)", r"lm_heads.\1."),
+)
+_CONVERTER = (
+    "import sys, torch; from safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for path in"
+    " sys.argv[2:] for name, tensor in torch.load(path, map_location='cpu', weights_only=True).items()}, sys.argv[1])"
+)
+_TABLES = (EMBEDDING, "wte.weight", "embed_in.weight", "word_embeddings.weight", HEAD, "embed_out.weight")  # of targets
+_ROWS = 128  # that are compared; models that were not made from each other differ in nearly every number
+
+
+def open_head(folder: Path, device: torch.device) -> tuple[WeightFiles, bool]:
+    """Opens the tensors of a head under their names here.
+
+    Also returns whether the files hold the model that the head was trained with (Medusa-2); its tensors are left out. Raises
+    SpecgenError if the folder has no safetensors weights, or if they cannot be read.
+    """
+    owner, single = f"the head {folder}", _weight_file(folder)
+    with reading_weights(owner):
+        keys = files_of_keys(folder, single)
+    parts = {key for key in keys if _MEDUSA_PART.match(key)}
+    has_model = bool(parts) and any("layers." in key for key in keys if key not in parts)
+
+    def name_of(key: str) -> str | None:
+        if BUFFER.search(key) or (has_model and key not in parts):
+            return None
+        for published, own in _NAMES:
+            key = re.sub(f"^{published}", own, key)
+        return key
+
+    files = WeightFiles(folder, owner, device, single=single, name_of=name_of)
+    if not files.names:
+        raise files.refuse("its files hold no tensors")
+    for name in files.names:
+        files.shape(name)  # reads all headers
+    return files, has_model
+
+
+def _weight_file(folder: Path) -> str:
+    """Returns the name of the file that holds the head's tensors, unless there is an index of several files.
+
+    Raises SpecgenError if there is none, and for formats that can run code when they are read.
+    """
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    for name in (MEDUSA_FILE, SINGLE_FILE):
+        if name in found:
+            return name
+    if any(folder.glob("*.safetensors.index.json")):
+        return SINGLE_FILE
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SpecgenError(f"the head {folder} has {len(found)} weight files and no index of them", AGAIN)
+    others = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+    if not others:
+        raise SpecgenError(f"there is no head in {folder}: it has no safetensors file", "Name the folder of a trained head")
+    paths = " ".join(shlex.quote(str(path)) for path in (folder / SINGLE_FILE, *others))
+    raise SpecgenError(
+        f"the head {folder} has no safetensors weights (only {shown(others[0].name)}, which can run code when it is read)",
+        f'Convert it: python -c "{_CONVERTER}" {paths}',
+    )
+
+
+def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Returns the expected tensors in their stored dtype.
+
+    Raises SpecgenError, before reading any, unless the files have exactly these with these shapes; then for tensors that hold NaN
+    or infinities, and for weights that hold only zeros. Those of an untrained Medusa block may.
+    """
+    files.check(expected)
+    if unknown := sorted(files.names - expected.keys()):
+        problem = f"it has {len(unknown)} tensors that such a part does not have (the first: {files.key(unknown[0])})"
+        raise files.refuse(problem, "It is of a kind that specgen does not know")
+    taken = {}
+    for name in expected:
+        if name in ("d2t", "t2d", "token_map"):
+            taken[name] = files.take_integers(name)
+            continue
+        taken[name] = tensor = files.take(name)
+        if not tensor.isfinite().all():
+            raise files.refuse(f"{files.key(name)} holds NaN or infinities", "Its training diverged, or its file is damaged")
+        if not tensor.any() and not name.endswith(".bias") and not name.startswith("blocks."):
+            raise files.refuse(f"{files.key(name)} holds only zeros", "It was not trained, or its file is damaged")
+    return taken
+
+
+def matrix_shape(files: WeightFiles, name: str) -> tuple[int, int]:
+    """Returns the rows and columns of a matrix that has both. Raises SpecgenError if the tensor is missing or no matrix."""
+    shape = files.shape(name)
+    if len(shape) != 2 or 0 in shape:
+        raise files.refuse(f"{files.key(name)} is no matrix in its file")
+    return shape[0], shape[1]
+
+
+def check_size(files: WeightFiles, name: str, what: str, found: int, target: LoadedModel, expected: int) -> None:
+    """Raises SpecgenError for a head that was made for a model of another size. `name` is the tensor that shows it."""
+    if found != expected:
+        shows = f"{files.key(name)} is for {what} {found:,}, {target.name} has {expected:,}"
+        hint = "Name a head for this target, or the target that it was made for"
+        raise SpecgenError(f"{files.owner} was made for another target: {shows}", hint)
+
+
+def check_vocabulary(files: WeightFiles, names: Sequence[str], target: LoadedModel, size: int | None = None) -> None:
+    """Raises SpecgenError if a tensor among `names` has a row for each token of another vocabulary than the target's.
+
+    If none of them is there, `size` (of config.json) decides; None: it is not known.
+    """
+    rows = {name: (*files.shape(name), 1)[0] for name in names if name in files}
+    if size is not None and not rows:
+        rows = {"config.json": size}
+    for name, count in rows.items():
+        check_size(files, name, "a vocabulary of", count, target, target.model.shape.vocab_size)
+
+
+def drop_copies(files: WeightFiles, tensors: dict[str, torch.Tensor], names: Sequence[str], target: LoadedModel) -> str | None:
+    """Removes those of a head's tables `names` that are the target's. Returns a warning about one that is another's, if any."""
+    warning = None
+    for name in names:
+        is_copy = _is_copy(files, name, target) if name in tensors else None
+        if is_copy:
+            del tensors[name]
+        elif is_copy is False:
+            table = "embedding" if name == EMBEDDING else "LM head"
+            warning = f"its {table} is not that of {target.name}: it may have been made for another target"
+    return warning
+
+
+def _is_copy(files: WeightFiles, name: str, target: LoadedModel) -> bool | None:
+    """Whether some rows of a head's embedding or LM head are the target's, rounded to the narrower dtype.
+
+    None: the target's files do not have the table in a known form, as transformers may have loaded them.
+    """
+    rows = files.shape(name)[0]
+    ranges = [range(row, row + 1) for row in range(0, rows, max(1, rows // _ROWS))]
+    try:
+        theirs = WeightFiles(target.folder, target.name)
+        tables = _TABLES if name == EMBEDDING else _TABLES[::-1]
+        found = next((key for table in tables for key in theirs.names if f".{key}".endswith(f".{table}")), None)
+        if found is None or theirs.shape(found) != files.shape(name):
+            return None
+        of_target = theirs.take_part(found, 0, ranges)
+    except SpecgenError:
+        return None
+    own = files.take_part(name, 0, ranges).cpu()
+    return torch.equal(own.to(of_target.dtype), of_target) or torch.equal(own, of_target.to(own.dtype))

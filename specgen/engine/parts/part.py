@@ -1,0 +1,238 @@
+"""What all kinds of trained parts share: weights under one set of names, and runners of the target and of the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+
+from specgen.base.types import Context
+from specgen.engine.cached_prefix import CachedPrefix
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput, draft_nodes
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.families import read_architecture
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING
+from specgen.engine.native.products import ProductFactory
+
+HeadKind = Literal["medusa", "eagle", "glide"]
+Kind = Literal["exit", "medusa", "eagle", "glide"]
+KINDS: tuple[HeadKind, ...] = ("medusa", "eagle", "glide")
+
+
+@dataclass(frozen=True)
+class MedusaWeights:
+    """The heads of Medusa-1 (Cai et al. 2024, section 2.1). Head k predicts the k-th token (from 0) of a draft.
+
+    `blocks[k][j]` are weight [width, width] and bias [width] of head k's block j, which computes h + SiLU(W h + b). `lm_heads[k]`
+    [head vocabulary, width] turns its output into logits; None: the target's LM head serves all heads. `vocabulary` [head
+    vocabulary], int64, has the target's id of each of the head's ids, ascending; None: they are equal.
+    `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its likeliest token), measured
+    in training; empty if it is not known.
+    """
+
+    kind: ClassVar[HeadKind] = "medusa"
+    blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    lm_heads: Sequence[torch.Tensor] | None = None
+    vocabulary: torch.Tensor | None = None
+    rank_accuracies: Sequence[Sequence[float]] = ()
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A head of decoder layers. `config` describes them as the config.json of a Llama, or of a Qwen with its biases or norms.
+
+    `tensors` has the weights under Llama's names without the prefix `model.`.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return read_architecture(dict(self.config))
+
+
+@dataclass(frozen=True)
+class EagleWeights(DecoderWeights):
+    """A head of EAGLE-1 and EAGLE-2 (`version` 1; Li et al. 2024) or of EAGLE-3 (`version` 3; Li et al. 2025).
+
+    `tensors` has no norms of the first layer's input and no final norm, but `fc.weight` and perhaps `fc.bias`; version 3 has all
+    norms, with `layers.0.input_layernorm.weight` that of the embedding, and `layers.0.hidden_norm.weight` (of the features) and
+    `lm_head.weight` [head vocabulary, width]. `embed_tokens.weight` [target vocabulary, width] is there only if it differs from
+    the target's embedding.
+
+    Version 3: `feature_layers` are the three layers whose inputs are the features, counted as transformers counts
+    `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of each of the
+    head's ids, ascending; None: they are equal. `norm_before_residual`: the residual is the normed feature, not the feature.
+    """
+
+    kind: ClassVar[HeadKind] = "eagle"
+    version: Literal[1, 3] = 3
+    feature_layers: tuple[int, ...] = ()
+    vocabulary: torch.Tensor | None = None
+    norm_before_residual: bool = False
+
+
+@dataclass(frozen=True)
+class GlideWeights(DecoderWeights):
+    """A GliDe draft model (Du et al. 2024), whose layers also attend to the target's KV cache.
+
+    For each layer j, `tensors` also has `layers.j.cross_attn.q_proj.weight` [target heads * target head size, width] and
+    `layers.j.cross_attn.o_proj.weight` (transposed shape). `embed_tokens.weight` and `lm_head.weight` are missing where the
+    target's are used. Its layer j of m reads the keys and values of the target's layer L - m + j. `block_size` is the number of
+    tokens in a block of its training, and so the longest distance to the newest visible key that it was trained for.
+    """
+
+    kind: ClassVar[HeadKind] = "glide"
+    block_size: int = 5
+
+
+HeadWeights = MedusaWeights | EagleWeights | GlideWeights
+
+
+class PartRunners(NamedTuple):
+    """`target` verifies and keeps the hidden states (or keys and values) that `draft`, the trained part's runner, reads.
+
+    `first` runs the layers that both share, of early exit. `predictor` predicts whether drafted tokens are accepted.
+    """
+
+    target: ModelRunner
+    draft: Any  # a `DraftRunner` with `reserve` and `clear_cache`
+    first: ModelRunner | None = None
+    predictor: Any = None  # an `own_layers.ExitAcceptancePredictor`
+
+    def reserve(self, capacity: int) -> None:
+        """Makes all buffers large enough for `capacity` tokens."""
+        for runner in self[:3]:
+            if runner is not None:
+                runner.reserve(capacity)
+
+    def clear_cache(self) -> None:
+        """Drops all that was computed, so that the next call runs its whole context. For measurements."""
+        for runner in self[:3]:
+            if runner is not None:
+                runner.clear_cache()
+
+
+class KeptRows:
+    """A row of numbers for each token in a KV cache, in a buffer `kept` [capacity, width]."""
+
+    def __init__(self) -> None:
+        self.kept = torch.empty(0, 0)
+
+    def write(self, first: int, rows: torch.Tensor, capacity: int) -> None:
+        """Keeps the rows [n, width] of the tokens `first`, `first` + 1, ... A new buffer has room for `capacity` tokens."""
+        end = first + rows.shape[0]
+        if end > self.kept.shape[0]:
+            larger = rows.new_zeros(max(end, capacity, 2 * self.kept.shape[0]), rows.shape[1])
+            if first:
+                larger[:first] = self.kept[:first]
+            self.kept = larger
+        self.kept[first:end] = rows
+
+    def gather(self, indices: Sequence[int], start: int) -> None:
+        """Moves the rows of the tokens `indices` to `start`, `start + 1`, ..., as `forward_pass.Cache.gather` moves entries."""
+        source = upload(torch.tensor(indices), self.kept.device)
+        self.kept[start : start + len(indices)] = self.kept.index_select(0, source)
+
+
+class FeatureRunner(ModelRunner):
+    """Runs the layers of `run`, and keeps each token's features: `features` or else `hidden_states` of the output.
+
+    `reduce` turns the features [n, ...] of a pass into what is kept of them (None: all).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        run: ForwardFunction,
+        kv_cache: Any,
+        penalties: PenaltyProcessor | None = None,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(model, penalties, self._run_and_keep, kv_cache)
+        self._run, self._reduce, self._rows = run, reduce, KeptRows()
+        self._cached.gathers.append(self._rows.gather)
+
+    def _run_and_keep(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        output = self._run(forward_pass, logits_to_keep)
+        kept = output.hidden_states if output.features is None else output.features
+        assert kept is not None
+        self._rows.write(forward_pass.first, kept if self._reduce is None else self._reduce(kept), self.cache.capacity)
+        return output._replace(features=None)  # they are no rows of the logits
+
+    def features(self, later: ForwardPass) -> torch.Tensor:
+        """Returns the features [n, width] of the n tokens of a pass that reads them, context and draft.
+
+        Runs the layers on those that the KV cache lacks. The features are valid until the next call.
+        """
+        cached = self._cached
+        cached.switch_to(later.context)
+        if later.last > cached.committed:  # otherwise all tokens of the pass are cached, and a cached draft can stay
+            cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
+            for earlier in cached.missing_passes(later.context, later.draft, later.last):
+                self._forward(earlier, 1)
+        return self._rows.kept[later.first : later.last]
+
+
+class DecoderRunner(ModelRunner):
+    """Runs a head of decoder layers, whatever the target's backend: `run`, with a KV cache of its own.
+
+    `target_model` supplies the embedding if the head has none. `products` makes the head's products, `gain` is as in
+    `layer.norm_function`.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, model: Model, run: ForwardFunction, penalties: PenaltyProcessor | None = None
+    ) -> None:
+        self.architecture, self.target_model = weights.architecture, model
+        self.devices = [model.device] * len(self.architecture.layers)
+        self.products = ProductFactory(model.device, model.dtype)
+        self.gain = norm_gain(self.architecture, model.dtype, model.device)
+        cache = KVBuffer(self.devices, self.architecture.num_kv_heads, self.architecture.head_size, model.dtype)
+        super().__init__(model, penalties, run, cache)
+        self._cached = CachedPrefix(cache, self.architecture.rope_boundary)
+        table = weights.tensors.get(EMBEDDING)
+        self._embedding = None if table is None else table.to(model.device, model.dtype)
+        if table is not None:
+            self.num_embeddings = min(self.num_embeddings, len(table))
+
+    def embed(self, forward_pass: ForwardPass) -> torch.Tensor:
+        """Returns the embeddings [n, width] of the n tokens of a pass."""
+        ids = upload(torch.tensor(forward_pass.ids), self.device)
+        return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
+
+
+def of_all_tokens(logits: torch.Tensor, vocabulary: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Returns logits [n, `size`] of all the target's tokens for those [n, m] of the ids `vocabulary` [m]; -inf for the others.
+
+    None: they are of all tokens already.
+    """
+    if vocabulary is None:
+        return logits
+    return logits.new_full((logits.shape[0], size), -torch.inf).index_copy_(1, vocabulary, logits)
+
+
+def penalised(
+    output: ModelOutput,
+    penalties: PenaltyProcessor | None,
+    context: Context,
+    draft: Sequence[int],
+    parents: Sequence[int] | None,
+    start: int,
+) -> ModelOutput:
+    """Returns the output of a call of `ModelRunner.logits` with penalties on its logits (None: none)."""
+    if penalties is None:
+        return output
+    nodes = draft_nodes(list(draft), parents)
+    processed = penalties(output.logits, context, nodes.tokens, nodes.parents, start)
+    return output._replace(logits=processed, unpenalised=output.logits)
