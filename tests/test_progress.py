@@ -192,7 +192,7 @@ def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
         if done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("specgen.view.progress.reading_prompt", lambda _: prefill_reports.to(press))
+    monkeypatch.setattr("specgen.cli.output_writers.reading_prompt", lambda _: prefill_reports.to(press))
     code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc " * 6, *pair, "-m", "sd")
     assert (code, out) == (130, "")
     assert "interrupted" in err

@@ -29,8 +29,8 @@ from specgen.cli.train import train as run_training
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Objective
-from specgen.view import theme
 from specgen.view import pair_report as view
+from specgen.view import theme
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:

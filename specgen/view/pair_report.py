@@ -31,8 +31,9 @@ _FIGURES = 47  # cells of a tuning's table to the right of the method's name
 UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
-Fact = tuple[str, str]
-"""A label with its text. Without a label: more on the fact above."""
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
+Fact = tuple[str, str | list[list[str]]]
+"""A label with its text. Without a label: more on the fact above, as text or as a table."""
 
 
 # a pair
@@ -48,14 +49,17 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40."""
     for role, model in _roles(report).items():
         shape = f"{_count(model.parameters)} parameters, {model.layers} layers × {model.hidden:,}"
-        text = f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}"
-        yield from labelled(Text(role, "strong"), Text(text), width, _LEAD)
+        about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
+        yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
     for label, text in facts(report):
-        yield from labelled(_label(label), Text(text, "none" if label else "quiet"), width, _LEAD)
+        if isinstance(text, str):
+            yield from labelled(_label(label), Text(text, "none" if label else "quiet"), width, _LEAD)
+        else:
+            yield from (Text(" " * _LEAD).append_text(line) for line in table(text, left=()))
     yield Text()
-    for label, text in _methods(report.methods):
-        yield from labelled(_label(label), Text(text), width, 2)
+    for mark, names in _methods(report.methods):
+        yield from labelled(_label(mark), Text(names), width, 2)
     if next_step:
         yield Text()
         yield from labelled(Text("next"), Text(next_step, "command"), width, 6)
@@ -214,7 +218,6 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
     if model.draft_seconds:
         text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
     yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
-    yield "", f"by tokens: {_listed({tokens: f'{seconds / single:.2f}×' for tokens, seconds in target.items()})}"
     if parallel is not None:
         text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
         yield "", f"{text}PEARL's window is {parallel.window.size}" + (f"; {parallel.remark}" if parallel.remark else "")
@@ -223,18 +226,16 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
     if not paying:
         yield "✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save"
         return
-    shown = {k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items()}
-    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft: {_listed(shown)}"
-    best = {acceptance: model.best(acceptance) for acceptance in ACCEPTANCES}
-    speedups = {f"{acceptance:.0%}": f"{speedup:.2f}× with {k}" for acceptance, (k, speedup) in best.items()}
-    yield "", f"by acceptance, at the best draft length: {_listed(speedups)}"
+    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
+    shown = {k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items() if k in _WIDTHS}
+    rows = [[str(k), f"{target[k] / single:.2f}×", rate] for k, rate in shown.items()]
+    yield "", [["tokens", "a pass", "pays from"], *rows]
+    yield "", "at the best draft length, where each token is accepted with the same probability:"
+    best = [(f"{acceptance:.0%}", *model.best(acceptance)) for acceptance in ACCEPTANCES]
+    yield "", [["acceptance", "speedup", "length"], *([rate, f"{speedup:.2f}×", str(k)] for rate, k, speedup in best)]
 
 
-def _listed(values: Mapping[Any, str]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in values.items())
-
-
-def _methods(found: Mapping[str, Readiness]) -> Iterator[Fact]:
+def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
     """Yields which decoding methods can run on the pair, first those that can. Those with the same explanation share a line."""
     groups: dict[tuple[bool, str], list[str]] = {}
     for name, readiness in found.items():
@@ -341,7 +342,7 @@ def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
     return table(rows, left=(0, 4))
 
 
-def _verdict(outcome: TuningOutcome) -> tuple[str, list[Fact]]:
+def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
     best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
     if best.name == PLAIN:
@@ -364,7 +365,7 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[Fact]]:
     return headline, [("best found", found), *why, ("would help", needed)]
 
 
-def _reasons(outcome: TuningOutcome) -> list[Fact]:
+def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     if outcome.relative_draft_cost is None:
         return []
     text = f"a draft token costs {outcome.relative_draft_cost:.2f} of a target pass"
