@@ -21,9 +21,8 @@ from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.model_loading import ModelSource
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.timing import time_passes
 from specgen.methods.pearl import LONGEST_WINDOW
 from specgen.tune import pair_inspection
 

@@ -22,9 +22,9 @@ from tuning_helpers import outcome
 
 from specgen.compare.columns import as_json, csv_text
 from specgen.decoding.costs import WIDTHS, SpeedupModel
+from specgen.engine.devices import ThreadChoice
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.text.translation import TokenOverlap
-from specgen.engine.timing import ThreadChoice
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts

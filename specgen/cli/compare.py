@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -24,11 +24,16 @@ from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import EVERY, parse_specs
-from specgen.compare.predictions import PassCosts, measure_costs, with_predictions
 from specgen.compare.prompts import load_prompts
-from specgen.compare.results import FEW_RESAMPLES, BenchmarkConfig, MethodResult, method_results
-from specgen.compare.resume import RecordedComparison, read_comparison
-from specgen.compare.runner import Runner
+from specgen.compare.results import (
+    FEW_RESAMPLES,
+    BenchmarkConfig,
+    MethodResult,
+    measure_costs,
+    method_results,
+    with_predictions,
+)
+from specgen.compare.runner import RecordedComparison, Runner, read_comparison
 from specgen.pair.records import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
@@ -103,7 +108,7 @@ class Comparison:
         self._results = self._runner.results
         self._runner.check()
         if recorded is not None:
-            recorded.add_to(self._runner)
+            self._runner.resume(recorded)
             if trace is not None:
                 trace.keep = recorded.end
         self._err = theme.console(stderr=True, no_color=output.no_color)
@@ -132,7 +137,7 @@ class Comparison:
         if errors:
             raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
 
-    def _measure(self) -> tuple[PassCosts | None, KeyboardInterrupt | SpecgenError | None]:
+    def _measure(self) -> tuple[dict[str, Any] | None, KeyboardInterrupt | SpecgenError | None]:
         """Measures all methods and, if requested, the costs of passes. Returns the costs, and what ended the measurements."""
         with interrupts.caught():
             try:
@@ -170,7 +175,7 @@ class Comparison:
         power = f"{energy['idle_watts']:.3g} W"
         return [f"Joules are those beyond the {power} of the idle devices; 'with idle' adds these ({energy['source']})."]
 
-    def _print(self, shown: views.Report, costs: PassCosts | None) -> None:
+    def _print(self, shown: views.Report, costs: dict[str, Any] | None) -> None:
         if not self._output.json:
             out = theme.console(no_color=self._output.no_color)
             for text in views.page(shown, theme.width(out)):
@@ -178,7 +183,7 @@ class Comparison:
             return
         for result in shown.made:
             line = as_json(result) | {"tuned_on": self._config.tuned_on(result.spec)}
-            print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs.as_dict()})
+            print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs})
         if not self._output.quiet:
             for note in self._energy_notes():
                 self._err.print(Text(note, "quiet"))

@@ -88,7 +88,6 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         from specgen.engine.devices import pick_device, pick_draft_device
         from specgen.engine.hub import head_folder
         from specgen.pair.loading import model_sources
-        from specgen.tune.method_readiness import TrainedParts
         from specgen.tune.pair_inspection import inspect_files
 
         device = pick_device(models.device)
@@ -102,28 +101,20 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             (device, draft_device),
             (models.dtype, models.draft_dtype),
             loading.announce,
-            TrainedParts(models.exit_layer, head),
+            (models.exit_layer, head),
             (models.device, models.draft_device),
         )
 
 
 def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tune.method_readiness import planned
-    from specgen.tune.pair_inspection import engine_choices, measure, measure_parallel, with_output
+    from specgen.tune.pair_inspection import with_measurements
 
     dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
     if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
         models = replace(models, dtype=dtypes.pop())
     pair, _ = open_pair(models, err, quiet=quiet)
     with pair, Progress(err, quiet=quiet) as line:
-        return replace(
-            report,
-            tokenizers=None if report.tokenizers is None else with_output(report.tokenizers, pair, line.announce),
-            speedup_model=measure(pair, line.announce),
-            choices=engine_choices(pair),
-            parallel_costs=measure_parallel(pair, line.announce),
-            methods=planned(pair, report.methods),
-        )
+        return with_measurements(report, pair, line.announce)
 
 
 def _next_command(models: ModelOptions, report: PairReport) -> str:

@@ -22,7 +22,7 @@ from specgen.engine.weights import weights_fingerprint
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
-    from specgen.engine.timing import ThreadChoice
+    from specgen.engine.devices import ThreadChoice
 
 T = TypeVar("T")
 Key = tuple[Any, ...]

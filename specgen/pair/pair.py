@@ -16,7 +16,7 @@ from specgen.base.settings import Settings
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.devices import device_timer
+from specgen.engine.devices import device_timer, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
@@ -24,7 +24,6 @@ from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.graphs import captures_of
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.engine.timing import pick_threads
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method

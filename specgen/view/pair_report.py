@@ -23,8 +23,7 @@ from specgen.view.theme import labelled, table, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
-    from specgen.tune.method_readiness import Readiness
-    from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+    from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _FIGURES = 47  # cells of a tuning's table to the right of the method's name
