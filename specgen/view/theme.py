@@ -133,7 +133,7 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
     lines = [Text(" " * lead).append_text(part) for part in wrapped(text, max(width - lead, SHORTEST_WRAP))]
     if label.cell_len >= lead:
         return [label, *lines]
-    lines[0] = label + Text(" " * (lead - label.cell_len)) + lines[0][lead:]
+    lines[0] = Text.assemble(label, " " * (lead - label.cell_len), lines[0][lead:])
     return lines
 
 
