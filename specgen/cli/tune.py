@@ -27,8 +27,8 @@ from specgen.cli.train import train as run_training
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Objective
+from specgen.view import pair_report as view
 from specgen.view import theme
-from specgen.view import tune_report as view
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _tune(
     except RunError as error:
         failure = error
     if not output.quiet:
-        view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
+        view.show_tuning(err, outcome, path, is_default=folder.resolve() == default.resolve())
     if asked.export is not None:
         _export(asked.export, pair, profile, err, output.quiet)
     elif output.json:
