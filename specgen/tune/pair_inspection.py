@@ -16,23 +16,23 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import free_memory
+from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.model_runner import time_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
-from specgen.engine.timing import ThreadChoice, time_passes
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import EXIT, HEADS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
-from specgen.pair.preparation import example_prompts
+from specgen.pair.skip_search import example_prompts
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
