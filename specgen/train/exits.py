@@ -83,7 +83,7 @@ class PredictorObjective(Objective):
             figures={**before.figures, **measured},
             made_with={**before.made_with, "predictor": made_with},
         )
-        return replace_predictor(self._part.path, task.out, predictor, description), description
+        return replace_predictor(self._part, task.out, predictor, description), description
 
 
 class ExitObjective(Objective):

@@ -14,10 +14,9 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine.model_loading import PreparedModel
-from specgen.engine.parts.part import KINDS
 from specgen.engine.parts.trained_part import open_part
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import Method, training_command
+from specgen.methods.method import HEADS, Method, training_command
 from specgen.pair.pair import Pair
 from specgen.pair.parts import PartStore
 
@@ -70,7 +69,7 @@ def _missing_parts(target: PreparedModel, parts: TrainedParts) -> Mapping[str, R
         store.name(parts.head, is_exit=False)
     location = None if target.source.label else target.source.location
     missing: dict[str, Readiness] = {}
-    for kind in ("exit", *KINDS):
+    for kind in ("exit", *HEADS):
         if store.find(kind) is None:
             error, train = store.refusal(kind), training_command(kind, location)
             why = f"no {'exit layer' if kind == 'exit' else 'head'}"
