@@ -156,7 +156,6 @@ TRACED = BUFFERS + tuple(
     f"engine/{name}.py"
     for name in (
         "model_runner",
-        "cached_prefix",
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
         "transformers/transformers_model",
         "native/inputs",

@@ -29,7 +29,7 @@ from specgen.engine.native.native_model import NativeModel
 CASES: list[tuple[str, int, dict[str, int]]] = [
     ("llama", 0, {"head_dim": 16}),
     ("gemma2", 0, {"head_dim": 8}),
-    ("qwen3", 1, {}),
+    ("qwen3", 1, {"hidden_size": 48}),  # torch has another operator for unpacked bfloat16 products of 16^3 multiplications
     ("llama", 3, {"num_attention_heads": 14, "hidden_size": 112}),
     ("mistral", 0, {}),
     ("gemma3_text", 2, {}),

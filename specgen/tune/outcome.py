@@ -28,7 +28,6 @@ EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a 
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
 PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
-LEAST_PERCENTAGE = 100  # from here on, a bound of the perplexity is taken for a percentage without its sign
 ClockFunction = Callable[[], float]
 
 
@@ -85,12 +84,9 @@ class Objective:
             bound = float(number) / (100 if is_relative else 1)
         except ValueError:
             bound = math.nan
-        if not (0 if is_relative else 1) < bound < math.inf:
-            hint = "Give a number above 1, or a percentage of plain decoding's such as 105%"
+        if not (0 < bound < math.inf if is_relative else 1 < bound < 100):
+            hint = "Give a number between 1 and 100, or a percentage of plain decoding's such as 105%"
             raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
-        if not is_relative and bound >= LEAST_PERCENTAGE:
-            hint = f"A perplexity has to be below {LEAST_PERCENTAGE}; write {number}% for a percentage of plain decoding's"
-            raise SpecgenError(f"--max-perplexity is {max_perplexity}", hint)
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:
@@ -98,11 +94,6 @@ class Objective:
         if self.lowest_perplexity:
             return math.inf
         return self.bound * plain_perplexity if self.is_relative else self.bound
-
-    def in_words(self, plain_perplexity: float) -> str:
-        return (
-            "lowest perplexity" if self.lowest_perplexity else f"speed at a perplexity up to {self.limit(plain_perplexity):.3f}"
-        )
 
 
 BY_SPEED = Objective()
@@ -122,11 +113,6 @@ class TuningRequest:
     names: Sequence[str] | None = None
     chat: bool = False
     objective: Objective = BY_SPEED
-
-    @property
-    def seeded_sampling(self) -> SamplingParams:
-        """`sampling` with seed 0 if it has no seed."""
-        return replace(self.sampling, seed=self.sampling.seed or 0)
 
 
 class TuningObserver(Protocol):
@@ -263,10 +249,11 @@ class TuningOutcome:
         interval of their speedup: a method that is fast on some prompts and slow on others is no safe choice for new prompts.
         """
         others = [method for method in self.methods if method.name != PLAIN and method.lossless]
-        measured = [method for method in others if method.measured is not None]
-        if measured and all(method.low is not None for method in measured):
-            return max(measured, key=lambda method: method.low or 0.0)
-        return max(measured or others or [self.plain], key=lambda method: method.measured or method.predicted)
+
+        def rank(method: Candidate) -> tuple[bool, float]:
+            return method.measured is not None, method.low or method.speedup or method.predicted
+
+        return max(others, key=rank, default=self.plain)
 
     @property
     def verdict(self) -> Verdict:
@@ -282,7 +269,7 @@ class TuningOutcome:
             return "unconfirmed"
         if (best.low or best.speedup) > 1:
             return "pays"
-        return "does not pay" if (best.high or best.speedup) < 1 or best.speedup < 1 else "unclear"
+        return "does not pay" if best.speedup < 1 else "unclear"
 
     @property
     def chosen(self) -> Candidate:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +41,7 @@ from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN, Deadline
-from specgen.tune.round_timing import RoundProbe, draft_prefill_seconds
+from specgen.tune.round_timing import TimedRound, costs_of, draft_prefill_seconds, time_rounds
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.policy import LengthPolicy
-    from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.model_runner import DraftRunner
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
     from specgen.tune.round_timing import ReferenceOutput
@@ -92,18 +92,14 @@ class MemoisedRunner:
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
     shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`,
-    `passes` those that needed a forward pass.
+    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
         self._runner, self._kept, self._joins = runner, kept, joins
-        self.context_limit, self.num_embeddings = runner.context_limit, runner.num_embeddings
-        self.vocab_size, self.device = runner.vocab_size, runner.device
-        self.calls = self.passes = 0
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what only some runners have, such as `longest_draft`."""
         return getattr(self._runner, name)
 
     def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
@@ -123,10 +119,9 @@ class MemoisedRunner:
             for token, parent in zip(draft, parents, strict=True):
                 paths.append((*paths[parent + 1], token))
         keys = [self.key(context, path) for path in paths[start:]]
-        kept = [output for key in keys if (output := self._kept.get(key)) is not None]
-        if len(kept) == len(keys):
+        if all(key in self._kept for key in keys):
+            kept = [self._kept[key] for key in keys]
             return kept[0] if len(kept) == 1 else _joined(kept)
-        self.passes += 1
         computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
         bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
         for position, key in enumerate(keys):
@@ -152,7 +147,7 @@ class DrawnRunner:
     """Runs a draft model whose drafts are drawn, for a greedy drafter: the most likely token of its logits is the one drawn.
 
     The others share the rest of the probability, so that the drawn token has its own; `unpenalised` are the model's logits, from
-    which all other signals are computed. A token is drawn once for each context, `seed` and position in the output. On the way of
+    which all other signals are computed. A token is drawn once for each context, seed and position in the output. On the way of
     the `reference` it is drawn as the module's docstring says; `target` runs the target there.
     """
 
@@ -181,65 +176,52 @@ class DrawnRunner:
         logits[0, token] = math.log(max(probability, 1.01 * rest))
         return output._replace(logits=logits, unpenalised=output.model_logits)
 
-    def _draw(self, output: ModelOutput, tokens: Sequence[int]) -> tuple[int, float]:
+    def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
         """Returns the token that is drafted after the new `tokens`, and its probability."""
         generator = logits_ops.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
         width, known = self._target.vocab_size, self._reference.token_ids
         probs = logits_ops.pad_probs(logits_ops.warp(output.logits[0, :width], self._sampling), width)
-        token = -1
-        if len(tokens) < len(known) and list(tokens) == known[: len(tokens)]:
-            context = Context(self._reference.prompt_ids)
-            context.extend(tokens)
-            of_target = logits_ops.warp(self._target.logits(context).logits[0], self._sampling)
-            own = known[len(tokens)]
-            chance = probs[own] / of_target[own]
-            if torch.rand(1, generator=generator, device=generator.device) >= chance:
-                token = int(logits_ops.draw((probs - of_target).clamp_min(0), generator))
-            token = token if token >= 0 else own
-        else:
+        if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
             token = int(logits_ops.draw(probs, generator))
+            return token, float(probs[token])
+        context = Context(self._reference.prompt_ids)
+        context.extend(tokens)
+        of_target = logits_ops.warp(self._target.logits(context).logits[0], self._sampling)
+        token = known[len(tokens)]
+        chance = probs[token] / of_target[token]
+        if torch.rand(1, generator=generator, device=generator.device) >= chance:
+            other = int(logits_ops.draw((probs - of_target).clamp_min(0), generator))
+            token = other if other >= 0 else token
         return token, float(probs[token])
-
-
-class _Choices(list[int]):
-    """The reference's tokens after the context and after each drafted node, in place of the target's logits."""
-
-    def first(self, count: int) -> _Choices:
-        return _Choices(self[:count])
 
 
 class PricedTarget:
     """The target of a simulated run: adds the measured cost of each pass to the clock.
 
-    With `runner` None no model is run: `ReferenceVerifier` reads the output. `pass_seconds` is the time of the last pass but that
-    over the prompt.
+    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
+    the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
     """
 
     def __init__(self, reference: ReferenceOutput, costs: RoundCosts, clock: SimulatedClock) -> None:
         self._token_ids, self._costs, self._clock = reference.token_ids, costs, clock
         self._prefill_seconds, self.pass_seconds = reference.prefill_seconds, 0.0
+        self._generated = self._rows = 0
         self.runner: MemoisedRunner | None = None
         self.device = torch.device("cpu")  # nothing waits for it
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
-        generated = len(context) - context.prompt_length
-        if generated == 0:
+        self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
+        if self._generated == 0:
             self._clock.add("prefill", self._prefill_seconds)
         else:
             self.pass_seconds = self._costs.verification_cost.at(len(draft) + 1, len(context))
             self._clock.add("verify", self.pass_seconds)
-        if self.runner is not None:
-            return self.runner.logits(context, draft, parents)
-        positions = [generated, *(generated + depth + 1 for depth in depths(parents))]
-        known = self._token_ids
-        return _Choices(known[position] if position < len(known) else _NO_TOKEN for position in positions)
-
-
-class ReferenceVerifier:
-    """Accepts drafted tokens as long as they equal the tokens of the reference."""
+        return None if self.runner is None else self.runner.logits(context, draft, parents)
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
-        return match_path(draft, output.__getitem__, len(output))
+        positions = [self._generated, *(self._generated + depth + 1 for depth in depths(draft.parents))]
+        known = self._token_ids
+        return match_path(draft, lambda row: known[positions[row]] if positions[row] < len(known) else _NO_TOKEN, self._rows)
 
 
 class PricedDrafter(LearningDrafter):
@@ -254,12 +236,12 @@ class PricedDrafter(LearningDrafter):
         self, drafter: Drafter, runner: MemoisedRunner | None, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float
     ) -> None:
         self._drafter, self._runner, self._costs, self._clock = drafter, runner, costs, clock
-        self._prefill_seconds, self._learns = prefill_seconds, isinstance(drafter, LearningDrafter)
+        self._prefill_seconds, self.learns = prefill_seconds, isinstance(drafter, LearningDrafter)
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = draft.levels if self._learns else 0 if self._runner is None else self._runner.calls - before
+        passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
         if passes:
             self._clock.add("draft", self._prefill_seconds + _draft_seconds(self._costs, passes, policy, context))
             self._prefill_seconds = 0.0
@@ -322,24 +304,24 @@ class PricedParallelDrafter:
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """The models on one prompt. `target` and `draft` (None: no model drafts) keep their outputs.
+    """The models on one prompt. `target` and `draft` (None: no model drafts) are runners that keep their outputs.
 
     `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as `draft`, None in greedy
     decoding.
     """
 
-    target: MemoisedRunner
-    draft: MemoisedRunner | None
-    drawn: DrawnRunner | None
-    predictor: ExitAcceptancePredictor | None
-    prefill_seconds: float
+    target: Any
+    draft: Any = None
+    drawn: Any = None
+    predictor: ExitAcceptancePredictor | None = None
+    prefill_seconds: float = 0.0
 
 
 class Simulator:
     """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by kind.
 
     Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
-    shape (a method with its width, beams or drafts), by a `probe`. The machine may then be slower than before, so target passes
+    shape (a method with its width, beams or drafts). The machine may then be slower than before, so target passes
     are timed again with them, and the costs are corrected by the ratio to the earlier ones.
     """
 
@@ -349,12 +331,10 @@ class Simulator:
         references: Sequence[ReferenceOutput],
         sampling: SamplingParams,
         costs: Mapping[str, RoundCosts],
-        *,
-        probe: Callable[..., RoundProbe] = RoundProbe,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pair, self.references, self.costs = pair, references, costs
-        self._sampling, self._probe, self._clock = sampling, probe, clock
+        self._sampling, self._clock = sampling, clock
         self._kept: dict[tuple[Any, ...], ModelOutput] = {}
         self._shape_costs: dict[tuple[object, ...], RoundCosts] = {}
         self._models: dict[tuple[str, int], _Models] = {}
@@ -381,50 +361,30 @@ class Simulator:
                 summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
         return summary
 
-    @inference
-    def acceptance(self, name: str) -> float | None:
-        """Returns the mean probability that the target accepts a token that the method `name` drafts after accepted ones.
-
-        It is 0 or 1 for each token in greedy decoding, and the sum of min(p, q) over the vocabulary when sampling. None without
-        a drafted token. Runs both models once on each reference, and keeps their outputs.
-        """
-        found: list[float] = []
-        for number, reference in enumerate(self.references):
-            models, context = self._models_of(methods.find(name), number), Context(reference.prompt_ids)
-            context.extend(reference.token_ids[:1])
-            generated, wanted = reference.token_ids[1:-1], reference.token_ids[1:]
-            assert models.draft is not None
-            if not wanted or room(models.draft, context) < len(wanted):
-                continue
-            target, draft = (runner.logits(context, generated).logits for runner in (models.target, models.draft))
-            draft = draft[:, : models.target.vocab_size]
-            if self._sampling.greedy:
-                found += [float(token == own) for token, own in zip(logits_ops.argmax_tokens(draft), wanted, strict=True)]
-            else:
-                p, q = (logits_ops.warp(logits, self._sampling) for logits in (target, draft))
-                both = torch.minimum(p, logits_ops.pad_probs(q, p.shape[-1]))
-                found += both.sum(dim=-1).clamp(0, 1).tolist()
-        return sum(found) / len(found) if found else None
-
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
         """Returns the costs of the method's rounds with these settings; the first call for a shape measures them.
 
         The signals that the length policy reads are part of a shape's costs too.
         """
-        if _is_simple(method, settings):
+        if method.recorded and not method.drafts_trees(settings):
             return self.costs[method.cost_kind]
         shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
-        key = (method.name, signals_of(settings), *shape.values())
+        signals = signals_of(settings)
+        key = (method.name, signals, *shape.values())
         if key not in self._shape_costs:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
-            fixed, common = {**shape, **_WITHOUT_STOP.get(method.name, {})}, (prompt, self._sampling)
-            probe = self._probe(self.pair, method.name, *common, lengths=_LENGTHS, signals=signals_of(settings), settings=fixed)
-            plain = self._probe(self.pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
-            for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
-                timed.run(Deadline.after(seconds, self._clock))
-            ((length, now),) = plain.costs.verification_cost.curves.items()
+            fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
+
+            def plain() -> list[TimedRound]:
+                deadline = Deadline.after(_PLAIN_SECONDS, self._clock)
+                return time_rounds(self.pair, PLAIN, prompt, self._sampling, deadline, (0,), drafter=RepeatDrafter())
+
+            rounds = plain()
+            deadline = Deadline.after(_SHAPE_SECONDS, self._clock)
+            timed = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=fixed)
+            ((length, now),) = costs_of(rounds + plain()).verification_cost.curves.items()
             earlier = self.costs["echo"].verification_cost.at(1, length)
-            self._shape_costs[key] = probe.costs.times(earlier / now.at(1))
+            self._shape_costs[key] = costs_of(timed).times(earlier / now.at(1))
         return self._shape_costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:
@@ -433,12 +393,12 @@ class Simulator:
         seed = run_seed(number, self._sampling.seed or 0)
         is_drawn = models.drawn is not None and method.verifier is None and not method.drafts_trees(settings)
         setup = Setup(
-            cast("DraftRunner", models.drawn) if is_drawn else models.draft,
+            models.drawn if is_drawn else models.draft,
             replace(self._sampling, temperature=0.0) if is_drawn else self._sampling,
             reference.eos_ids,
             models.target.vocab_size,
             seed,
-            cast("ModelRunner", models.target),
+            models.target,
             acceptance_predictor=models.predictor,
         )
         if learned is not None:
@@ -447,47 +407,56 @@ class Simulator:
         if settings.values.get("window") == "auto":  # by the rule and the times of a real run
             passes = pass_costs(self.pair, _length(self.references[0]), self._sampling)
             setup = replace(setup, window=passes.run_window(is_flexible=has_flexible_window(self.pair, self._sampling)))
-        target = PricedTarget(reference, costs, clock)
+        target: Any = PricedTarget(reference, costs, clock)
         if method.is_parallel:
             policy = runs.make_policy(settings, seed, setup.adaptive)
             parallel = PricedParallelDrafter(ModelDrafter(setup), policy, target, costs, clock)
             setup = replace(setup, worker=SimpleNamespace(drafter=lambda *_: parallel))
         run = runs.make_run(method, settings, setup, Context(reference.prompt_ids), reference.limit, None, clock)
-        learns, is_lossless = isinstance(run.drafter, LearningDrafter), method.lossless
-        if not self._sampling.greedy:  # other verifiers draw, and the reference is one draw of many
-            is_lossless = method.verifier is None and not settings.values.get("cape")
-        if learns or not is_lossless:
-            target.runner = models.target
-        else:
-            run = replace(run, verifier=ReferenceVerifier())
         drafter = PricedDrafter(run.drafter, models.draft, costs, clock, models.prefill_seconds)
-        return replace(run, target=cast("ModelRunner", target), drafter=drafter)
+        run = replace(run, target=target, drafter=drafter)
+        keeps_reference = method.lossless and not drafter.learns
+        if not self._sampling.greedy:  # other verifiers draw, and the reference is one draw of many
+            keeps_reference &= method.verifier is None and not settings.values.get("cape")
+        if keeps_reference:
+            return replace(run, verifier=target)
+        target.runner = models.target
+        return run
 
     def _models_of(self, method: Method, number: int) -> _Models:
         """Returns the models on prompt number `number`, whose outputs are kept for all methods that need the same parts."""
         key = method.needs, number
         if key not in self._models:
-            reference, (target, draft), of_exit = self.references[number], runners(self.pair), None
-            plain = self._models_of(methods.find(PLAIN), number).target if method.name != PLAIN else None
-            if method.needs_exit_layer or method.head:
-                target, draft, _, of_exit = self.pair.parts.runners(method)
-            if draft is None and method.needs_draft_model:
-                raise method.without_part(None)
-            runner = MemoisedRunner(target, self._kept) if plain is None or method.head or of_exit else plain
-            predictor = None if of_exit is None else ExitAcceptancePredictor(cast("ModelRunner", runner), of_exit.predictor)
-            memoised, drawn, prefill_seconds = None, None, 0.0
-            if draft is not None and method.runs_model:
-                prefill_seconds = draft_prefill_seconds(target, draft, reference)
-                memoised = MemoisedRunner(draft, self._kept, joins=not method.head)
-                if not self._sampling.greedy:
-                    drawn = DrawnRunner(memoised, plain or runner, reference, self._sampling, self._sampling.seed or 0)
-            self._models[key] = _Models(runner, memoised, drawn, predictor, prefill_seconds)
+            self._models[key] = self._make_models(method, number)
         return self._models[key]
 
-
-def _is_simple(method: Method, settings: Settings) -> bool:
-    """Whether a round costs what was measured for all methods of its `cost_kind`."""
-    return method.recorded and not method.drafts_trees(settings)
+    def _make_models(self, method: Method, number: int) -> _Models:
+        reference, (target, draft), predictor = self.references[number], runners(self.pair), None
+        if method.needs_exit_layer or method.head:
+            target, draft, _, exit_predictor = self.pair.parts.runners(method)
+            memoised: Any = MemoisedRunner(target, self._kept)
+            if exit_predictor is not None:
+                predictor = ExitAcceptancePredictor(memoised, exit_predictor.predictor)
+        elif method.name == PLAIN:
+            memoised = MemoisedRunner(target, self._kept)
+        else:
+            memoised = self._models_of(methods.find(PLAIN), number).target
+        if draft is None or not method.runs_model:
+            return _Models(memoised, predictor=predictor)
+        prefill_seconds, drawn = draft_prefill_seconds(target, draft, reference), None
+        drafting = MemoisedRunner(draft, self._kept, joins=not method.head)
+        plain = self._models_of(methods.find(PLAIN), number).target
+        if not self._sampling.greedy:
+            drawn = DrawnRunner(drafting, plain, reference, self._sampling, self._sampling.seed or 0)
+        context, known = Context(reference.prompt_ids), reference.token_ids
+        context.extend(known[:1])
+        if not method.head and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
+            drafting.logits(context, known[1:-1])
+            if drawn is not None:
+                plain.logits(context, known[1:-1])
+            if predictor is not None:
+                memoised.logits(context, known[1:-1])
+        return _Models(memoised, drafting, drawn, predictor, prefill_seconds)
 
 
 def run_seed(number: int, seed: int) -> int:

@@ -21,7 +21,7 @@ from specgen.compare.results import BenchmarkConfig, MethodResult, method_result
 from specgen.compare.runner import Runner
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import SEARCHED, SIMPLE, Deadline, TuningOutcome, TuningRequest, grid, searched_grid
-from specgen.tune.tuner import choose_settings, measure_pair, outcome_of, record_references, select_methods
+from specgen.tune.tuner import Tuner, outcome_of
 
 HELD_OUT = ("news", "chat")
 METHODS = [name for name in (*SIMPLE, *SEARCHED) if name != "ar"]
@@ -53,11 +53,11 @@ def main() -> None:
         pair.warm_up()
         start = time.perf_counter()
         request = TuningRequest(known, sampling, Deadline(start + options.budget))
-        chosen, left_out = select_methods(pair, None)
-        references = record_references(pair, request, Steps())
-        simulator, acceptance, _ = measure_pair(pair, chosen, references, request, request.deadline, Steps())
-        candidates, _ = choose_settings(pair, request, chosen, simulator, Steps())
-        outcome = outcome_of(simulator, candidates, sampling, left_out, acceptance)
+        tuner = Tuner(pair, request, Steps())
+        chosen = tuner.select()
+        simulator, acceptance = tuner.measure(pair, chosen, tuner.record(), request.deadline)
+        candidates = tuner.confirm(pair, tuner.choose(simulator, chosen))
+        outcome = outcome_of(simulator, candidates, request, tuner.left_out, acceptance)
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in chosen]
         specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]

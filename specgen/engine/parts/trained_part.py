@@ -151,19 +151,25 @@ class TrainedPart:
         self.warning, self.version = files.warning, getattr(weights, "version", None)
         return weights
 
-    def _read_exit(self, described: ExitDescription) -> ExitWeights:
-        model, predictor = self._target.model, None
+    def exit_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors in an exit layer's file: `exit.` or `predictor.` and their names in `ExitLayers` or `Predictor`."""
+        described, model = self.description, self._target.model
+        assert isinstance(described, ExitDescription)
         check_exit(model, described.after, described.layers, self.name)
         own = exit_shapes(model, described.layers, own_head=described.own_head)
         shapes: dict[str, tuple[int, ...]] = {f"exit.{name}": shape for name, shape in own.items()}
         if described.predictor:
             predictor = Predictor(model.shape.hidden_size)
             shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in predictor.named_parameters()}
-        tensors = take_exactly(_exit_files(self.path, described.fingerprint), shapes)
-        if predictor is not None:
-            predictor.load_state_dict(_under("predictor.", tensors))
+        return take_exactly(_exit_files(self.path, described.fingerprint), shapes)
+
+    def _read_exit(self, described: ExitDescription) -> ExitWeights:
+        tensors, model, predictor = self.exit_tensors(), self._target.model, None
+        if described.predictor:
+            predictor = Predictor(model.shape.hidden_size)
+            predictor.load_state_dict(under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
-        return ExitWeights(ExitLayers(model, described.layers, _under("exit.", tensors)), described.after, predictor)
+        return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
@@ -214,7 +220,7 @@ def _exit_files(path: Path, fingerprint: str) -> WeightFiles:
     return files
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors whose names start with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
@@ -267,13 +273,6 @@ def save_exit(
     data = save({name: _stored(weight) for name, weight in kept.items()}, {"fingerprint": description.fingerprint})
     _write(folder, {EXIT_WEIGHTS: data, EXIT_DESCRIPTION: _yaml(description)})
     return folder / EXIT_WEIGHTS
-
-
-def replace_predictor(path: Path, folder: Path, predictor: Predictor, description: ExitDescription) -> Path:
-    """Writes a copy of the exit layer with the weights `path` and another predictor into `folder`, as `save_exit` does."""
-    files = _exit_files(path, description.fingerprint)
-    kept = {name: files.take(name) for name in files.names}
-    return save_exit(folder, _under("exit.", kept), predictor, description)
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -17,9 +17,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.quiet import quiet_transformers, reading
-from specgen.engine.transformers.transformers_model import TransformersModel, model_without_weights
+from specgen.engine.transformers.transformers_model import TransformersModel, logits_error, model_without_weights
 from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache

@@ -6,15 +6,16 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specgen.base.errors import SpecgenError
+from specgen.base.errors import SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
@@ -23,10 +24,10 @@ from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_pass
 from specgen.engine.native.families import read_architecture
-from specgen.engine.tolerances import logits_error
 from specgen.engine.transformers.kv_cache import KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
 
+_FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # as fractions of the largest logit; a larger difference is a wrong computation
 Mask = torch.Tensor | dict[str, torch.Tensor] | None
 _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
 
@@ -323,3 +324,28 @@ def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
         reduced, name, torch.zeros_like if name == "mlp" else lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     )
     return reduced
+
+
+def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor]) -> str | None:
+    """Compares logits with those of the model's own forward pass. Returns None if they agree.
+
+    `compute()` returns the logits [n, vocabulary] to check, `reference()` those of the model's own pass, [n or more, vocabulary],
+    of which the last n are compared. If they differ by more than rounding explains, or if computing them fails, returns the end
+    of a message, such as "do not give its own logits". NaN in the model's own logits is ignored here, because decoding reports
+    damaged weights.
+    """
+    try:
+        logits = compute().float()
+        own = reference()
+        is_float32 = own.dtype == torch.float32
+        own = own[-len(logits) :].float()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return f"fail ({shorten(str(error), 100, placeholder=' …')})"
+    impossible = own == -torch.inf  # tokens that a head's vocabulary lacks
+    same = torch.equal(impossible, logits == -torch.inf)
+    logits, own = logits.masked_fill(impossible, 0.0), own.masked_fill(impossible, 0.0)
+    allowed = (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR) * float(own.abs().max())
+    agree = bool(own.isnan().any()) or (same and float((logits - own).abs().max()) <= allowed)
+    return None if agree else "do not give its own logits"
