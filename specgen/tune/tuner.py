@@ -25,7 +25,7 @@ from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.pair.figures import Figures
 from specgen.pair.pair import skipping_speed
-from specgen.pair.preparation import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
+from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
     PLAIN,
@@ -375,8 +375,9 @@ def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
     prompts = [reference.prompt_ids[:PROMPT_TOKENS] for reference in references[:PROMPTS]]
     if len(prompts) * NEW_TOKENS * _token_seconds(references) > seconds:
         raise SpecgenError(TIME_WAS_SHORT)
-    found = search_skips(pair.target.model.shape.num_layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
-    return Candidate("selfsd", {"skip": found.skips}, found.tokens_per_second, found.tried)
+    speeds = search_skips(pair.target.model.shape.num_layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
+    fastest = max(speeds, key=lambda skips: speeds[skips])
+    return Candidate("selfsd", {"skip": fastest}, speeds[fastest], len(speeds))
 
 
 def _token_seconds(references: Sequence[ReferenceOutput]) -> float:
