@@ -15,9 +15,8 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
-from specgen.compare.predictions import NO_PREDICTION
 from specgen.compare.prompts import Prompt
-from specgen.compare.results import BenchmarkConfig, Results, Run, method_results
+from specgen.compare.results import NO_PREDICTION, BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
 from specgen.traces.reader import read_trace
 from specgen.view.comparison import Report, page

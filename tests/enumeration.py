@@ -18,7 +18,8 @@ from statistics_checks import Distribution, output_distribution
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import logits_ops
-from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.chain import ModelDrafter
+from specgen.decoding.drafting import Setup
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods import runs
 from specgen.methods.pearl import Parallel, Window
@@ -68,7 +69,6 @@ class Paths:
         self.weight = 1.0
         monkeypatch.setattr(torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size))
         monkeypatch.setattr(logits_ops, "draw", self._draw)
-        monkeypatch.setattr(logits_ops, "draw_on_cpu", lambda probs, generator: int(self._draw(probs, generator)))
 
     def all(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The probability of each result of `run`, which makes random choices."""
@@ -164,6 +164,11 @@ class Uniforms:
         scaled = copy.copy(self)  # the numbers are the same
         scaled._scale = self._scale * scale
         return scaled
+
+    def __getitem__(self, index: int) -> Uniforms:
+        part = copy.copy(self)  # the intervals are the same
+        part._numbers = self._numbers[index]
+        return part
 
     def __lt__(self, bound: torch.Tensor) -> torch.Tensor:
         scale = self._scale.double() if isinstance(self._scale, torch.Tensor) else self._scale

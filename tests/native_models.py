@@ -14,7 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from specgen.engine.native import loading, products
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import ProductFactory
 
 _TINY = {
     "hidden_size": 32,
@@ -147,14 +146,11 @@ def variant(family: str, index: int = 0, **changes: Any) -> dict[str, Any]:
     return sparse(family, **{**VARIANTS[family][index], **changes})
 
 
-def load(
-    folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool = False, min_rows: int = 1
-) -> NativeModel:
-    """Loads a saved model with the native decoder. `pack` and `min_rows` replace what the rules say."""
+def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool = False) -> NativeModel:
+    """Loads a saved model with the native decoder. `pack` replaces what the rules say."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProductFactory, "min_rows", min_rows)
         if pack:
-            patch.setattr(products, "_MIN_BYTES", {})
+            patch.setattr(products, "_SMALL", 0)
         else:
             patch.setattr(products, "packing_problem", lambda _: "packing is switched off")
         architecture = read_architecture(read_config(folder, "the model"))

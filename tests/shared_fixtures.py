@@ -101,8 +101,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fits EESD's predictor in few and small steps, for tests of what is around it."""
-    monkeypatch.setattr("specgen.train.predictor.STEPS", 30)
-    monkeypatch.setattr("specgen.train.predictor.BATCH", 512)
+    monkeypatch.setattr("specgen.train.exits.STEPS", 30)
+    monkeypatch.setattr("specgen.train.exits.BATCH", 512)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import mtad_search
-from specgen.methods.bild_drafting import BildVerifier
+from specgen.methods.bild import BildVerifier
 from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")

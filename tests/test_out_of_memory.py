@@ -11,7 +11,7 @@ import torch
 from cli_helpers import parsed, run_main
 from comparisons import Compare
 
-from specgen.decoding.drafting import ModelDrafter
+from specgen.decoding.chain import ModelDrafter
 from specgen.engine.native.native_model import NativeModel
 
 ERRORS = [  # as Python, torch's allocators and an accelerator's driver raise them

@@ -20,7 +20,6 @@ from specgen import demo
 from specgen.base import files as paths
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.compare.method_specs import parse_specs
 from specgen.engine.parts.own_layers import ExitWeights, default_exit_depth, make_runners
 from specgen.engine.parts.part import MedusaWeights
 from specgen.engine.parts.trained_part import (
@@ -321,14 +320,6 @@ def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
         code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
         assert code == 0, err
         assert err.startswith(note) if note else "--head" not in err
-
-
-def test_a_path_that_cannot_be_written_after_a_name_is_refused() -> None:
-    for path in ("a:b", "a,b:k=3"):
-        with pytest.raises(SpecgenError, match="cannot read") as refused:
-            parse_specs([f"eesd-fixed:exit={path}"])
-        assert "cannot hold a comma or a colon" in str(refused.value.hint)
-    assert parse_specs(["eesd:exit=a+b,svip"])[1].settings == {"exit": "a+b"}
 
 
 def test_a_fingerprint_depends_on_the_weights_and_not_on_their_files(folder: Path, tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from specgen.engine.native.products import (
     packing_problem,
     quantised,
     refusal,
-    rounded_groups,
-    rounded_rows,
+    restored,
     trained_product,
     with_int4_weights,
     with_int8_weights,
@@ -56,14 +55,9 @@ def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: 
 
 
 @needs_packing
-def test_the_rules_that_choose_packed_weights_and_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "last_level_cache", lambda: 12 << 20)
+def test_large_weights_are_packed_and_the_reason_is_said_for_others() -> None:
     make = ProductFactory(CPU, torch.float32)
-    for _ in range(3):
-        assert not isinstance(make(torch.zeros(*BIG)), DenseProduct)
-    assert make.min_rows == 1  # 12 MB, which are in the cache
-    make(torch.zeros(*BIG))
-    assert make.min_rows == 4
+    assert not isinstance(make(torch.zeros(*BIG)), DenseProduct)
     small = make(torch.zeros(BIG[0] - 1, BIG[1]))
     assert isinstance(small, DenseProduct)
     assert small._transposed.is_contiguous()
@@ -71,22 +65,11 @@ def test_the_rules_that_choose_packed_weights_and_padded_passes(monkeypatch: pyt
     trained = make(weight)
     assert isinstance(trained, DenseProduct)
     assert trained._transposed.data_ptr() == weight.data_ptr()  # sees the optimizer's steps
-    assert [(choice.count, choice.packed, choice.reason) for choice in make.choices[:2]] == [
-        (4, True, None),
-        (1, False, "too small"),
-    ]
-    for _ in range(4):
-        make(torch.zeros(BIG[0] - 1, BIG[1]))
-    assert make.min_rows == 1  # no longer most of the weights
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "reason"), [("meta", torch.float32, "packing is for CPUs"), ("cpu", torch.float64, "packing ")]
-)
-def test_weights_that_are_not_packed_say_why(device: str, dtype: torch.dtype, reason: str) -> None:
-    make = ProductFactory(torch.device(device), dtype)
-    assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseProduct)
-    assert str(make.choices[0].reason).startswith(reason)
+    assert [(choice.packed, choice.reason) for choice in make.choices[:2]] == [(True, None), (False, "too small")]
+    for device, dtype, reason in (("meta", torch.float32, "packing is for CPUs"), ("cpu", torch.float64, "packing ")):
+        make = ProductFactory(torch.device(device), dtype)
+        assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseProduct)
+        assert str(make.choices[0].reason).startswith(reason)
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.001, None])
@@ -106,12 +89,6 @@ def test_packed_products_that_are_wrong_or_missing_are_not_used(monkeypatch: pyt
         packing_problem.cache_clear()
 
 
-def restored(kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """A weight after rounding, in float64."""
-    numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
-    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)
-
-
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_rounded_weight_is_off_by_half_a_scale_at_most(kind: str) -> None:
     weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(-12, 12)[:, None]
@@ -128,7 +105,7 @@ def test_a_rounded_weight_is_off_by_half_a_scale_at_most(kind: str) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounded_products_are_those_of_the_rounded_weight(kind: str, prepare: products.Multiply, dtype: torch.dtype) -> None:
-    """But for the rounding of activations: 8 bits of each row's range, or bfloat16. Rows do not depend on each other."""
+    """But for the rounding of activations: 7 bits of each row's range, or bfloat16. Rows do not depend on each other."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     try:
@@ -142,7 +119,7 @@ def test_rounded_products_are_those_of_the_rounded_weight(kind: str, prepare: pr
         expected = x.double() @ restored(kind, weight).T
         if prepare is with_rounded_activations:
             assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
-        assert ((multiply(x).double() - expected).abs() < 0.02 * expected.abs().amax(1, keepdim=True) + 0.02).all()
+        assert ((multiply(x).double() - expected).abs() < 0.04 * expected.abs().amax(1, keepdim=True) + 0.02).all()
 
 
 @needs_rounding
@@ -150,7 +127,7 @@ def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(monkeypatch
     def fails(_: torch.Tensor) -> None:
         raise RuntimeError("no such operator\nand a stack")
 
-    monkeypatch.setattr(products, "with_rounded_activations", lambda weight, **_: lambda x: x @ weight.T * 1.05)
+    monkeypatch.setattr(products, "with_rounded_activations", lambda weight: lambda x: x @ weight.T * 1.05)
     products._working.cache_clear()
     try:
         multiply, kind, reason = quantised("int8", torch.randn(64, 64))
@@ -167,9 +144,7 @@ def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(monkeypatch
 
 
 @needs_rounding
-def test_overflowing_sums_are_noticed_and_rows_without_groups_are_rounded_to_int8() -> None:
-    """Sums of 16 bits, as some processors have them: then the product with 7 bits is taken."""
-    assert not products._is_right("int8", lambda weight: lambda x: (x @ weight.T).clamp(-130.0, 130.0), CPU)
+def test_rows_without_groups_are_rounded_to_int8() -> None:
     make = ProductFactory(CPU, torch.float32, quantise="int4")
     for columns in (64, 48):
         make(torch.randn(64, columns))

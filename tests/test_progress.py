@@ -16,9 +16,8 @@ from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.runner import BenchmarkStep
-from specgen.engine import cached_prefix
+from specgen.engine import model_runner
 from specgen.pair.pair import Pair
-from specgen.train.task import TrainingProgress
 from specgen.view import theme
 from specgen.view.comparison import show_step
 from specgen.view.progress import PREFILL_DELAY, Progress, TrainingLine, TuneProgress, bar_line, duration, reading_prompt
@@ -105,22 +104,22 @@ def test_a_training_shows_both_stages(terminal: bool, monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr("specgen.view.progress.time.monotonic", lambda: now[0])
     screen = Screen(terminal=terminal, width=100)
-    line = TrainingLine(screen.progress, lambda: False)
+    line = TrainingLine(screen.progress)
     seen = []
     for share, seconds in ((0.2, 1.0), (0.4, 11.0), (0.6, 21.0), (1.0, 41.0)):  # half a minute between two lines
         now[0] = seconds
-        line.generating(1, share, 5000)
+        line.show("Generating text", share, "5,000 tokens")
         seen.append(screen.written)
-    line.training(TrainingProgress(7, 900, 0.5, 1.25, 0.5, 3.0))
+    line.show("Training", 0.5, "step 7, loss 1.250")
     seen.append(screen.written)
     figures = "5,000 tokens"
     if terminal:
         assert f"{figures}  ~30 s left" in seen[1]
         assert f"Generating text: 100%, {figures}" in seen[3]
-        assert "step 7, loss 1.250, greedy agreement 50%" in seen[4]
+        assert "step 7, loss 1.250" in seen[4]
     else:
         lines = [f"Generating text: 20%, {figures}\n", "", "", f"Generating text: 100%, {figures}\n"]
-        assert seen == [*lines, "Training: 50%, step 7, loss 1.250, greedy agreement 50%\n"]
+        assert seen == [*lines, "Training: 50%, step 7, loss 1.250\n"]
 
 
 PROMPT = [5 + token % 9 for token in range(23)]
@@ -129,7 +128,7 @@ ERASE = "\x1b[J"
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
     return []
 
 
@@ -186,13 +185,13 @@ def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
 def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
     pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
 
     def press(_: int, done: int, __: int) -> None:
         if done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("specgen.view.progress.reading_prompt", lambda _: prefill_reports.to(press))
+    monkeypatch.setattr("specgen.cli.output_writers.reading_prompt", lambda _: prefill_reports.to(press))
     code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc " * 6, *pair, "-m", "sd")
     assert (code, out) == (130, "")
     assert "interrupted" in err

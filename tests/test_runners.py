@@ -82,7 +82,7 @@ def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **c
     """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
     made = random_model(family, **changes)
     made.exact = is_exact
-    made.captures = Captures(new_capture=RecordedGraphs if is_captured else lambda: None)
+    made.captures = Captures(capture=RecordedGraphs() if is_captured else None)
     return single(ModelRunner(made))
 
 
@@ -151,7 +151,7 @@ KINDS = {
     "native LongRoPE": Kind(partial(native, "phi3", 0)),
     "native without rotation": Kind(partial(native, "smollm3", 1)),
     "native exact": Kind(partial(native, "qwen3", 1, exact=True)),
-    "native packed, padded": Kind(partial(native, "olmo2", 0, pack=True, min_rows=4)),
+    "native packed": Kind(partial(native, "olmo2", 0, pack=True)),
     "graphs": Kind(partial(graphs, "llama"), partial(eager, "llama"), examples=30),
     "graphs windows": Kind(partial(graphs, "gemma3_text", **SLIDING), partial(eager, "gemma3_text", **SLIDING)),
     "graphs of one width": Kind(partial(graphs, "qwen3", is_exact=True), partial(eager, "qwen3")),
@@ -263,7 +263,7 @@ class Calls(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are run in chunks, and buffers grow and move."""
-    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 11)
+    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 11)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 
 from specgen.base.types import Context, Round, SamplingParams
+from specgen.decoding.chain import TextDrafter
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
 from specgen.decoding.run import Run
-from specgen.decoding.text_drafter import TextDrafter
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.retokenized_context import RetokenizedContext
 from specgen.engine.text.token_bytes import token_bytes

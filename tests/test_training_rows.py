@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, model_of, save
 from runner_checks import LAYERED, quick
-from training_helpers import TEXTS, TINY, Recorder, corpus_of, objective, opened, packed, written
+from training_helpers import TEXTS, corpus_of, objective, opened, packed, task_of, written
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import BatchPass
@@ -18,13 +19,11 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts import eagle, glide, medusa
 from specgen.engine.parts.own_layers import ExitLayers
-from specgen.train import eagle as eagle_training
-from specgen.train.batches import IGNORED, TrainingBatches
+from specgen.train import layers
 from specgen.train.corpus import Part
-from specgen.train.heads import HeadObjective
-from specgen.train.loop import RANKS, Training, held_out_agreement
-from specgen.train.medusa import HEADS
-from specgen.train.task import TrainingTask
+from specgen.train.heads import HEADS, HeadObjective
+from specgen.train.loop import IGNORED, Training, TrainingBatches
+from specgen.train.measures import RANKS, held_out_agreement
 from specgen.train.texts import Text, predicted
 
 RUNNERS: dict[str, Any] = {"eagle": eagle, "glide": glide, "medusa": medusa}
@@ -39,11 +38,12 @@ class BlocksOf(Random):
         return 4
 
 
-def started(kind: str, folder: Path, backend: str = "native", scale: float = 0.2, **options: Any) -> HeadObjective:
+def started(
+    kind: str, folder: Path, backend: str = "native", scale: float = 0.2, texts: Sequence[Text] = (), **of_task: Any
+) -> HeadObjective:
     """An objective with random weights around its initial ones."""
-    texts = options.pop("texts", [])
-    made = objective(kind, opened(folder, backend), **options)
-    made.start(texts, TrainingTask(folder, TINY), Recorder())
+    made = objective(kind, task_of(folder / "out", **of_task), opened(folder, backend))
+    made.start(texts)
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in made.parameters.values():
@@ -87,7 +87,7 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
     """
     head = started(kind, saved(family, tmp_path), backend, 0.1)
     batch = packed(TEXTS, sum(map(len, TEXTS)))
-    found, labels = head.predictions(batch, BlocksOf(0) if kind == "glide" else None)
+    found, (_, top_k_ids, top_k_log_probs) = head.predictions(batch, BlocksOf(0) if kind == "glide" else None)
     with torch.no_grad():
         logits = head.logits(found.outputs, found.depths)
     target = ModelRunner(head.model)
@@ -101,31 +101,31 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
         expected = draft.logits(Context(context), drafted, start=depth).logits[0]
         torch.testing.assert_close(logits[row], expected, atol=4e-3, rtol=1e-2)
         own = head.model.reference_logits(text[begin:])[-1]
-        assert labels.top_k_ids[row, 0] == own.argmax()
-        of_top = own.log_softmax(-1)[labels.top_k_ids[row]]
-        torch.testing.assert_close(labels.top_k_log_probs[row], of_top, atol=1e-3, rtol=1e-3)
+        assert top_k_ids[row, 0] == own.argmax()
+        of_top = own.log_softmax(-1)[top_k_ids[row]]
+        torch.testing.assert_close(top_k_log_probs[row], of_top, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "glide"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
     """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some steps lower the loss."""
     folder = saved("llama", tmp_path, num_hidden_layers=8)
-    head = started(kind, folder, scale=0.0 if kind == "medusa" else 0.05)
+    own = corpus_of(corpus, opened(folder))
+    head = started(kind, folder, scale=0.0 if kind == "medusa" else 0.05, corpus=own)
     batch = packed(TEXTS, sum(map(len, TEXTS)))
     found, _ = head.predictions(batch, None)
     if kind == "medusa":
         hidden = head.states(batch).hidden.flatten(0, 1)
         assert torch.equal(found.outputs, hidden[found.sources - found.depths - 1])
-    task = TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, head.target))
-    training = Training(head, TrainingBatches(task, [], (Part.TRAIN,)), TINY)
-    losses = [training.advance()[0] for _ in range(8)]
+    training = Training(head, TrainingBatches(head.task, [], (Part.TRAIN,)))
+    losses = [training.advance() for _ in range(8)]
     assert sum(losses[-2:]) < 0.97 * sum(losses[:2])
     assert all(moment["exp_avg"].abs().max() > 0 for moment in training._optimizer.state.values())
 
 
 def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The divergence from the target's distribution over the head's tokens; none where its likeliest token is not among them."""
-    monkeypatch.setattr(eagle_training, "_LARGEST_VOCABULARY", 8)
+    monkeypatch.setattr(layers, "_LARGEST_VOCABULARY", 8)
     texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Part.HELD_OUT)]
     head = started("eagle", saved("llama", tmp_path, num_hidden_layers=8), texts=texts)
     ids = [0, 1, 2, 3, 4, 5, 9, 60]  # the tokens of the text, and the lowest others
@@ -137,7 +137,7 @@ def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytes
     depths = torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
         logits = head.logits(outputs, depths)
-        losses = [head.losses(outputs[row, None], *(each[row, None] for each in (depths, top, log_probs)))[0] for row in range(4)]
+        losses = [head.losses(outputs[row, None], *(each[row, None] for each in (depths, top, log_probs))) for row in range(4)]
     assert logits.isfinite().nonzero()[:, 1].view(4, -1).tolist() == [ids] * 4
     p, q = (each[:, ids].log_softmax(-1) for each in (target_logits, logits))
     expected = (p.exp() * (p - q)).sum(-1) * torch.tensor([1, 0.8, 0.64, 0])
@@ -154,9 +154,9 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones(tmp_path: Pat
     for name, greedy in (("greedy", True), ("sampled", False)):
         reached, right, ranks = [0] * HEADS, [0] * HEADS, [list[int]() for _ in range(HEADS)]
         for text in (text for text in texts if text.greedy == greedy):
-            rows, labels = head.predictions(packed([text.ids], len(text.ids)), None)
+            rows, _ = head.predictions(packed([text.ids], len(text.ids)), None)
             top1 = predicted(head.target, text).top_k_ids[:, 0].tolist()
-            logits = head.logits(rows.outputs, labels.depths)
+            logits = head.logits(rows.outputs, rows.depths)
             places = zip(rows.sources.tolist(), rows.depths.tolist(), strict=True)
             by_place = {(source - depth, depth): logits[row] for row, (source, depth) in enumerate(places)}
             for last in range(text.prompt_length - 1, len(text.ids) - 1):  # the last token that is not drafted
@@ -242,16 +242,16 @@ def test_gradients_do_not_depend_on_the_piece_size(
     folder, weights = saved("llama", tmp_path), []
     for rows in (1 << 20, 5):
         target = opened(folder)
-        made = objective(kind, target, *([opened(folder, "transformers")] if kind == "sd" else []))
+        task = task_of(tmp_path / "out", corpus=corpus_of(corpus, target))
+        made = objective(kind, task, target, *([opened(folder)] if kind == "sd" else []))
         made.rows = rows
         monkeypatch.setattr("specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary)
         prompts = [[5, 9, token] for token in range(3, 9)]
         texts = written(target, prompts, 20, greedy=True, part=Part.TRAIN)
-        batches = made.start(texts, TrainingTask(tmp_path, TINY, corpus=corpus_of(corpus, target)), Recorder())
+        batches = made.start(texts)
         batch = batches.batch(0)
-        training = Training(made, batches, TINY)
-        sums = training.backward(batch, labelled := int((batch.labels != IGNORED).sum()))
-        assert 0 < sums[2] <= labelled * 4
+        training = Training(made, batches)
+        assert training.backward(batch, int((batch.labels != IGNORED).sum())) > 0
         weights.append({name: weight.grad.clone() for name, weight in training.trained.items()})  # type: ignore[union-attr]
     for name, gradient in weights[0].items():
         torch.testing.assert_close(gradient, weights[1][name], atol=2e-6, rtol=1e-4)

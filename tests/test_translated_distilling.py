@@ -14,17 +14,16 @@ from families import make_model, save
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
-from training_helpers import TINY, Recorder, opened, train_command, trained, written
+from training_helpers import TINY, opened, task_of, train_command, trained, written
 from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.text.translation import Translation
-from specgen.train.batches import IGNORED
-from specgen.train.corpus import Part
+from specgen.train.corpus import Corpus, Part
 from specgen.train.distillation import DraftBatches, DraftObjective
-from specgen.train.divergence import divergence
-from specgen.train.task import TrainingTask
+from specgen.train.loop import IGNORED
+from specgen.train.measures import divergence
 from specgen.train.texts import Text, predicted
 from specgen.train.translation import check_overlap, translate
 
@@ -71,10 +70,10 @@ def texts(target: LoadedModel) -> list[Text]:
 
 
 def started(folders: tuple[Path, Path], texts: list[Text]) -> tuple[DraftObjective, DraftBatches]:
-    target, draft = opened(folders[0]), opened(folders[1], "transformers")
+    target, draft = opened(folders[0]), opened(folders[1])
     draft.translation = between(target, draft)
-    objective = DraftObjective(target, draft)
-    objective.start(texts, TrainingTask(folders[0], ONLY_TAUGHT), Recorder())
+    objective = DraftObjective(task_of(folders[0] / "out", ONLY_TAUGHT), target, draft)
+    objective.start(texts)
     return objective, objective.batches
 
 
@@ -179,7 +178,6 @@ def test_the_command_distils_across_tokenizers(folders: tuple[Path, Path], corpu
     figures = line["figures"]
     assert figures["steps"] == 6
     assert figures["acceptance"] > figures["acceptance_before"]
-    assert 0 < figures["kappa"] <= 1
     assert 0 < figures["acceptance"] < figures["common"]
     assert f"Expected acceptance at temperature 1: {figures['acceptance']:.1%}" in result.stderr
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folders[1] / "tokenizer.json").read_text()
@@ -202,8 +200,8 @@ def test_a_draft_that_shares_too_little_is_refused(
     pipeline.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     other = between(target, opened(saved(tmp_path / "other", pipeline, 3)))
     words = [target.tokenizer.encode(word)[1:] for word in text.split()]  # the spaces between them are common tokens
-    task = TrainingTask(tmp_path, TINY, prompts=words)
+    words_alone = Corpus(words)
     with pytest.raises(SpecgenError, match=message):
-        check_overlap(other, task, VOCABULARY)
+        check_overlap(other, words_alone, VOCABULARY)
     with pytest.raises(SpecgenError, match="embeddings"):
-        check_overlap(other, task, len(other.draft.pieces) - 1)
+        check_overlap(other, words_alone, len(other.draft.pieces) - 1)

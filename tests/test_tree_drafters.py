@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.drafting import ModelDrafter, Setup
+from specgen.decoding.chain import ModelDrafter, further_candidates
+from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ForwardPass, TreeNodes, positions
-from specgen.engine.native.inputs import ancestry
-from specgen.methods.cape import CapeDrafter, further_candidates
+from specgen.engine.native.attention import ancestry
 from specgen.methods.lookahead_drafter import LookaheadDrafter
 
 Path = tuple[int, ...]
@@ -113,7 +113,7 @@ def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: Samplin
         runner.num_embeddings = 40
         setup = Setup(runner, sampling, frozenset({3}), 40, seed)
         chain = ModelDrafter(setup).propose(Context(PROMPT), Fixed(5), 30)
-        draft = CapeDrafter(setup).propose(Context(PROMPT), policy, 30)
+        draft = ModelDrafter(setup, cape=True).propose(Context(PROMPT), policy, 30)
         length = len(chain.tokens)
         assert (draft.tokens[:length], draft.levels) == (chain.tokens, length)
         assert sampling.greedy or torch.equal(draft.probs, chain.probs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from specgen.cli.app import app
 from specgen.cli.train import TRAINABLE
 from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
-from specgen.train.batches import IGNORED, PackedBatch, pack
 from specgen.train.corpus import Corpus, Part, read_corpus
-from specgen.train.loop import Objective
-from specgen.train.task import Recipe, TrainingProgress
+from specgen.train.loop import IGNORED, PackedBatch, pack
+from specgen.train.task import Recipe, TrainingTask
 from specgen.train.texts import Text, continuations
 
 TINY = Recipe(steps=6, batch=4, window=24)
@@ -26,27 +25,25 @@ TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 
 
 
 class Recorder:
-    """A TrainingObserver that requests a stop after so many batches of text, or after so many steps."""
+    """Records what a training shows, and requests a stop when it has shown a stage so often."""
 
-    def __init__(self, stop_at_batch: int | None = None, stop_at_step: int | None = None) -> None:
-        self.stop_at_batch, self.stop_at_step = stop_at_batch, stop_at_step
-        self.generated: list[tuple[int, float, int]] = []
-        self.progress: list[TrainingProgress] = []
+    def __init__(self, stage: str = "", stop_after: int = 0) -> None:
+        self._stage, self._stop_after = stage, stop_after
+        self.shown: dict[str, list[str]] = {"Generating text": [], "Training": []}
         self.messages: list[str] = []
 
-    def announce(self, message: str) -> None:
-        self.messages.append(message)
-
-    def generating(self, batches: int, share: float, tokens: int) -> None:
-        self.generated.append((batches, share, tokens))
-
-    def training(self, progress: TrainingProgress) -> None:
-        self.progress.append(progress)
+    def show(self, stage: str, share: float, figures: str) -> None:
+        assert 0 <= share <= 1
+        self.shown[stage].append(figures)
 
     def stop_requested(self) -> bool:
-        if self.progress:
-            return self.progress[-1].step == self.stop_at_step
-        return (self.generated[-1][0] if self.generated else 0) == self.stop_at_batch
+        return len(self.shown.get(self._stage, [])) == self._stop_after > 0
+
+
+def task_of(out: Path, recipe: Recipe = TINY, recorder: Recorder | None = None, **texts: Any) -> TrainingTask:
+    seen = recorder or Recorder()
+    callbacks: dict[str, Callable[..., Any]] = {"announce": seen.messages.append}
+    return TrainingTask(out, recipe, show=seen.show, stop_requested=seen.stop_requested, **callbacks, **texts)
 
 
 def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
@@ -54,11 +51,10 @@ def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
     return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
 
 
-def objective(kind: str, target: LoadedModel, *arguments: Any, **options: Any) -> Any:
+def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: Any) -> Any:
     """The objective that trains what `--methods KIND` does."""
     module, name = TRAINABLE[kind].objective.split(".")
-    made: Objective = getattr(import_module(f"specgen.train.{module}"), name)(target, *arguments, **options)
-    return made
+    return getattr(import_module(f"specgen.train.{module}"), name)(task, target, *arguments)
 
 
 def written(target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part) -> list[Text]:

@@ -49,13 +49,12 @@ def run_baseline(
     needs_draft = BASELINES[name].needs_draft_model
     if needs_draft and pair.draft is None:
         raise BASELINES[name].without_part(None)
-    draft = pair.draft if needs_draft else None
     target = pair.target.transformers_module
-    assistant = None if draft is None else draft.transformers_module
+    assistant = pair.draft.transformers_module if needs_draft and pair.draft is not None else None
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
     torch.manual_seed(seed)
-    with _quiet(), _counted(target) as target_passes, _assistant(assistant, settings) as draft_passes:
+    with _quiet(), _counted(target) as target_passes, _configured(assistant, settings), _counted(assistant) as draft_passes:
         start = time.perf_counter()
         try:
             output = target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
@@ -112,20 +111,16 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
 
 
 @contextmanager
-def _assistant(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[list[int]]:
-    """Applies the baseline's settings to the draft model inside the block, and yields a list that grows by one item per forward
-    pass of the draft model (always empty if `draft` is None). `draft` is transformers' own model.
-
-    The settings are set in the draft model's generation config, because transformers reads them only there. The original config
-    is restored at the end.
-    """
+def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[None]:
+    """Applies the baseline's settings to the draft model (transformers' own model) inside the block, in its generation config:
+    transformers reads them only there."""
     if draft is None:
-        yield []
+        yield
         return
     from transformers import GenerationConfig
 
     before = draft.generation_config
-    own: dict[str, Any] = {
+    own = {
         "num_assistant_tokens": settings["k"] or None,
         "num_assistant_tokens_schedule": settings["schedule"] or None,
         "assistant_confidence_threshold": settings["threshold"] if float(settings["threshold"]) >= 0 else None,
@@ -133,8 +128,7 @@ def _assistant(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[lis
     changes = {name: value for name, value in own.items() if value is not None}
     draft.generation_config = GenerationConfig(**{**before.to_diff_dict(), **changes})
     try:
-        with _counted(draft) as passes:
-            yield passes
+        yield
     finally:
         draft.generation_config = before
 
@@ -153,11 +147,12 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _counted(model: Any) -> Iterator[list[int]]:
-    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block."""
+def _counted(model: Any | None) -> Iterator[list[int]]:
+    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block. None has none."""
     passes: list[int] = []
-    hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    hook = None if model is None else model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
         yield passes
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()

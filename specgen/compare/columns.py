@@ -56,17 +56,16 @@ class Column:
     def text(self, row: Any) -> str:
         """The text of this column's cell in a row; empty if the value is None."""
         value = self.of(row)
-        return "" if value is None else self.form.format(value) if isinstance(self.form, str) else self.form(row)
+        if value is None:
+            return ""
+        return self.form.format(value) if isinstance(self.form, str) else self.form(row)
 
 
-def draft_length(mean: float | None, *, branches: bool) -> str:
-    """The mean number of drafted tokens per draft as text; empty if `mean` is None. With `branches` (drafts are trees or several
-    chains) these tokens are called nodes, because there are more of them than tokens on the longest path."""
-    return "" if mean is None else f"{mean:.0f} nodes" if branches else f"{mean:.1f}"
-
-
-def _draft_length(row: MethodResult) -> str:
-    return draft_length(row.summary.mean_draft_length, branches=row.branches)
+def _draft_length(row: Any) -> str:
+    """The mean number of drafted tokens per draft as text. If drafts are trees or several chains, these tokens are called nodes,
+    because there are more of them than tokens on the longest path."""
+    mean = row.summary.mean_draft_length
+    return f"{mean:.0f} nodes" if row.branches else f"{mean:.1f}"
 
 
 def _interval(row: MethodResult) -> str:
@@ -86,8 +85,12 @@ def _phase(phase: str) -> Callable[[MethodResult], float | None]:
     return lambda row: (_phases(row) or {}).get(phase) if row.prompts else None
 
 
-def _predicted(name: str) -> Callable[[MethodResult], float | None]:
-    return lambda row: (row.predicted or {}).get(name)
+def _prediction(name: str, title: str) -> Column:
+    def value(row: MethodResult) -> float | None:
+        return (row.predicted or {}).get(name)
+
+    label = title.replace("\n", " ")
+    return Column(f"predicted_{name}", title, "{:.2f}×", 3, label, value=value, in_json=False, is_optional=True, is_speed=True)
 
 
 COLUMNS = (
@@ -112,16 +115,8 @@ COLUMNS = (
     Column("energy", in_csv=False),
     Column("phase_seconds", value=_phases, in_csv=False),
     *(Column(f"{phase}_seconds", value=_phase(phase), in_json=False) for phase in PHASES),
-    *(
-        Column(
-            *(f"predicted_{name}", title, "{:.2f}×", 3, title.replace("\n", " ")),
-            value=_predicted(name),
-            in_json=False,
-            is_optional=True,
-            is_speed=True,
-        )
-        for name, title in (("eq14", "by\nEq. 14"), ("pass_costs", "by pass\ncosts"))
-    ),
+    _prediction("eq14", "by\nEq. 14"),
+    _prediction("pass_costs", "by pass\ncosts"),
 )
 
 
@@ -143,17 +138,18 @@ def output_text(row: MethodResult) -> str:
 def as_json(result: MethodResult) -> dict[str, Any]:
     """Returns a method's results as an object for the JSON output. `by_category` in it maps each category to the same numbers
     over the prompts of this category."""
-    overall, *categories = (
-        {column.key: column.of(row) for column in COLUMNS if column.in_json} for row in result.rows(by_category=True)
-    )
+    rows = {
+        row.category: {column.key: column.of(row) for column in COLUMNS if column.in_json}
+        for row in result.rows(by_category=True)
+    }
     return {
         "type": "method",
         "method": result.spec.written,
         "lossless": result.spec.lossless,
-        **overall,
+        **rows.pop(""),
         "differences": [difference.as_dict() for difference in result.differences or ()],
         "error": None if result.failure is None else str(result.failure),
-        "by_category": dict(zip((row.category for row in result.by_category), categories, strict=True)),
+        "by_category": rows,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
@@ -15,7 +14,6 @@ from specgen.methods import METHODS, Choice
 
 REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"
-_PATHS = "The path after exit= cannot hold a comma or a colon here: give a link without them, or use --exit-layer FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,6 @@ class MethodSpec:
         return self.name in BASELINES
 
     @property
-    def translates_tokens(self) -> bool:
-        """Whether specgen's draft model drafts the target's tokens: those of another tokenizer have to be translated."""
-        return self.choice.method.uses_draft_model and not self.is_baseline and not self.choice.settings.drafts_text
-
-    @property
     def drafts_chains(self) -> bool:
         """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
@@ -61,10 +54,7 @@ def parse_spec(written: str) -> MethodSpec:
     """Parses one method with its settings. Raises SpecgenError for an unknown name (the message suggests the most similar one)
     and for settings that the method does not have."""
     written = written.strip()
-    try:
-        name, given = methods.split(written)
-    except SpecgenError as error:
-        raise (SpecgenError(error.message, _PATHS) if ":exit=" in written else error) from None
+    name, given = methods.split(written)
     method = BASELINES.get(name) or methods.METHODS.get(name)
     if method is None:
         raise SpecgenError(
@@ -80,12 +70,12 @@ def parse_spec(written: str) -> MethodSpec:
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     """Parses comma-separated lists of methods. `all` means every specgen method but yardsticks. Plain decoding always
     comes first; a method that is given twice is kept once."""
-    written = [part.strip() for text in texts for part in text.split(",")]
-    if not all(written):
-        raise SpecgenError(f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup")
-    for before, part in pairwise(written):
-        if ":exit=" in before and part.split(":")[0] not in {*METHODS, *BASELINES, EVERY}:
-            raise SpecgenError(f"cannot read {part!r} after {before!r}", _PATHS)
     every = [method.name for method in METHODS.values() if not method.is_yardstick]
-    names = [name for part in written for name in (every if part == EVERY else [part])]
-    return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *names])]
+    names = [REFERENCE]
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        if not part:
+            raise SpecgenError(
+                f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup"
+            )
+        names += every if part == EVERY else [part]
+    return [parse_spec(name) for name in dict.fromkeys(names)]

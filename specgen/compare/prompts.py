@@ -108,30 +108,27 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
     first = 0
     for where, entry in _entries(path):
         question = schema.check(entry, _Question, where, _FORMS)
-        texts = tuple([question.prompt] if question.prompt is not None else question.turns or [])
+        texts = tuple(question.turns or []) if question.prompt is None else (question.prompt,)
         if not texts:
             raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _FORMS)
         if not all(text.strip() for text in texts):
             raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
         category = UNCATEGORISED if question.category in (None, "") else str(question.category)
-        name = next((str(name) for name in (question.id, question.question_id) if name is not None), "")
-        is_for_tuning = bool(question.tuning)
-        yield [Prompt(first + turn, text, category, name, texts[:turn], is_for_tuning) for turn, text in enumerate(texts)]
+        given = question.question_id if question.id is None else question.id
+        more = "" if given is None else str(given), bool(question.tuning)
+        yield [Prompt(first + turn, text, category, more[0], texts[:turn], more[1]) for turn, text in enumerate(texts)]
         first += len(texts)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
     """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3` or `prompt 3`."""
-    suffix, hint = path.suffix.lower(), "Name a YAML or JSONL file"
-    is_yaml = suffix in (".yaml", ".yml")
-    text = schema.read_text(path, "prompts", hint, LARGEST_YAML if is_yaml else LARGEST_JSONL)
-    if suffix in (".jsonl", ".json", ".ndjson") or (not is_yaml and text.lstrip()[:1] == "{"):
+    is_lines = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
+    text = schema.read_text(path, "prompts", "Name a YAML or JSONL file", LARGEST_JSONL if is_lines else LARGEST_YAML)
+    if is_lines or (path.suffix.lower() not in (".yaml", ".yml") and text.lstrip()[:1] == "{"):
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{path}, line {number}", line
         return
-    if len(text) > LARGEST_YAML:
-        raise SpecgenError(f"the prompts {path} are larger than {LARGEST_YAML >> 20} MB", "Name a part of it, or JSON lines")
     document = schema.parse_yaml(text, str(path), _FORMS)
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):

@@ -1,5 +1,5 @@
 """Computes each method's results from the runs of a comparison: totals over all prompts, the speedup over plain decoding with its
-confidence interval, and where the output differs from plain decoding's. Ranks the methods.
+confidence interval, where the output differs from plain decoding's, and predicted speedups. Ranks the methods.
 
 A run is one generation for one prompt by one method; each is repeated. Of the repeats only the run with the median time counts,
 with all of its numbers. So seconds, tokens and phases add up, and every number can be computed again from the trace. Imports no
@@ -8,24 +8,32 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
+from specgen.decoding.costs import Curve, eesd_speedup
 from specgen.methods.method import WITHOUT_A_DRAFT
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
+
+if TYPE_CHECKING:
+    from specgen.pair.pair import Pair
 
 RESAMPLES = 2000
 FEW_RESAMPLES = 200  # for the live table, whose intervals still change
 LEVEL = 0.95
 NOT_RUN = "not run"
 FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tokens in a timed pass; the widths between are interpolated
+NO_PREDICTION = {"eq14": None, "pass_costs": None}
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
 
@@ -113,6 +121,19 @@ class Results:
         repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
         return {pair for pair in repeats if all((written, *pair) in self.runs for written in running)}
 
+    def medians(self) -> dict[str, dict[int, Run]]:
+        """Returns, for each method as written on the command line, one run for each prompt index: the one with the median time
+        among the complete repeats (the lower of the two middle ones if their number is even)."""
+        repeats, found = sorted(self.complete_repeats()), {}
+        for spec in self.config.specs:
+            runs: dict[int, list[Run]] = {}
+            for index, repeat in repeats:
+                if (spec.written, index, repeat) in self.runs:
+                    runs.setdefault(index, []).append(self.runs[spec.written, index, repeat])
+            medians = {index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2] for index, own in runs.items()}
+            found[spec.written] = medians
+        return found
+
     def label(self, prompt_index: int) -> str:
         return next(prompt.label for prompt in self.config.prompts if prompt.index == prompt_index)
 
@@ -126,7 +147,7 @@ class MethodResult:
     confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
     method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
     `branches`: drafts are trees or several chains. `by_category` has the same for each category of the prompts. `predicted` are
-    predicted speedups (see `predictions`), each None where it cannot be known; None if no predictions were requested.
+    predicted speedups (see `with_predictions`), each None where it cannot be known; None if no predictions were requested.
     """
 
     spec: MethodSpec
@@ -170,12 +191,10 @@ class MethodResult:
 def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
     """Computes the results of each method, in the order of `config.specs`. `resamples` is the number of bootstrap samples for the
     confidence interval of the speedup."""
-    config, repeats = results.config, results.complete_repeats()
-    reference = median_runs(results, REFERENCE, repeats)
-    categories = {prompt.index: prompt.category for prompt in config.prompts}
-    made = []
+    config, repeats, medians = results.config, results.complete_repeats(), results.medians()
+    reference, made = medians[REFERENCE], []
     for spec in config.specs:
-        own, failure = median_runs(results, spec.written, repeats), results.failures.get(spec.written)
+        own, failure = medians[spec.written], results.failures.get(spec.written)
         if failure is not None or not own:
             made.append(MethodResult(spec, Figures(spec.name), failure=failure))
             continue
@@ -183,21 +202,12 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
         differences = [difference for key, difference in found if key[0] == spec.written and key[1:] in repeats]
         compared = differences if config.sampling.greedy and spec.lossless else None
         parts: dict[str, dict[int, Run]] = {}
-        for index, run in own.items():
-            parts.setdefault(categories[index], {})[index] = run
+        for prompt in config.prompts:
+            if prompt.index in own:
+                parts.setdefault(prompt.category, {})[prompt.index] = own[prompt.index]
         by_category = [_result(spec, part, reference, compared, resamples, name) for name, part in parts.items()]
-        made.append(_result(spec, own, reference, compared, resamples, by_category=by_category))
+        made.append(replace(_result(spec, own, reference, compared, resamples), by_category=by_category))
     return made
-
-
-def median_runs(results: Results, written: str, repeats: Iterable[tuple[int, int]]) -> dict[int, Run]:
-    """Returns one run of a method for each prompt index: the one with the median time among the repeats in `repeats` (the lower
-    of the two middle ones if their number is even). `written` is the method as given on the command line."""
-    runs: dict[int, list[Run]] = {}
-    for index, repeat in sorted(repeats):
-        if (written, index, repeat) in results.runs:
-            runs.setdefault(index, []).append(results.runs[written, index, repeat])
-    return {index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2] for index, own in runs.items()}
 
 
 def _result(
@@ -207,7 +217,6 @@ def _result(
     differences: Sequence[Difference] | None,
     resamples: int,
     category: str = "",
-    by_category: Sequence[MethodResult] = (),
 ) -> MethodResult:
     """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
 
@@ -225,11 +234,11 @@ def _result(
     elif differences is not None:
         differences = [difference for difference in differences if difference.prompt_index in own]
     branches = any(run.branches for run in own.values())
-    return MethodResult(spec, summary, len(own), speedup, low, high, differences, branches, category, by_category)
+    return MethodResult(spec, summary, len(own), speedup, low, high, differences, branches, category)
 
 
 def speedup_interval(
-    pairs: Sequence[tuple[int, float, int, float]], resamples: int = RESAMPLES
+    pairs: Sequence[tuple[int, float, int, float]], resamples: int
 ) -> tuple[float | None, float | None, float | None]:
     """Returns the speedup (a method's tokens per second divided by plain decoding's) and the low and high end of its 95 %
     confidence interval.
@@ -243,12 +252,12 @@ def speedup_interval(
     table = np.array(pairs, dtype=float).reshape(len(pairs), 4)
     if not len(table) or not (table[:, 1] > 0).all() or not table[:, 2].sum():
         return None, None, None
-    speedup = _ratio(table.sum(axis=0))
+    speedup = float(_ratio(table.sum(axis=0)))
     if len(table) < 2:
-        return float(speedup), None, None
+        return speedup, None, None
     drawn = np.random.default_rng(0).integers(0, len(table), (resamples, len(table)))
     edges = np.quantile(_ratio(table[drawn].sum(axis=1)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(speedup), float(edges[0]), float(edges[1])
+    return speedup, float(edges[0]), float(edges[1])
 
 
 def _ratio(sums: Any) -> Any:
@@ -290,27 +299,72 @@ def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[Metho
 
 def too_few_prompts(result: MethodResult) -> str:
     """Returns a sentence that says why a speedup measured on so few prompts has no reliable interval; empty if it has one."""
-    if result.prompts >= FEW_PROMPTS:
-        return ""
-    return (
-        "One prompt gives no interval."
-        if result.prompts == 1
-        else f"{result.prompts} prompts are too few for a reliable interval."
-    )
+    if result.prompts == 1:
+        return "One prompt gives no interval."
+    return f"{result.prompts} prompts are too few for a reliable interval." if result.prompts < FEW_PROMPTS else ""
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
     """Returns the methods that have no results, as pairs: the names of all methods with the same reason, and the reason, such as
     an error message or `not measured yet`."""
-    has_lookup = any(result.spec.name == "lookup" for result in results)
     reasons: dict[str, list[str]] = {}
     for result in ranked(results):
         if result.prompts:
             continue
         reason = "not measured yet"
         if result.failure is not None:
-            hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT) if has_lookup else result.failure.hint
+            hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT)  # the advice to take other methods
             reason = f"{NOT_RUN}: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
-            reason += f"; {hint[:1].lower()}{hint[1:]}" if hint else ""
+            if hint:
+                reason += f"; {hint[0].lower()}{hint[1:]}"
         reasons.setdefault(reason, []).append(result.spec.written)
     return [(names, reason) for reason, names in reasons.items()]
+
+
+def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
+    """Measures the seconds of single forward passes of both models: `draft` of one draft pass over one token (None without a
+    draft model), and `target` of target passes, by the number of tokens in the pass.
+
+    Passes follow a context of typical length: the median, over the prompts, of the prompt's tokens plus half of its answer's. The
+    target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
+    """
+    from specgen.engine.model_runner import time_passes
+    from specgen.pair.pair import runners
+
+    widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
+    widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
+    plain = {index: run.tokens for (written, index, _), run in results.runs.items() if written == REFERENCE}
+    prompts = [prompt for prompt in results.config.prompts if prompt.index in plain]
+    lengths = [len(pair.tokenizer.encode(prompt.text)) + plain[prompt.index] // 2 for prompt in prompts]
+    context = max(int(median(lengths)), 1) if lengths else 1
+    target, draft = runners(pair)
+    draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
+    return {"draft": draft_seconds, "target": time_passes(target, widths, context)}
+
+
+def with_predictions(made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]) -> list[MethodResult]:
+    """Returns copies of the method results `made` with `predicted` filled in: by `eq14`, EESD's formula, and by `pass_costs`, the
+    measured times of all forward passes added up. The predictions use the same runs (one generation per prompt) as the measured
+    speedups. Both are None where drafts were not single chains, were made during target passes, or have unknown lengths."""
+    medians = results.medians()
+    prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in medians[REFERENCE].items()}
+    return [replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill)) for each in made]
+
+
+def _predicted(
+    result: MethodResult, runs: Mapping[int, Run], costs: Mapping[str, Any], prefill: Mapping[int, float]
+) -> Mapping[str, float | None]:
+    summary, target_pass = result.summary, Curve(costs["target"]).at
+    rate, share = summary.acceptance_rate, summary.draft_share
+    if rate is None or share is None or result.spec.is_baseline or any(run.draft_lengths is None for run in runs.values()):
+        return NO_PREDICTION
+    draft_seconds = (summary.phase_seconds["draft"] + summary.phase_seconds["policy"]) / summary.drafted
+    if result.spec.choice.method.needs_draft_model and costs["draft"] is not None:
+        draft_seconds = costs["draft"]
+    plain = speculative = 0.0
+    for index, run in runs.items():
+        lengths = run.draft_lengths or ()
+        plain += prefill[index] + (run.tokens - 1) * target_pass(1)
+        speculative += prefill[index] + sum(length * draft_seconds + target_pass(length + 1) for length in lengths[1:])
+    formula = eesd_speedup(rate, share, target_pass(1) / draft_seconds if draft_seconds else math.inf)
+    return {"eq14": formula, "pass_costs": plain / speculative if speculative else None}

@@ -2,7 +2,8 @@
 that changes of the machine's speed affect all methods alike.
 
 Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and key-value caches are cleared
-before each run. Nothing is written, displayed or compared while a run is timed.
+before each run. Nothing is written, displayed or compared while a run is timed. The finished runs in the trace of an interrupted
+comparison are not repeated.
 
 Each prompt and repeat has a seed of its own, derived from --seed, so that a length policy that draws random numbers (Thompson
 sampling) and sampled tokens draw afresh: the repeats are independent measurements. All methods share this seed on a prompt and
@@ -15,27 +16,73 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
+from specgen.base.machine import versions
 from specgen.base.measuring import energy_meter_for
 from specgen.base.types import Round, SamplingParams
 from specgen.compare.baselines import run_baseline
-from specgen.compare.method_specs import REFERENCE, MethodSpec
+from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records as traces
 from specgen.pair.figures import Figures
 from specgen.pair.request import RESERVED
-from specgen.traces.reader import TracedRound, TracedRun
+from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
+
+_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to a trace's lines, and results read
+_OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedComparison:
+    """The finished runs in the trace `path`, as they were recorded and as results. The recorded ones keep their rounds if they
+    are the first of the first prompt, to be displayed. `end` is the byte offset after the last complete line, where a resumed
+    comparison continues to write."""
+
+    path: Path
+    runs: Sequence[tuple[TracedRun, Run]]
+    end: int
+
+    def specs(self) -> list[MethodSpec]:
+        """Returns the methods in the trace, plain decoding first and then in the order of their first run."""
+        return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)])]
+
+    def has(self, figure: str) -> bool:
+        """Whether any run's summary line has a value for the key `figure`, such as `perplexity`."""
+        return any(run.line.get(figure) is not None for _, run in self.runs)
+
+
+def read_comparison(path: Path) -> RecordedComparison:
+    """Reads the finished runs from a trace that `specgen compare` wrote. Raises SpecgenError for any other file."""
+    runs: list[tuple[TracedRun, Run]] = []
+    end = 0
+    for traced in read_trace(path):
+        end = traced.end
+        summary = traced.summary
+        finished = summary is not None and traced.finish_reason != "interrupted"
+        missing = [name for name in _OF_START if traced.start.get(name) is None]
+        missing += [name for name in _OF_SUMMARY if finished and summary is not None and name not in summary]
+        if missing:
+            where = f"{path}, the run on line {traced.first_line:,}"
+            raise SpecgenError(f"{where} has no {missing[0]}", "Name a trace that specgen compare --trace wrote, unchanged")
+        if not finished:
+            continue
+        run = Run.of(traced)
+        if traced.start["repeat"] or (runs and traced.start["prompt_index"] != runs[0][0].start["prompt_index"]):
+            traced.rounds.clear()
+        runs.append((traced, run))
+    return RecordedComparison(path, runs, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +110,15 @@ class Runner:
         self.results = Results(config)
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
-        self.seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
-        self._seconds: dict[str, list[float]] = defaultdict(list)  # of each run by method, to estimate the time left
+        self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
+        self._seconds: list[float] = []  # of each run, to estimate the time left
         self._ids: dict[int, list[int]] = {}
         self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
-        layer that cannot be used, if all methods need a translation of the draft model's tokens that there is not, and naming the
-        first prompt that plain decoding cannot continue, for instance because it is too long. Later turns of a question are not
-        checked, because they contain answers."""
-        others = [spec for spec in self.config.specs if spec.written != REFERENCE]
-        refusal = None if self.pair.draft is None else self.pair.draft.refusal
-        if refusal is not None and others and all(spec.translates_tokens for spec in others):
-            raise refusal
+        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
+        long. Later turns of a question are not checked, because they contain answers."""
         for spec in self.config.specs:
             if "exit" in spec.settings:
                 self.pair.parts.load("exit", str(spec.settings["exit"]))
@@ -86,6 +128,37 @@ class Runner:
                     self.pair.request(self.prompt_ids(prompt), REFERENCE, self.config.sampling)
                 except SpecgenError as error:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
+
+    def resume(self, recorded: RecordedComparison) -> None:
+        """Adds recorded runs to the results, and their seeds, which the other methods on the same prompt take.
+
+        Runs of methods, prompts or repeats that this comparison does not include are skipped. Raises SpecgenError if a run was
+        made with other settings or another prompt text.
+        """
+        specs = {spec.written: spec for spec in self.config.specs}
+        prompts = {prompt.index: prompt for prompt in self.config.prompts}
+        # plain decoding's runs are added first, because other methods' outputs are compared with its outputs
+        for traced, run in sorted(recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE):
+            start = traced.start
+            self._check_settings({**start, **start["sampling"]}, recorded.path)
+            spec, prompt, repeat = specs.get(start["spec"]), prompts.get(start["prompt_index"]), start["repeat"]
+            if spec is None or prompt is None or repeat >= self.config.repeats:
+                continue
+            if start["prompt_ids"] != self.prompt_ids(prompt):
+                message = f"{recorded.path}, line {traced.first_line:,}: {prompt.label} had other tokens"
+                raise SpecgenError(message, "Give the same --prompts (and --chat, --turns) as for that trace")
+            self._add(spec, prompt, repeat, run, traced)
+            self._seeds[prompt.index, repeat] = start["sampling"]["seed"]
+
+    def _check_settings(self, before: Mapping[str, Any], path: Path) -> None:
+        """Raises SpecgenError if a setting that makes runs comparable differs. `before` has those of a trace's start line."""
+        target, sampling = self.pair.target, asdict(self.config.sampling)
+        now = {"target": target.name, "device": str(target.device), "dtype": target.dtype_name, "versions": versions()} | sampling
+        for name, value in now.items():
+            if name not in ("seed", "stop") and before.get(name) != value:
+                option = {"max_new_tokens": "-n", "versions": name}.get(name, f"--{name.replace('_', '-')}")
+                message = f"{path} was made with {option} {before.get(name)}, and now it is {value}"
+                raise SpecgenError(message, f"Give the same {option}, or start a new trace")
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids. For a later turn of a question these contain the earlier turns with plain decoding's
@@ -113,15 +186,15 @@ class Runner:
             for spec in self.config.specs
             if (spec.written, prompt.index, repeat) not in self.results.runs
         ]
-        from specgen.pair.pair import capture_passes  # imports torch
-
-        first_prompt, lengths = self.config.prompts[0], self._context_lengths()
-        longest = min(max(lengths) + min(self.config.sampling.max_new_tokens, RESERVED), self.pair.target.context_limit)
-        self.pair.reserve(longest)
+        prompts, new, encode = self.config.prompts, min(self.config.sampling.max_new_tokens, RESERVED), self.pair.tokenizer.encode
+        lengths = [len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns]
+        for prompt in prompts:  # later turns follow answers that are not known yet
+            if prompt.previous_turns:
+                lengths.append(sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text)))
+        self.pair.reserve(min(max(lengths), self.pair.target.context_limit))
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
-            yield self._step(todo, 0, spec, first_prompt, warming_up=True)
-            self._attempt(spec, first_prompt, 0)
-            capture_passes(self.pair, min(lengths), longest)
+            yield self._step(todo, 0, spec, prompts[0], warming_up=True)
+            self._attempt(spec, prompts[0], 0)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
@@ -130,18 +203,9 @@ class Runner:
             finished = self._attempt(spec, prompt, repeat)
             if finished is not None:
                 with interrupts.held():
-                    self._record(spec, prompt, repeat, finished)
+                    self._add(spec, prompt, repeat, Run.of(finished), finished)
+                    self._write(finished)  # last: if it fails, the results have the run nevertheless
         yield self._step(todo, len(todo), None, None)
-
-    def _context_lengths(self) -> list[int]:
-        """Returns the length in tokens of each prompt, with answers of full length before a later turn."""
-        new, encode = self.config.sampling.max_new_tokens, self.pair.tokenizer.encode
-        return [
-            sum(new + len(encode(text)) for text in prompt.previous_turns) + len(encode(prompt.text))
-            if prompt.previous_turns
-            else len(self.prompt_ids(prompt))
-            for prompt in self.config.prompts
-        ]
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
@@ -163,11 +227,9 @@ class Runner:
         *,
         warming_up: bool = False,
     ) -> BenchmarkStep:
-        left = [other.written for other, prompt, _ in todo[done:] if not self._is_ruled_out(other, prompt)]
-        means = {written: sum(seconds) / len(seconds) for written, seconds in self._seconds.items()}
-        longest = max(means.values(), default=None)
-        seconds_left = None if longest is None else sum(means.get(written, longest) for written in left)
-        return BenchmarkStep(spec, prompt, warming_up, done, done + len(left), seconds_left)
+        left = sum(not self._is_ruled_out(other, prompt) for other, prompt, _ in todo[done:])
+        seconds_left = left * fmean(self._seconds) if self._seconds else None  # the methods take turns
+        return BenchmarkStep(spec, prompt, warming_up, done, done + left, seconds_left)
 
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
@@ -179,14 +241,14 @@ class Runner:
 
         if self._is_ruled_out(spec, prompt):
             return None
-        seed = self.seeds.setdefault((prompt.index, repeat), derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"))
+        seed = self._seeds.setdefault((prompt.index, repeat), derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"))
         start = time.perf_counter()
         try:
             finished = self._run(spec, self.prompt_ids(prompt), replace(self.config.sampling, seed=seed))
         except (SpecgenError, RuntimeError, MemoryError) as error:
             self._fail(spec, prompt, error)
             return None
-        self._seconds[spec.written].append(time.perf_counter() - start)
+        self._seconds.append(time.perf_counter() - start)
         keys = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
         return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
 
@@ -207,34 +269,35 @@ class Runner:
     def _run(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> TracedRun:
         """Makes one run and returns what a trace records of it. Transformers' own methods have no rounds; the limits and the seed
         of their runs are those of plain decoding."""
-        name, settings = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.settings)
-        request = self.pair.request(ids, name, sampling, record=self.config.record, **settings)
-        self.pair.prepare(request)
-        run = self.pair.run(request)
-        self.pair.forget()
-        summary, rounds, counted = Figures(spec.name), list[Round](), dict[str, Any]()
+        pair, settings = self.pair, spec.choice.settings.values
+        name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.settings)
+        request = pair.request(ids, name, sampling, record=self.config.record, **given)
+        pair.prepare(request)
+        run = pair.run(request)
+        pair.forget()
+        figures, rounds, counted = Figures(spec.name), list[Round](), dict[str, Any]()
         if self._meter is not None:
             self._meter.start()
         if spec.is_baseline:
-            counted = run_baseline(self.pair, spec.name, spec.choice.settings.values, ids, request.limit, sampling, run.seed)
+            counted = run_baseline(pair, spec.name, settings, ids, request.limit, sampling, run.seed)
         else:
             rounds = list(run.rounds())
         if self._meter is not None:
-            summary.add_energy(self._meter.stop())
+            figures.add_energy(self._meter.stop())
         for round_ in rounds:
-            summary.add(round_)
-        start: Mapping[str, Any] = traces.start_line(self.pair, request, run)
-        own: dict[str, Any] = {"drafts": summary.drafts, "rejections": summary.rejections}
+            figures.add(round_)
+        start = traces.start_line(pair, request, run)
+        more: dict[str, Any] = {"drafts": figures.drafts, "rejections": figures.rejections}
         if spec.is_baseline:
-            summary.include(counted)
-            own = {"phase_seconds": None, "drafts": counted["drafts"]}
-            draft = self.pair.draft.name if spec.choice.method.needs_draft_model and self.pair.draft is not None else None
-            start = {**start, "method": spec.name, "settings": dict(spec.choice.settings.values), "draft": draft}
+            figures.include(counted)
+            more = {"phase_seconds": None, "drafts": counted["drafts"]}
+            draft = pair.draft.name if spec.choice.method.needs_draft_model and pair.draft is not None else None
+            start |= {"method": spec.name, "settings": dict(settings), "draft": draft}
         if self.config.measures_perplexity:
-            summary.add_log_likelihood(self.pair.log_likelihood(ids, summary.token_ids))
-        text = request.text(self.pair.tokenizer, summary.token_ids)
-        line = summary.as_dict(text, counted.get("finish_reason") or run.finish_reason or "length") | own
-        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], {"type": "summary", **line})
+            figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
+        reason = counted.get("finish_reason") or run.finish_reason or "length"
+        line = figures.as_dict(request.text(pair.tokenizer, figures.token_ids), reason)
+        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], {"type": "summary", **line, **more})
 
     def _traced(self, round_: Round) -> TracedRound:
         text_of, token = self.pair.tokenizer.text_of, round_.verdict.token
@@ -242,21 +305,20 @@ class Runner:
             round_, tuple(text_of([each]) for each in round_.draft.tokens), None if token is None else text_of([token])
         )
 
-    def _record(self, spec: MethodSpec, prompt: Prompt, repeat: int, finished: TracedRun) -> None:
-        self.add(spec, prompt, repeat, Run.of(finished), finished)
-        if self._trace is not None:  # last: if it fails, the results have the run nevertheless
+    def _write(self, finished: TracedRun) -> None:
+        if self._trace is not None:
             text_of, record = self.pair.tokenizer.text_of, self.config.record
             rounds = (traces.round_line(traced.round, text_of, record=record) for traced in finished.rounds)
             for line in (finished.start, *rounds, finished.summary or {}):
                 self._trace.write(line)
 
-    def add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun | None) -> None:
-        """Adds a finished run to the results; `traced` is the same with its rounds, if it may be the example to display. If
+    def _add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun) -> None:
+        """Adds a finished run to the results; `traced` is the same with its rounds, which may be the example to display. If
         decoding is greedy and the method lossless, its output is also compared with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
-        if traced is not None and repeat == 0 and prompt is self.config.prompts[0]:
+        if repeat == 0 and prompt is self.config.prompts[0]:
             results.examples[spec.written] = traced
         reference = results.runs.get((REFERENCE, prompt.index, repeat))
         if not self.config.sampling.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import logits_ops
-from specgen.decoding.device_chain import ChoiceRule, DeviceChain
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
-from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import ModelRunner, longest_draft, room
+from specgen.decoding.policy import LengthPolicy
+from specgen.engine.model_runner import longest_draft, room
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.model_runner import DraftRunner
+    from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.parts.own_layers import ExitAcceptancePredictor
     from specgen.engine.text.tokenizer import Tokenizer
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
@@ -67,19 +64,6 @@ class RepeatDrafter:
         return Draft.chain([context.ids[-1]] * min(policy.length, limit))
 
 
-class AcceptancePredictor(Protocol):
-    """Predicts for each drafted token the probability that the target accepts it (EESD, Eq. 5)."""
-
-    def begin(self, context: Context) -> None:
-        """Prepares to score the tokens of a draft that follows this context."""
-
-    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Predicts the acceptance probability (theta_M in EESD) of a drafted token, a scalar tensor.
-
-        `draft_hidden` [width] is the draft's hidden state that gave the token's logits; `position` counts drafted tokens from 1.
-        """
-
-
 def derive_seed(seed: int, role: str) -> int:
     """Derives an independent seed: from a run's for each source of randomness (`draft`, `target`, `policy`), from a
     comparison's for each prompt and repeat."""
@@ -106,7 +90,7 @@ class Setup:
     seed: int = 0
     target: ModelRunner | None = None
     record: bool = False
-    acceptance_predictor: AcceptancePredictor | None = None
+    acceptance_predictor: ExitAcceptancePredictor | None = None
     capacity: int = 0
     window: Any = None
     worker: Any = None
@@ -169,208 +153,3 @@ class DraftModelUser:
             return found
 
         return score
-
-
-class ModelDrafter(DraftModelUser):
-    """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
-
-    The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
-    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. A context with tokens that the draft model
-    lacks gets an empty draft.
-    """
-
-    _own_signals: ClassVar[Signals] = frozenset()  # signals that the drafter itself reads, besides the policy's
-    _keeps_probs: ClassVar[bool] = True  # whether the verifier reads the draft's distributions
-    _likeliest: ClassVar[int] = 0  # how many of the likeliest tokens at each position `_completed` needs
-
-    @inference
-    def propose(
-        self,
-        context: Context,
-        policy: LengthPolicy,
-        limit: int,
-        unverified: Sequence[int] = (),
-        show: Callable[[int, int], bool] | None = None,
-    ) -> Draft:
-        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier.
-
-        `show` gets each new token's number, from 0, and the token, as soon as it is drafted. If it returns False, the draft ends.
-        """
-        tokens = list(unverified)
-        limit = self._room(context, limit + len(tokens)) - len(tokens)
-        if limit < 1:
-            return Draft()
-        scores = self._scores(policy, context)
-        reads = scores is not None or policy.signals or self._own_signals or policy.random or show is not None
-        device = None if reads else self._device_chain(context, tokens)
-        host = HostChain(
-            self._setup, self._generator, policy.signals, self._own_signals, self._likeliest, keep_probs=self._keeps_probs
-        )
-        chain = host if device is None else device
-        is_cut = False
-
-        def extend(position: int) -> DraftedToken | str:
-            nonlocal is_cut
-            if is_cut:  # after the policy has seen the last token, from which it may learn later
-                return "pass ended"
-            if device is not None:
-                return device.append()
-            output = self._runner.logits(context, tokens, start=len(tokens))
-            own, score = output.unpenalised_part(self._vocab_size), None
-            logits = output.logits[:, : self._vocab_size]
-            if own is not None and logits_ops.is_forbidden(logits):
-                return NO_CANDIDATES
-            if scores is not None and output.hidden_states is not None:
-                score = scores(output.hidden_states[0], position)
-            token = host.append(logits[0], score, None if own is None else own[0])
-            if refusal := self._refusal(host.values):
-                host.drop_last()
-                return refusal
-            tokens.append(host.tokens[-1])
-            token.nodes = self._nodes(host.values)
-            is_cut = show is not None and not show(position - 1, tokens[-1])
-            return "eos" if tokens[-1] in self._eos_ids else token
-
-        reason = extend_draft(policy, limit, extend, unverified=len(unverified))
-        return self._completed(chain.draft(self._reason(reason, limit)), chain.likeliest)
-
-    def _device_chain(self, context: Context, unverified: Sequence[int]) -> DeviceChain | None:
-        """Begins a draft whose tokens the host reads when it has ended. Returns None if they are not chosen on the device."""
-        runner, sampling = self._runner, self._sampling
-        if self._setup.record or not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
-            return None
-        keeps_probs, width = self._keeps_probs and not sampling.greedy, min(runner.vocab_size, self._vocab_size)
-        rule = ChoiceRule(sampling.temperature, sampling.top_p, sampling.top_k, width, keeps_probs, self._likeliest)
-        return DeviceChain(runner, rule, self._generator, context, unverified, self._eos_ids, self._vocab_size)
-
-    def _refusal(self, values: Mapping[str, float]) -> str | None:
-        """Says why the last token must be dropped and the draft ended, or returns None to keep the token.
-
-        `values` are the token's signals (numbers such as its entropy) by name.
-        """
-        return None
-
-    def _nodes(self, values: Mapping[str, float]) -> int:
-        """The number of nodes that a drafted token with these signals adds to the draft."""
-        return 1
-
-    def _completed(self, draft: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
-        """Returns the draft that is verified. `likeliest` has the `_likeliest` most likely tokens at each position of `draft`."""
-        return draft
-
-
-class HostChain:
-    """A draft that grows token by token, with what the length policy and the verifier need of each.
-
-    Each token needs one transfer to the host: its id and its signals, numbers such as its entropy. `read` names those for the
-    length policy, `own` those for the drafter. `keep_probs`: the verifier reads the draft's distributions. `likeliest`: how many
-    of the likeliest tokens at each position are kept. `values` are the computed signals of the last token.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        generator: torch.Generator,
-        read: Signals,
-        own: Signals = frozenset(),
-        likeliest: int = 0,
-        *,
-        keep_probs: bool = True,
-    ) -> None:
-        self.tokens: list[int] = []
-        self.values: dict[str, float] = {}
-        self._setup, self._generator, self._keep_probs = setup, generator, keep_probs
-        self._read, self._computed = read, read | own
-        self._logits: list[torch.Tensor] = []
-        self._probs: list[torch.Tensor] = []
-        self._statistics: list[tuple[float, float]] = []  # entropy and top probability
-        self._count_likeliest, self._likeliest = likeliest, list[torch.Tensor]()
-
-    @property
-    def likeliest(self) -> list[list[int]]:
-        """The likeliest tokens at each position, as many as the constructor's argument says, see `logits_ops.likeliest`."""
-        return torch.stack(self._likeliest).tolist() if self._likeliest else []
-
-    def append(
-        self,
-        logits: torch.Tensor,
-        predicted_acceptance: torch.Tensor | None = None,
-        unpenalised: torch.Tensor | None = None,
-    ) -> DraftedToken:
-        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
-
-        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
-        are the logits of the draft model's own distribution, without penalties; None if `logits` are. They may have more columns:
-        see `ModelOutput.unrestricted`.
-        """
-        probs = None
-        if not self._setup.sampling.greedy:
-            probs = logits_ops.warp(logits, self._setup.sampling)
-            if self._keep_probs:
-                self._probs.append(probs)
-        if self._setup.record:
-            self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
-        if self._count_likeliest:
-            self._likeliest.append(logits_ops.likeliest(logits, self._count_likeliest))
-        choose = self._choose_on_cpu if logits.is_cpu else self._choose
-        token, self.values = choose(logits, probs, predicted_acceptance, unpenalised)
-        entropy = self.values["entropy"]
-        if math.isnan(entropy):
-            raise nan_logits("draft")
-        self._statistics.append((entropy, self.values["top_prob"]))
-        self.tokens.append(logits_ops.valid_token(token, "draft"))
-        return DraftedToken(len(self.tokens), {name: self.values[name] for name in self._read if name in self.values})
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        probs: torch.Tensor | None,
-        predicted_acceptance: torch.Tensor | None,
-        unpenalised: torch.Tensor | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Returns a token drawn from `probs` [vocabulary] (None: the likeliest), and its signals by name. One transfer."""
-        token = logits_ops.argmax_token(logits) if probs is None else logits_ops.draw(probs, self._generator)
-        computed = logits_ops.signals(self._computed | {"entropy"}, logits, token, probs, predicted_acceptance, unpenalised)
-        chosen, *numbers = torch.stack([token.float(), *(value.float() for value in computed.values())]).tolist()  # exact to 2^24
-        return int(chosen), dict(zip(computed, numbers, strict=True))
-
-    def _choose_on_cpu(
-        self,
-        logits: torch.Tensor,
-        probs: torch.Tensor | None,
-        predicted_acceptance: torch.Tensor | None,
-        unpenalised: torch.Tensor | None,
-    ) -> tuple[int, dict[str, float]]:
-        """Does what `_choose` does, on a CPU: there entropy and top probability come with the argmax in one function."""
-        token, entropy, top_prob = logits_ops.greedy_statistics(logits if unpenalised is None else unpenalised)
-        values = {"entropy": entropy, "top_prob": top_prob}
-        if token >= 0 and probs is not None:
-            token = logits_ops.draw_on_cpu(probs, self._generator)
-        elif token >= 0 and unpenalised is not None:
-            token = logits_ops.argmax_tokens(logits[None])[0]
-        if probs is None and unpenalised is None:
-            values["prob"] = top_prob
-        if others := self._computed - values.keys():
-            computed = logits_ops.signals(others, logits, torch.tensor(token), probs, predicted_acceptance, unpenalised)
-            values |= {name: value.item() for name, value in computed.items()}
-        return token, values
-
-    def drop_last(self) -> None:
-        for kept in (self.tokens, self._logits, self._probs, self._statistics, self._likeliest):
-            if kept:
-                kept.pop()
-
-    def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
-        if not self.tokens:
-            return Draft(stop_reason=reason)
-        vocab_size = self._setup.vocab_size
-        entropies, top_probs = zip(*self._statistics, strict=True)
-        return Draft.chain(
-            self.tokens,
-            probs=logits_ops.pad_probs(torch.stack(self._probs), vocab_size) if self._probs else None,
-            entropies=entropies,
-            top_probs=top_probs,
-            stop_reason=reason,
-            logits=torch.stack(self._logits)[:, :vocab_size] if self._logits else None,
-        )

@@ -125,7 +125,9 @@ def accept_prefix(
     `count` is an integer scalar on the device. `output` holds the target's logits after the context and after each token.
     """
     logits = output.logits.index_select(0, count[None])[0]
-    accepted, own = torch.stack((count, logits_ops.select_token(logits, sampling, generator))).tolist()
+    greedy = sampling.greedy
+    token = logits_ops.argmax_token(logits) if greedy else logits_ops.draw(logits_ops.warp(logits, sampling), generator)
+    accepted, own = torch.stack((count, token)).tolist()
     return make_verdict(draft, range(accepted), own)
 
 

@@ -1,37 +1,123 @@
-"""Applies the penalties of a model's generation config to logits: repetition penalty, suppressed tokens and the like.
+"""A model's generation config: the tokens that end an output, and the penalties on its logits (repetition penalty and the like).
 
-They change a position's logits depending on the tokens before it. The formulas and their order are those of transformers'
-logits processors, but all positions of a draft are computed at once, and the context's part is kept between calls.
+Penalties change a position's logits depending on the tokens before it. Those that look for sequences of tokens are transformers'
+own logits processors, which are imported only for a model that has such penalties.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Lt, MinLen, Predicate
 
 from specgen.base.errors import SpecgenError
+from specgen.base.schema import check, parse_json, read_text
 from specgen.base.types import Context
 from specgen.engine.devices import upload
-from specgen.engine.generation_config import GenerationConfig
 
-# Settings that change the logits and are not supported, with the values that mean "off".
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "guidance_scale": (None, 1, 1.0),
-    "encoder_repetition_penalty": (None, 1, 1.0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "watermarking_config": (None,),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
+_FILE = "generation_config.json"
+_LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or the inverse of one, would overflow
+_NESTED = ("decoder", "generator", "text_config")  # where a config.json may keep the language model's own fields
+_NEUTRAL = {
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "penalty_alpha": 0,
 }
 
-# Continuations of token sequences: prefix length -> prefix -> the next tokens with their biases.
-_Continuations = dict[int, dict[tuple[int, ...], list[tuple[int, float]]]]
+
+def fits_float32_or_forbids(bias: float) -> bool:
+    return bias == -math.inf or abs(bias) < _LARGEST
+
+
+Count = Annotated[int, Ge(0)]
+Ids = tuple[Count, ...]
+Word = Annotated[Ids, MinLen(1)]
+Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """The fields of a generation config that change which token is generated or when generation ends; None where not set.
+
+    Sampling defaults such as `temperature` are not among them: `SamplingParams` replaces them. The fields from `num_beams` on are
+    not supported, see `has_penalties`; their values are kept as they are in the file.
+    """
+
+    eos_token_id: Ids | None = None
+    sequence_bias: tuple[tuple[Word, Bias], ...] | None = None
+    repetition_penalty: Annotated[float, Gt(1 / _LARGEST), Lt(_LARGEST)] | None = None
+    no_repeat_ngram_size: Count | None = None
+    bad_words_ids: tuple[Word, ...] | None = None
+    min_length: Count | None = None
+    min_new_tokens: Count | None = None
+    suppress_tokens: Ids | None = None
+    begin_suppress_tokens: Ids | None = None
+    num_beams: Any = None
+    guidance_scale: Any = None
+    encoder_repetition_penalty: Any = None
+    encoder_no_repeat_ngram_size: Any = None
+    forced_bos_token_id: Any = None
+    forced_eos_token_id: Any = None
+    exponential_decay_length_penalty: Any = None
+    watermarking_config: Any = None
+    penalty_alpha: Any = None
+    dola_layers: Any = None
+
+
+_FIELDS = GenerationConfig.__slots__
+_UNSUPPORTED = _FIELDS[_FIELDS.index("num_beams") :]
+
+
+def read_generation_config(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
+    """Returns the generation config of the model in `folder`, whose config.json holds `config`.
+
+    If there is no generation_config.json, the same fields are taken from `config`, where old models keep them. Otherwise only the
+    file counts. Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
+    """
+    path, found, hint = folder / _FILE, _with_nested(config), "Download or save it again: it may hold penalties"
+    if path.is_file() or path.is_symlink():
+        found = parse_json(read_text(path, "generation config", hint), str(path), hint, finite=False)
+        if not isinstance(found, dict):
+            raise SpecgenError(f"{path} is no JSON object", hint)
+    else:
+        path = folder / "config.json"
+    return _checked(found, str(path))
+
+
+def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
+    known = {name: fields[name] for name in GenerationConfig.__slots__ if fields.get(name) is not None}
+    if isinstance(ends := known.get("eos_token_id"), int):
+        known["eos_token_id"] = [ends]
+    return check(json.dumps(known), GenerationConfig, where, "Correct it, or download it again")
+
+
+def eos_ids(
+    config: Mapping[str, Any], generation: GenerationConfig, default_eos: int | list[int] | None, tokenizer_eos: int | None
+) -> frozenset[int]:
+    """Returns the ids of the tokens that end an output.
+
+    They come from `generation`, else from `config` (a config.json), else they are `default_eos` (of the model's family), else
+    `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are no token ids.
+    """
+    found: Any = generation.eos_token_id
+    if found is None:
+        configured = _with_nested(config).get("eos_token_id", default_eos)
+        found = _checked({"eos_token_id": tokenizer_eos if configured is None else configured}, "config.json").eos_token_id
+    return frozenset(found or ())
+
+
+def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `config`; the fields that it leaves unset are those of the language model's config inside it, if there is one."""
+    nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
+    return {**config, **{name: value for name, value in nested.items() if config.get(name) is None}}
 
 
 def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str) -> bool:
@@ -39,9 +125,9 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
     `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
     """
-    for field, off in _UNSUPPORTED.items():
+    for field in _UNSUPPORTED:
         value = getattr(config, field)
-        if value not in off:
+        if value not in (None, _NEUTRAL.get(field)):
             raise SpecgenError(
                 f"{name}'s generation_config.json sets {field}={value!r}, which specgen does not support",
                 f"Remove {field} from that file (from config.json if there is no such file)",
@@ -52,7 +138,7 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
 
 class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits.
+    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in its order.
 
     A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
     are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or
@@ -60,33 +146,29 @@ class PenaltyProcessor:
     """
 
     def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
-        self._config, self._width, self._device = config, width, device
-        self._eos, self._penalty = sorted(eos_ids), config.repetition_penalty or 1.0
-        biases = dict(config.sequence_bias or ())
-        single_ends = {(end,) for end in eos_ids}  # an output can always end
-        forbidden = dict.fromkeys((word for word in config.bad_words_ids or () if word not in single_ends), -torch.inf)
-        for field, sequences in ("sequence_bias", biases), ("bad_words_ids", forbidden):
+        self._config, self._eos, self._width, self._device = config, eos_ids, width, device
+        forbidden = [word for word in config.bad_words_ids or () if word not in {(end,) for end in eos_ids}]
+        for field, sequences in ("sequence_bias", dict(config.sequence_bias or ())), ("bad_words_ids", forbidden):
             if unknown := [token for sequence in sequences for token in sequence if token >= width]:
                 raise SpecgenError(
                     f"the generation config's {field} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
                     f"Correct {field} in generation_config.json",
                 )
-        self._bias = torch.zeros(width, device=device)
-        for sequence, bias in biases.items():
-            if len(sequence) == 1:
-                self._bias[sequence[0]] = bias
-        self._longer_biases, self._longer_forbidden = _continuations(biases), _continuations(forbidden)
-        self._ngram = config.no_repeat_ngram_size or 0
-        self._reach = max((0, self._ngram - 1, *self._longer_biases, *self._longer_forbidden))  # tokens before a row that matter
         self._always = {word[0] for word in forbidden if len(word) == 1} | {*(config.suppress_tokens or ())}
-        places = [token for token in self._always if token < width]
-        if len(places) == width:
+        if self._always.issuperset(range(width)):
             raise SpecgenError("the generation config forbids all tokens", "Correct suppress_tokens in generation_config.json")
-        self._forbidden = torch.zeros(width, dtype=torch.bool, device=device).index_fill_(0, self._indices(places), True)
-        self._factors = torch.ones(width, device=device)
-        self._ngrams: dict[tuple[int, ...], set[int]] = {}  # the context's: all but the last token -> last tokens
-        self._context: Context | None = None
-        self._known = 0  # the context's tokens that are in `_factors` and `_ngrams`
+        self._biases: list[Any] = []  # transformers' processors before and after the repetition penalty
+        self._bans: list[Any] = []
+        longer = [word for word in forbidden if len(word) > 1]
+        if config.sequence_bias or longer or config.no_repeat_ngram_size:
+            from transformers.generation import logits_process as rules
+
+            if config.sequence_bias:
+                self._biases.append(rules.SequenceBiasLogitsProcessor(dict(config.sequence_bias)))
+            if longer:
+                self._bans.append(rules.SequenceBiasLogitsProcessor(dict.fromkeys(longer, -math.inf)))
+            if config.no_repeat_ngram_size:
+                self._bans.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
 
     def forbids_all(self, tokens: Iterable[int]) -> bool:
         """Whether none of these tokens can ever follow."""
@@ -101,90 +183,54 @@ class PenaltyProcessor:
         `tokens` and `parents` are the draft, as for `ModelRunner.logits`. If the model is a draft model with another vocabulary
         size than the target's `width`, its logits are cut, or padded with -inf.
         """
-        self._follow(context)
-        missing = self._width - logits.shape[-1]
-        logits = logits.float() if missing == 0 else torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        missing, config = self._width - logits.shape[-1], self._config
         paths = [_path(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
-        tail = context.ids[max(0, len(context) - self._reach) :]
-        if self._config.sequence_bias:
-            logits = logits + self._biases(paths, tail)
-        if self._penalty != 1:
-            logits = self._repetition(logits, paths)
-        if self._always:
-            logits = logits.masked_fill(self._forbidden, -torch.inf)
-        banned = self._places((row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path, tail))
-        if banned:
-            logits = logits.reshape(-1).index_fill(0, self._indices(banned), -torch.inf).view(-1, self._width)
+        if missing:
+            logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        else:
+            logits = logits.to(torch.float32, copy=True)
+        logits = self._processed(logits, self._biases, context, paths)
+        if config.repetition_penalty not in (None, 1.0):
+            seen, flat = set(context.ids), logits.view(-1)
+            columns = self._places((0, token) for token in seen)
+            drafted = self._places((row, token) for row, path in enumerate(paths) for token in {*path} - seen)
+            logits.index_copy_(1, columns, self._repeated(logits.index_select(1, columns)))
+            flat.index_copy_(0, drafted, self._repeated(flat.index_select(0, drafted)))
+        logits = self._processed(logits, self._bans, context, paths)
+        banned = [(row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path)]
+        logits.view(-1)[self._places(banned)] = -torch.inf
         return logits
 
-    def _follow(self, context: Context) -> None:
-        """Updates the kept state with the context's new tokens; rebuilds it for another or a shorter context."""
-        ids, size = context.ids, self._ngram
-        if context is not self._context or len(ids) < self._known:
-            self._context, self._known = None, 0  # an interrupted call begins anew next time
-            self._ngrams.clear()
-            self._factors.fill_(1.0)
-            self._context = context
-        new = ids[self._known :]
-        if new and self._penalty != 1:
-            self._factors.index_fill_(0, self._indices(self._places((0, token) for token in new)), self._penalty)
-        if size:
-            for end in range(max(self._known + 1, size), len(ids) + 1):
-                self._ngrams.setdefault(tuple(ids[end - size : end - 1]), set()).add(ids[end - 1])
-        self._known = len(ids)
+    def _processed(self, logits: torch.Tensor, rules: list[Any], context: Context, paths: list[list[int]]) -> torch.Tensor:
+        """Returns the logits after transformers' processors, which are called for one row at a time: paths differ in length."""
+        if not rules:
+            return logits
+        rows = []
+        for row, path in zip(torch.split(logits, 1), paths, strict=True):
+            ids = upload(torch.tensor([context.ids + path]), self._device)
+            for rule in rules:
+                row = rule(ids, row)
+            rows.append(row)
+        return torch.cat(rows)
 
-    def _biases(self, paths: list[list[int]], tail: list[int]) -> torch.Tensor:
-        """Returns the sequence biases [rows, width] or, if they are the same for all rows, [width]."""
-        found = [(row, *entry) for row, path in enumerate(paths) for entry in _matches(self._longer_biases, tail + path)]
-        if not found:
-            return self._bias
-        values = upload(torch.tensor([bias for _, _, bias in found]), self._device)
-        places = self._indices(self._places((row, token) for row, token, _ in found))
-        return self._bias.repeat(len(paths)).index_add_(0, places, values).view(-1, self._width)
+    def _repeated(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of tokens that were seen before: times the penalty where they are negative, else divided by it."""
+        penalty = self._config.repetition_penalty or 1.0
+        return torch.where(logits < 0, logits * penalty, logits / penalty)
 
-    def _repetition(self, logits: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
-        """Returns `logits` times the penalty where they are negative and divided by it elsewhere, at the tokens before each row.
-
-        Of product and quotient that is the lower for a penalty above 1, otherwise the higher, which is cheaper than comparing
-        with 0.
-        """
-        factors = self._factors
-        if drafted := self._places((row, token) for row, path in enumerate(paths) for token in path):
-            factors = factors.repeat(len(paths)).index_fill_(0, self._indices(drafted), self._penalty).view(-1, self._width)
-        choose = torch.minimum if self._penalty > 1 else torch.maximum
-        return choose(logits * factors, logits / factors)
-
-    def _row_bans(self, context: Context, path: list[int], tail: list[int]) -> list[int]:
-        """Returns the tokens that may not follow the context and the drafted tokens `path`, besides those in `_banned`."""
+    def _row_bans(self, context: Context, path: list[int]) -> set[int]:
+        """Returns the tokens that may not follow the context and the drafted tokens `path`, whatever these are."""
         config, new_tokens = self._config, len(context) - context.prompt_length + len(path)
-        banned: list[int] = []
+        banned = {*self._always}
         if len(context) + len(path) < (config.min_length or 0) or new_tokens < (config.min_new_tokens or 0):
-            banned += self._eos
+            banned.update(self._eos)
         if new_tokens == 0:
-            banned += config.begin_suppress_tokens or ()
-        recent = tail + path
-        banned += (token for token, _ in _matches(self._longer_forbidden, recent))
-        if self._ngram:
-            banned += self._ngram_bans(recent)
+            banned.update(config.begin_suppress_tokens or ())
         return banned
 
-    def _ngram_bans(self, recent: list[int]) -> Iterable[int]:
-        """Returns the tokens that would repeat an n-gram of the context, or one that ends in the drafted part of `recent`.
-
-        `recent` ends with the whole path of drafted tokens, after at least the n - 1 tokens before it.
-        """
-        length = self._ngram - 1
-        if len(recent) < length:
-            return ()
-        prefix = recent[len(recent) - length :]
-        ends = (end for end in range(length, len(recent)) if recent[end - length : end] == prefix)
-        return {*self._ngrams.get(tuple(prefix), ()), *(recent[end] for end in ends)}
-
-    def _places(self, entries: Iterable[tuple[int, int]]) -> list[int]:
+    def _places(self, entries: Iterable[tuple[int, int]]) -> torch.Tensor:
         """Returns the indices of (row, token) pairs in flattened [rows, width], without tokens that the target lacks."""
-        return [row * self._width + token for row, token in entries if token < self._width]
-
-    def _indices(self, places: list[int]) -> torch.Tensor:
+        places = [row * self._width + token for row, token in entries if token < self._width]
         return upload(torch.tensor(places, dtype=torch.int64), self._device)
 
 
@@ -195,22 +241,3 @@ def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]
         path.append(tokens[node])
         node = parents[node]
     return path[::-1]
-
-
-def _continuations(sequences: Mapping[tuple[int, ...], float]) -> _Continuations:
-    """Returns a lookup of the sequences of at least two tokens by their prefix, which is all but their last token."""
-    lookup: _Continuations = {}
-    for (*prefix, last), value in sequences.items():
-        if prefix:
-            lookup.setdefault(len(prefix), {}).setdefault(tuple(prefix), []).append((last, value))
-    return lookup
-
-
-def _matches(lookup: _Continuations, recent: list[int]) -> list[tuple[int, float]]:
-    """Returns the (last token, bias) of all sequences whose prefix `recent` ends with."""
-    return [
-        entry
-        for length, prefixes in lookup.items()
-        if len(recent) >= length
-        for entry in prefixes.get(tuple(recent[len(recent) - length :]), ())
-    ]

@@ -13,31 +13,27 @@ from math import prod
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.devices import device_name
-from specgen.engine.generation_config import GenerationConfig, eos_ids, read_generation_config
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor, has_penalties
+from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
-from specgen.engine.native.graphs import use_cuda_graphs
+from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.loading import load_native
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
 from specgen.engine.weights import stored_tensors
-
-if TYPE_CHECKING:
-    from specgen.engine.transformers.loading import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +128,11 @@ class PreparedModel:
 
         Raises SpecgenError if transformers cannot load weights in their format there.
         """
-        return self.quantisation is not None and self.checkpoint.dequantises_on(device)
+        if self.quantisation is None:
+            return False
+        from specgen.engine.transformers.loading import check_quantisation
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """What transformers has to know to load the model."""
-        from specgen.engine.transformers.loading import Checkpoint
-
-        return Checkpoint(self.folder, self.name, self.source.trust_remote_code, self.transformers_config, self.quantisation)
+        return check_quantisation(self.quantisation, device, self.name)
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
@@ -267,7 +260,7 @@ class LoadedModel:
         model = self.model
         if isinstance(model, TransformersModel):
             return model.module
-        return load_module(self.prepared.checkpoint, model.dtype, model.device)
+        return load_module(self.prepared, model.dtype, model.device)
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         """Returns a runner of the model in its own token ids. Raises SpecgenError as `model` and `has_penalties` do."""
@@ -356,11 +349,11 @@ def load_weights(
         if prepared.architecture is None:
             from specgen.engine.transformers.loading import load_transformers_model
 
-            return load_transformers_model(prepared.checkpoint, dtype, device, layer_devices)
+            return load_transformers_model(prepared, dtype, device, layer_devices)
         options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
         native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
         if device.type == "cuda" and layer_devices is None:  # a graph is of one device
-            use_cuda_graphs(native)
+            native.captures = Captures(capture=CudaGraphs(device))
         return native
     except Exception as error:
         if not is_out_of_memory(error):

@@ -25,7 +25,7 @@ HEAD = {"head": Setting(DEFAULT_HEAD, "the head's folder; auto: --head, or the o
 def _drafter(setup: Setup, settings: Settings) -> Drafter:
     """A fixed tree of the heads' likeliest tokens, or a chain with `nodes` 0."""
     if settings.values["nodes"] == 0:
-        from specgen.decoding.drafting import ModelDrafter
+        from specgen.decoding.chain import ModelDrafter
 
         return ModelDrafter(setup)
     from specgen.methods.medusa_tree import MedusaTreeDrafter

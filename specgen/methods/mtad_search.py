@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,14 @@ class Beam:
     signals: Mapping[str, float] = field(default_factory=dict)
 
 
+def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
+    """Returns the sampling parameters for joint likelihoods: `sampling`, with temperature 1 in place of 0 (greedy).
+
+    At temperature 0 every likelihood would be 0 or 1, and MTAD would only compare tokens with the target's argmax.
+    """
+    return replace(sampling, temperature=1.0) if sampling.greedy else sampling
+
+
 def _unfinished(beams: Iterable[Beam]) -> list[Beam]:
     return [beam for beam in beams if not beam.finished]
 
@@ -60,7 +68,7 @@ class BeamSearchDrafter(DraftModelUser):
 
     def __init__(self, setup: Setup, *, width: int, stochastic: bool) -> None:
         super().__init__(setup)
-        self._warping = logits_ops.likelihood_warping(setup.sampling)
+        self._warping = likelihood_warping(setup.sampling)
         self._width = width
         self._stochastic = stochastic and not setup.sampling.greedy
 
@@ -156,7 +164,7 @@ class JointLikelihoodVerifier:
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, tau: float) -> None:
         self._sampling = sampling
-        self._warping = logits_ops.likelihood_warping(sampling)
+        self._warping = likelihood_warping(sampling)
         self._log_tau = math.log(tau) if tau else -math.inf
         self._generator = logits_ops.make_generator(device, seed)
 

@@ -313,7 +313,6 @@ def time_parallel_passes(
     timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
     shared: bool = False,
-    before: Callable[[], None] | None = None,
 ) -> ParallelCosts:
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
@@ -321,16 +320,11 @@ def time_parallel_passes(
     steps estimate the window first. It is then measured with target passes over that many tokens, and once more if it changes by
     more than one token.
     `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens.
-    `shared`: one thread runs both models, so also measures whether they overlap. `before` is called before the first timed pass,
-    after passes of both models. Closes the drafter.
+    `shared`: one thread runs both models, so also measures whether they overlap. Closes the drafter.
     """
     with closing(drafter):
         drafter.prefill(context)
         target.logits(context)
-        if before is not None:
-            drafter.start(context, (), 1)
-            drafter.finish()
-            before()
         passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
         costs = passes.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS)
         for _ in range(_TURNS):

@@ -40,7 +40,7 @@ def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> di
 def model_drafter(setup: Setup, settings: Settings) -> Drafter:
     """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
     if settings.drafts_text:
-        from specgen.decoding.text_drafter import TextDrafter
+        from specgen.decoding.chain import TextDrafter
 
         return TextDrafter(setup)
     depth, nodes = (None if (value := settings.values.get(name, "auto")) == "auto" else int(value) for name in ("depth", "nodes"))
@@ -48,13 +48,9 @@ def model_drafter(setup: Setup, settings: Settings) -> Drafter:
         from specgen.decoding.tree import TopKTreeDrafter
 
         return TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=depth, nodes=nodes)
-    if settings.values.get("cape"):
-        from specgen.methods.cape import CapeDrafter
+    from specgen.decoding.chain import ModelDrafter
 
-        return CapeDrafter(setup, depth=depth)
-    from specgen.decoding.drafting import ModelDrafter
-
-    return ModelDrafter(setup, depth=depth)
+    return ModelDrafter(setup, depth=depth, cape=bool(settings.values.get("cape")))
 
 
 class Heuristic(LengthPolicy):

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
+from specgen.base.measuring import Energy
 from specgen.base.types import PHASES, DistributionOverlap, Draft, FinishReason, Mode, Round, Source, Verdict
 from specgen.pair.figures import Figures
 
@@ -91,8 +92,18 @@ class TracedRun:
 _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+_Joules = Annotated[float, Field(ge=-1e9, le=1e9)]
 _Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
+
+
+def _measurable(seconds: float) -> float:
+    if 0 < seconds < SHORTEST:
+        raise ValueError(f"no time is shorter than {SHORTEST:g} seconds")
+    return seconds
+
+
+_MeasuredSeconds = Annotated[_Seconds, AfterValidator(_measurable)]
 
 
 class _StartLine(BaseModel):
@@ -106,6 +117,9 @@ class _StartLine(BaseModel):
     settings: dict[str, Any]
     sampling: dict[str, Any]
     versions: dict[str, Any]
+    spec: str | None = None  # this and the next two are `compare`'s
+    prompt_index: _Count | None = None
+    repeat: _Count | None = None
 
 
 class _RoundLine(BaseModel):
@@ -136,11 +150,19 @@ class _SummaryLine(BaseModel):
     text: str
     token_ids: list[_TokenId]
     finish_reason: FinishReason
+    rounds: _Count = 0
     drafts: _Count = 0
     drafted: _Count = 0
     accepted: _Count = 0
     target_passes: _Count = 0
-    seconds: _Seconds = 0.0
+    rejections: _Count = 0
+    ties: _Count = 0
+    seconds: _MeasuredSeconds = 0.0
+    phase_seconds: dict[Literal["prefill", "draft", "policy", "verify", "sample", "other"], _MeasuredSeconds] | None = None
+    perplexity: Annotated[float, Field(ge=1e-9, le=1e300)] | None = None
+    energy: Energy | None = None
+    joules_per_token: _Joules | None = None
+    gross_joules_per_token: _Joules | None = None
 
 
 _LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminator="type")]

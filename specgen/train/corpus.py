@@ -26,7 +26,6 @@ Encode = Callable[[str], list[int]]
 MAX_TOKENS = 8_000_000
 _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
-_Given = Annotated[str, Field(min_length=1)]
 _PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
@@ -49,48 +48,39 @@ ALL_PARTS = frozenset(Part)
 NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 
 
-def parts_of(numbers: Sequence[int]) -> list[Part]:
-    """Returns the part of each document or prompt. `numbers` numbers their different contents from 0: equal ones share a part."""
-    if not numbers or max(numbers) + 1 < len(CYCLE):
-        return [Part.TRAIN] * len(numbers)
-    return [CYCLE[number % len(CYCLE)] for number in numbers]
-
-
 class Corpus:
-    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored."""
+    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored.
+
+    Each document has a part (see `Part`); equal ones share it. The corpus `is_split` if there are at least eight different ones.
+    Otherwise all of them are for training, and the methods' `parts` have no effect.
+    """
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
         self._ids = array("i")
         self._starts = [0]
-        numbers: list[int] = []
+        self._numbers: list[int] = []  # the documents' different contents, numbered from 0
         known: dict[bytes, int] = {}
         for document in documents:
-            if len(document) > 1:  # a single token has no next token to predict
+            if document:
                 self._ids.extend(document)
-                start = self._starts[-1]
+                content = sha256(self._ids[self._starts[-1] :].tobytes()).digest()
+                self._numbers.append(known.setdefault(content, len(known)))
                 self._starts.append(len(self._ids))
-                numbers.append(known.setdefault(sha256(self._ids[start:].tobytes()).digest(), len(known)))
             if len(self._ids) >= MAX_TOKENS:
                 break
-        self._parts = parts_of(numbers)
+        self.is_split = len(known) >= len(CYCLE)
         self._chosen: dict[frozenset[Part], tuple[list[int], list[int]]] = {}
 
     @property
     def tokens(self) -> int:
         return len(self._ids)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether documents are held out and reserved for the predictor: there have to be at least eight different ones."""
-        return Part.HELD_OUT in self._parts
-
     def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
         """Returns at most `max_tokens` consecutive tokens of a random document that belongs to one of `parts`.
 
         A document is chosen with probability proportional to its length. `from_start` takes its first tokens, not a random part.
-        A corpus that is not split has only documents for training, and `parts` has no effect.
         """
-        documents, ends = self._documents(frozenset(parts) if self.is_split else ALL_PARTS)
+        documents, ends = self._documents(parts)
         position = rng.randrange(ends[-1])
         index = bisect_right(ends, position)
         start, end = self._starts[documents[index] : documents[index] + 2]
@@ -98,17 +88,30 @@ class Corpus:
             start = min(end - (ends[index] - position), end - max_tokens)
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
-    def _documents(self, parts: frozenset[Part]) -> tuple[list[int], list[int]]:
+    def different(self, parts: Collection[Part]) -> list[tuple[int, ...]]:
+        """Returns the different documents that belong to one of `parts`, in their order."""
+        indices, _ = self._documents(parts)
+        return list(dict.fromkeys(tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices))
+
+    def _documents(self, parts: Collection[Part]) -> tuple[list[int], list[int]]:
         """Returns the indices of the documents in `parts`, and for each one how many tokens it and those before it have."""
-        if parts not in self._chosen:
-            chosen = [index for index, part in enumerate(self._parts) if part in parts]
+        key = frozenset(parts)
+        if key not in self._chosen:
+            numbers = enumerate(self._numbers)
+            chosen = [index for index, number in numbers if not self.is_split or CYCLE[number % len(CYCLE)] in key]
             lengths = (self._starts[index + 1] - self._starts[index] for index in chosen)
-            self._chosen[parts] = chosen, list(accumulate(lengths))
-        return self._chosen[parts]
+            self._chosen[key] = chosen, list(accumulate(lengths))
+        return self._chosen[key]
 
     def digest(self) -> str:
         """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus again."""
         return sha256(self._ids.tobytes()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class _Message:
+    role: Annotated[str, Field(min_length=1)]
+    content: Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -119,18 +122,12 @@ class _Document:
 
 
 @dataclass(frozen=True)
-class _Message:
-    role: _Given
-    content: _Given
-
-
-@dataclass(frozen=True)
 class _Conversation:
     """A line of a file of conversations. Other keys are ignored."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
-    prompt: _Given | None = None
-    text: _Given | None = None
+    messages: list[_Message] | None = None
+    prompt: str | None = None
+    text: str | None = None
 
 
 def read_corpus(path: Path, encode: Encode) -> Corpus:
@@ -139,11 +136,9 @@ def read_corpus(path: Path, encode: Encode) -> Corpus:
     A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
     contains no text.
     """
-    texts: Iterator[str]
+    texts = _pieces(path)
     if _is_json_lines(path):
-        texts = (check(line, _Document, f"{path}, line {number}", _FORM).text for number, line in _lines(path))
-    else:
-        texts = _pieces(path)
+        texts = (check(line, _Document, where, _FORM).text for where, line in _lines(path))
     corpus = Corpus(map(encode, texts))
     if not corpus.tokens:
         raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
@@ -155,32 +150,30 @@ def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list
 
     The file has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or `text`, or else one user's
     message per line. A prompt ends with a message of the user, the last one with which it has at most `max_tokens` tokens;
-    conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read, has a wrong line or gives
-    no prompts, or if the model has no chat template.
+    conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read or has a wrong line, or if
+    the model has no chat template.
     """
     prompts = []
     for messages in _conversations(path):
-        ends = [end for end, message in enumerate(messages, 1) if message["role"] == "user"]
-        fitting = (ids for end in reversed(ends) if len(ids := tokenizer.conversation(messages[:end])) <= max_tokens)
-        if (prompt := next(fitting, None)) is not None:
-            prompts.append(prompt)
-    if not prompts:
-        raise SpecgenError(f"{path} has no prompt of at most {max_tokens} tokens", "Give shorter ones or a larger --window")
+        for end in range(len(messages), 0, -1):
+            if messages[end - 1]["role"] == "user":
+                ids = tokenizer.conversation(messages[:end])
+                if len(ids) <= max_tokens:
+                    prompts.append(ids)
+                    break
     return prompts
 
 
 def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
-    for number, line in _lines(path):
-        if not _is_json_lines(path):
-            yield [{"role": "user", "content": line.strip()}]
-            continue
-        where = f"{path}, line {number}"
-        entry = check(line, _Conversation, where, _CHAT_FORM)
+    for where, line in _lines(path):
+        entry = check(line, _Conversation, where, _CHAT_FORM) if _is_json_lines(path) else _Conversation(text=line.strip())
         text = entry.prompt or entry.text
-        if entry.messages is None and text is None:
+        if entry.messages:
+            yield [{"role": message.role, "content": message.content} for message in entry.messages]
+        elif text:
+            yield [{"role": "user", "content": text}]
+        else:
             raise SpecgenError(f"{where} has neither messages nor a prompt or a text", _CHAT_FORM)
-        messages = entry.messages or [_Message("user", text or "")]
-        yield [{"role": message.role, "content": message.content} for message in messages]
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
@@ -215,15 +208,13 @@ def _pieces(path: Path) -> Iterator[str]:
         yield piece
 
 
-def _lines(path: Path, *, with_empty: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields the lines of a UTF-8 text file with their numbers, but for empty ones."""
+def _lines(path: Path, *, with_empty: bool = False) -> Iterator[tuple[str, str]]:
+    """Yields the lines of a UTF-8 text file after their positions in messages. Empty ones are left out, unless `with_empty`."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if "\0" in line:
-                    raise SpecgenError(f"{path} is not text: line {number:,} has a NUL character", "Name a text file")
                 if with_empty or line.strip():
-                    yield number, line
+                    yield f"{path}, line {number}", line
     except OSError as error:
         raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
     except UnicodeDecodeError as error:

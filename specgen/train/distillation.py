@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,20 +20,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
 
+from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
+from specgen.engine.devices import DTYPES
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation
+from specgen.engine.transformers.loading import load_module
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.engine.weights import weights_fingerprint
-from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import NOT_HELD_OUT, Part
-from specgen.train.divergence import divergence
-from specgen.train.loop import MAX_LOGITS, Labels, Objective, first_shares, greedy_matches, held_out_agreement
-from specgen.train.task import TrainingObserver, TrainingTask, stop_if_requested
+from specgen.train.loop import IGNORED, MAX_LOGITS, Labels, Objective, PackedBatch, Taught, TrainingBatches
+from specgen.train.measures import divergence, first_shares, held_out_agreement
+from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted
-from specgen.train.translation import Comparisons, check_overlap, comparisons, off_overlap, overlap_shares
+from specgen.train.translation import Comparisons, check_overlap, common_share, comparisons, off_overlap
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
@@ -71,7 +74,7 @@ class DraftBatches(TrainingBatches):
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
-    def _sample_corpus(self, rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
+    def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
         ids, teacher = super()._sample_corpus(rng, max_tokens)
         if self._translation is None:
             return ids, teacher
@@ -80,49 +83,56 @@ class DraftBatches(TrainingBatches):
 
 
 class DraftObjective(Objective):
-    """A draft model, to be saved with weights of `saved_dtype`. `target` loses its weights.
+    """A draft model, of which transformers trains a copy in float32. It is saved in the dtype of its files.
 
     The loss is the divergence after tokens where the target's probabilities are known, and cross-entropy with the next token
-    elsewhere. The weights are float32.
+    elsewhere. `target` loses its weights.
     """
 
     batches: DraftBatches
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel, saved_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(target)
-        self.draft, self._saved_dtype, self.device = draft, saved_dtype, draft.device
-        self.settings = {"the draft model": [weights_fingerprint(draft.folder)]}
+    def __init__(self, task: TrainingTask, target: LoadedModel, draft: LoadedModel) -> None:
+        super().__init__(task, target)
+        self.draft, self.device = draft, draft.device
+        quantised, text = draft.prepared.quantisation, task.corpus or task.prompts
+        if quantised is not None:
+            problem = f"the draft {draft.name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}"
+            raise SpecgenError(problem, "Train the checkpoint that it was made from; drafts are quantised after training")
+        if draft.refusal is not None:
+            raise draft.refusal
+        if task.out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
+            raise SpecgenError(f"--out is {task.out}, the folder of one of the models", "Name another: they are not changed")
+        if draft.translation is not None and text is not None:
+            check_overlap(draft.translation, text, draft.prepared.shape.vocab_size)
+        self.settings = {"the draft model": weights_fingerprint(draft.folder)}
+        self.saved_dtype = DTYPES.get(str(draft.prepared.shape.dtype), torch.float32)
         self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-        self._module = draft.transformers_module.to(torch.float32).requires_grad_(True)
+        self._module = load_module(draft.prepared, torch.float32, self.device).requires_grad_(True)
         self._masks = AttentionMasks(self._module)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
         self.rows = max(_MIN_PIECE, (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary)
         self.off_overlap = off_overlap(draft.translation, self.vocabulary)
 
-    def check(self, task: TrainingTask) -> None:
-        if self.draft.translation is not None:
-            check_overlap(self.draft.translation, task, self.draft.model.shape.vocab_size)
-
-    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
+    def start(self, texts: Sequence[Text]) -> TrainingBatches:
         """Has the target predict after the tokens of its texts and, unless there are prompts, of twice as many corpus texts."""
-        seconds, found = task.recipe.seconds, list[PredictedText]()
+        recipe, corpus, found = self.task.recipe, self.task.corpus, list[PredictedText]()
         for text in texts:
-            stop_if_requested(observer)
+            self.task.stop_if_requested()
             found.append(predicted(self.target, text))
-        rng, length = Random(f"read {task.recipe.seed}"), min(task.recipe.window, self.target.context_limit)
-        end, is_read = math.inf if seconds is None else task.clock() + _READ_SHARE * seconds, not task.prompts
-        for _ in range(_READ_FACTOR * len(texts) if task.corpus is not None and is_read else 0):
-            if task.clock() > end:
-                break
-            stop_if_requested(observer)
-            assert task.corpus is not None
-            ids = task.corpus.sample(rng, length, parts=NOT_HELD_OUT)
-            found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
+        rng, length = Random(f"read {recipe.seed}"), min(recipe.window, self.target.context_limit)
+        end = math.inf if recipe.seconds is None else time.monotonic() + _READ_SHARE * recipe.seconds
+        if corpus is not None and self.task.prompts is None:
+            for _ in range(_READ_FACTOR * len(texts)):
+                if time.monotonic() > end:
+                    break
+                self.task.stop_if_requested()
+                ids = corpus.sample(rng, length, parts=NOT_HELD_OUT)
+                found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
         self.target.model.free_weights()
         taught = [each for each in found if each.text.part == Part.TRAIN]
         self._held_out = {id(each.text): each for each in found if each.text.part == Part.HELD_OUT}
-        self.batches = DraftBatches(task, taught, self.draft.translation, self.draft.context_limit)
+        self.batches = DraftBatches(self.task, taught, self.draft.translation, self.draft.context_limit)
         self._before = self.measure()
         return self.batches
 
@@ -144,10 +154,8 @@ class DraftObjective(Objective):
         taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
         rows = teacher[is_taught].cpu()
         top_k_ids, log_probs = (table[rows].to(logits.device) for table in (self.batches.top_k_ids, self.batches.top_k_log_probs))
-        top_k_ids = top_k_ids.long()
-        loss = divergence(taught, top_k_ids, log_probs, self.off_overlap).sum()
-        loss = loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
-        return torch.cat((loss[None], greedy_matches(self._restricted(taught.detach()), top_k_ids[:, 0])))
+        loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
+        return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
 
     def measure(self) -> dict[str, Any]:
         """Returns the draft's figures on the generated tokens of held-out texts. Its context is what drafting makes it.
@@ -161,7 +169,7 @@ class DraftObjective(Objective):
 
         def ranks_of(text: Text) -> torch.Tensor:
             found = self._compared(text)
-            logits = self._restricted(self.next_logits(found.ids)[found.after].cpu())
+            logits = self.next_logits(found.ids)[found.after].cpu().index_fill(-1, self.off_overlap, -torch.inf)
             if not text.greedy:
                 q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0).long())
                 p = torch.where(found.top_k_ids >= 0, found.log_probs.exp(), 0)
@@ -180,38 +188,33 @@ class DraftObjective(Objective):
         ids = found.ids[: self.draft.context_limit]
         return Comparisons(ids, found.after[inside], found.top_k_ids[inside], found.log_probs[inside])
 
-    def _restricted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits [n, vocabulary] of which those of tokens that the target lacks are -inf."""
-        return logits.index_fill(-1, self.off_overlap.to(logits.device), -torch.inf) if len(self.off_overlap) else logits
-
     @inference
     def next_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
         logits: torch.Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
         return logits.float()
 
-    def finish(
-        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
-    ) -> tuple[Path, dict[str, Any]]:
+    def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         """Also measures the draft as it was before training (`agreement_before`, ...). Its files are copied with new weights."""
+        out = self.task.out
         with torch.no_grad():
             for weight in self.parameters.values():
-                weight.copy_(weight.to(self._saved_dtype))
+                weight.copy_(weight.to(self.saved_dtype))
         figures |= {f"{name}_before": value for name, value in self._before.items()} | self.measure()
         if self.draft.translation is not None:
-            figures |= overlap_shares(self.draft.translation, [text for text in texts if text.part == Part.HELD_OUT])
-        task.out.mkdir(parents=True, exist_ok=True)
+            figures["common"] = common_share(self.draft.translation, [each.text for each in self._held_out.values()])
+        out.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.draft.folder.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, task.out / path.name)
+                shutil.copyfile(path, out / path.name)
         with quiet_transformers():
-            self._module.requires_grad_(False).to(self._saved_dtype).save_pretrained(task.out)
+            self._module.requires_grad_(False).to(self.saved_dtype).save_pretrained(out)
         description = {
             "draft": self.draft.name,
             "target": self.target.name,
             "fingerprint": weights_fingerprint(self.target.folder),
             "figures": figures,
-            "made_with": task.made_with(),
+            "made_with": self.task.made_with(),
         }
-        write_whole(task.out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
-        return task.out, figures
+        write_whole(out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+        return out, description

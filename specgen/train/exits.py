@@ -1,89 +1,53 @@
-"""Training of an exit layer (EESD, section 3.2) and of its predictor of acceptance, or of another predictor alone.
+"""Training of an exit layer (EESD, section 3.2) and of its predictor of acceptance (section 3.3), or of another predictor alone.
 
 An exit layer turns the hidden states after the target's first layers into next-token logits, and so serves as a draft model.
 The first layers are frozen. The loss is the cross-entropy with the next token of the text.
+
+The predictor, which Cali-TS uses, estimates the probability that the target accepts a token that the exit layer drafts. It is
+trained on texts that the exit layer was not trained on (on the others, the two agree more often), and on the drafted tokens that
+the target judges in simulated rounds of greedy decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Context
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.own_layers import (
     ExitLayers,
-    ExitWeights,
     Predictor,
     check_exit,
     default_exit_depth,
     known_architecture,
-    make_runners,
 )
-from specgen.engine.parts.trained_part import ExitDescription, open_part, replace_predictor, round_as_saved, save_exit
+from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit, under
 from specgen.engine.weights import weights_fingerprint
-from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import Part
-from specgen.train.loop import Labels, Objective, first_shares, greedy_matches, held_out_agreement
-from specgen.train.predictor import ExitOutputs, train_predictor
-from specgen.train.task import TrainingObserver, TrainingTask, stop_if_requested
+from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches
+from specgen.train.measures import first_shares, held_out_agreement
+from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predictor
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
+STEPS, BATCH = 300, 4096  # of the predictor's training
+PASSES = 4  # over each text, each with rounds of other lengths
+STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
+PRIOR_DEVIATION = 0.5  # of the part of a score's logit that comes from one of the two hidden states, before training
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 
-
-class PredictorObjective(Objective):
-    """A new predictor for the exit layer `path`, of which a copy is saved with it.
-
-    It learns from text that the target generates for that purpose: until there is enough of it or, if the recipe has a budget in
-    seconds, its share of this time is over. Documents and prompts that an exit layer is trained on are left out.
-    """
-
-    parts = (Part.PREDICTOR, Part.HELD_OUT)
-
-    def __init__(self, target: LoadedModel, path: Path) -> None:
-        super().__init__(target)
-        self._part = open_part(path, target, is_exit=True)
-        self._weights = self._part.load()
-        self.settings = {"the exit layer": [self._part.digest]}
-
-    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> None:
-        """Does nothing: the predictor is trained when all text is there."""
-        self._predicted = _predicted_texts(self.target, texts, observer)
-
-    def finish(
-        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
-    ) -> tuple[Path, ExitDescription]:
-        before = self._part.description
-        assert isinstance(self._weights, ExitWeights)
-        assert isinstance(before, ExitDescription)
-        drafts = make_runners(self._weights, self.model, None, lambda: None).draft
-
-        def outputs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-            output = drafts.logits(Context(ids[:1]), ids[1:])
-            return output.logits.float(), output.hidden_states.float()
-
-        predictor, measured = predictor_and_figures(outputs, self._predicted, task, observer)
-        if predictor is None:
-            raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
-        made_with = {name: value for name, value in task.made_with().items() if name not in _UNUSED}
-        description = replace(
-            before,
-            predictor=True,
-            figures={**before.figures, **measured},
-            made_with={**before.made_with, "predictor": made_with},
-        )
-        return replace_predictor(self._part, task.out, predictor, description), description
+ExitOutputs = Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]]
+"""A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
 
 
 class ExitObjective(Objective):
@@ -95,8 +59,10 @@ class ExitObjective(Objective):
 
     parts = tuple(Part)
 
-    def __init__(self, target: LoadedModel, after: int | None = None, layers: int = 1, *, own_head: bool = True) -> None:
-        super().__init__(target)
+    def __init__(
+        self, task: TrainingTask, target: LoadedModel, after: int | None = None, layers: int = 1, *, own_head: bool = True
+    ) -> None:
+        super().__init__(task, target)
         count = self.model.shape.num_layers
         self.model.check_layers("early exit")
         known_architecture(self.model, "early exit")
@@ -104,34 +70,38 @@ class ExitObjective(Objective):
         check_exit(self.model, self.after, layers)
         self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}
 
-    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches:
-        self._predicted = _predicted_texts(self.target, texts, observer)
-        copies = self.model.last_layers(self.target.folder, self.layers)
-        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in copies.items()}
+    def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
+        self._predicted, tokens = list[PredictedText](), 0  # texts that no exit layer is trained on
+        for text in (text for text in texts if text.part != Part.TRAIN):
+            self.task.stop_if_requested()
+            self._predicted.append(predicted(self.target, text, keep_hidden=tokens < wanted_for_predictor(self.target)))
+            tokens += len(text.ids)
+        weights = self.initial_weights()
+        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()}
         self.parameters["head.weight"].requires_grad_(self.own_head)
         self.model.free_weights(self.after)
-        taught = [(text.ids, _greedy_tokens(text)) for text in texts if text.part == Part.TRAIN]
-        return TrainingBatches(task, taught, (Part.TRAIN,))
+        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
+        return TrainingBatches(self.task, taught, (Part.TRAIN,))
+
+    def initial_weights(self) -> dict[str, torch.Tensor]:
+        return self.model.last_layers(self.target.folder, self.layers)
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         forward_pass = batch.forward_pass()
         hidden = self._first_layers(forward_pass)
         with self.autocast():
             found = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
-        return found, (batch.labels.flatten(), batch.teacher.flatten())
+        return found, (batch.labels.flatten(),)
 
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
-        tokens, teacher = labels
         with self.autocast():
             logits, _ = self._exit(0).norm_and_head(outputs)
-        loss = F.cross_entropy(logits.float(), tokens, ignore_index=IGNORED, reduction="sum")
-        return torch.cat((loss[None], greedy_matches(logits, teacher)))
+        return F.cross_entropy(logits.float(), labels[0], ignore_index=IGNORED, reduction="sum")
 
-    def finish(
-        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
-    ) -> tuple[Path, ExitDescription]:
+    def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         round_as_saved(self.parameters)
         layer = self._exit(self.layers)
+        top1 = {id(found.text): found.top_k_ids[:, 0] for found in self._predicted}
 
         @torch.no_grad()
         def outputs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,18 +110,28 @@ class ExitObjective(Objective):
                 logits, hidden = layer.norm_and_head(layer.run_layers(self._first_layers(batch), batch))
             return logits[0].float(), hidden[0].float()
 
-        predictor, measured = predictor_and_figures(outputs, self._predicted, task, observer)
-        description = ExitDescription(
+        def ranks_of(text: Text) -> torch.Tensor:
+            is_wrong = outputs(text.ids)[0].argmax(dim=-1).cpu() != top1[id(text)]
+            return is_wrong[text.prompt_length - 1 : -1, None].long()
+
+        self.task.announce("training the predictor")
+        agreement, _ = held_out_agreement([found.text for found in self._predicted], ranks_of)
+        predictor, fit = train_predictor(outputs, self._predicted, self.task.recipe.seed)
+        figures = {**figures, "held_out_agreement": first_shares(agreement), **({"predictor": fit} if fit else {})}
+        description = self.description(figures, has_predictor=predictor is not None)
+        return save_exit(self.task.out, self.parameters, predictor, description), asdict(description)
+
+    def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
+        return ExitDescription(
             target=self.target.name,
             fingerprint=weights_fingerprint(self.target.folder),
             after=self.after,
             layers=self.layers,
             own_head=self.own_head,
-            predictor=predictor is not None,
-            figures=figures | measured,
-            made_with=task.made_with(),
+            predictor=has_predictor,
+            figures=figures,
+            made_with=self.task.made_with(),
         )
-        return save_exit(task.out, self.parameters, predictor, description), description
 
     def _exit(self, count: int) -> ExitLayers:
         """Returns the exit's first layers, norm and LM head with the parameters' present values."""
@@ -165,37 +145,178 @@ class ExitObjective(Objective):
         return hidden
 
 
-def _predicted_texts(target: LoadedModel, texts: Sequence[Text], observer: TrainingObserver) -> list[PredictedText]:
-    """Returns the texts that no exit layer is trained on with the target's predictions.
+class PredictorObjective(ExitObjective):
+    """A new predictor for the exit layer `path`, of which a copy is saved with it.
 
-    Hidden states are kept of as many as the predictor needs.
+    It learns from text that the target generates for that purpose: until there is enough of it or, if the recipe has a budget in
+    seconds, its share of this time is over. Documents and prompts that an exit layer is trained on are left out.
     """
-    found, tokens = list[PredictedText](), 0
-    for text in (text for text in texts if text.part != Part.TRAIN):
-        stop_if_requested(observer)
-        found.append(predicted(target, text, keep_hidden=tokens < wanted_for_predictor(target)))
-        tokens += len(text.ids)
-    return found
+
+    parts = (Part.PREDICTOR, Part.HELD_OUT)
+
+    def __init__(self, task: TrainingTask, target: LoadedModel, path: Path) -> None:
+        self._part = open_part(path, target, is_exit=True)
+        assert isinstance(self._part.description, ExitDescription)
+        self._before = before = self._part.description
+        super().__init__(task, target, before.after, before.layers, own_head=before.own_head)
+        self.settings = {"the exit layer": self._part.digest}
+
+    def start(self, texts: Sequence[Text]) -> None:
+        super().start(texts)
+
+    def initial_weights(self) -> dict[str, torch.Tensor]:
+        """Returns those of the exit layer, which are not trained."""
+        return self.model.last_layers(self.target.folder, 0) | under("exit.", self._part.exit_tensors())
+
+    def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
+        if not has_predictor:
+            raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
+        made_with = {name: value for name, value in self.task.made_with().items() if name not in _UNUSED}
+        figures, made_with = {**self._before.figures, **figures}, {**self._before.made_with, "predictor": made_with}
+        return replace(self._before, predictor=True, figures=figures, made_with=made_with)
 
 
-def _greedy_tokens(text: Text) -> list[int]:
-    """Returns the target's most probable token after each token of the text, IGNORED where that is not known."""
-    if not text.greedy:
-        return [IGNORED] * len(text.ids)
-    return [*[IGNORED] * (text.prompt_length - 1), *text.ids[text.prompt_length :], IGNORED]
+def train_predictor(
+    exit_outputs: ExitOutputs, texts: Sequence[PredictedText], seed: int
+) -> tuple[Predictor | None, dict[str, float]]:
+    """Trains a predictor of whether the target accepts a token that the exit drafts. Returns it and its measurements.
+
+    It is trained on the texts whose part is PREDICTOR and measured on the held-out ones, both only where `hidden` is not None.
+    `exit_outputs` computes the exit's logits and hidden states for a text. The measurements are those of `measure`; there are
+    none if no text is held out. The predictor is None if there is no text to train on. It has the values that a file keeps.
+
+    A label says whether exit and target have the same most probable token, also for sampled text. When sampling, the acceptance
+    probability is another one, which Cali-TS learns from the run itself (theta_hat).
+    """
+    rng = Random(f"rounds {seed}")
+    train, held_out = (_examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT))
+    if train is None:
+        return None, {}
+    predictor = _fit(train, seed)
+    round_as_saved(dict(predictor.named_parameters()))
+    if held_out is None:
+        return predictor, {}
+    scores = held_out.logits(predictor, torch.arange(len(held_out.accepted), device=held_out.accepted.device)).sigmoid()
+    return predictor, measure(scores, held_out.accepted)
 
 
-def predictor_and_figures(
-    outputs: ExitOutputs, texts: Sequence[PredictedText], task: TrainingTask, observer: TrainingObserver
-) -> tuple[Predictor | None, dict[str, Any]]:
-    """Trains a predictor (None: there is too little text) and measures both it and the exit on held-out text."""
-    observer.announce("training the predictor")
-    top1 = {id(found.text): found.top_k_ids[:, 0] for found in texts}
+def judged_tokens(
+    found: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
+) -> Iterator[tuple[int, int, int, bool]]:
+    """Yields the judged tokens of greedy rounds over a text, from the first generated token on.
 
-    def ranks_of(text: Text) -> torch.Tensor:
-        is_wrong = outputs(text.ids)[0].argmax(dim=-1).cpu() != top1[id(text)]
-        return is_wrong[text.prompt_length - 1 : -1, None].long()
+    Each is a tuple of the token after which the target predicted the last committed one, the token after which the exit predicted
+    the drafted one (both as indices in the text), the latter's position in its draft, from 1, and whether the target predicted
+    the same.
 
-    agreement, _ = held_out_agreement([found.text for found in texts], ranks_of)
-    predictor, fit = train_predictor(outputs, texts, task.recipe.seed) or (None, {})
-    return predictor, {"held_out_agreement": first_shares(agreement), **({"predictor": fit} if fit else {})}
+    `exit_top1` [n] are the exit's most probable next tokens after each token of the text. After each drafted token the draft
+    continues with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or with the
+    draft; the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft can be
+    followed only as far as the target's most probable tokens are those of the text.
+    """
+    ids, top1 = found.text.ids, found.top_k_ids[:, 0].tolist()
+    begin = drafted = found.text.prompt_length  # the last committed token: at first the one that the prefill gave
+    while drafted < len(ids) - 1:
+        accepted = exit_top1[drafted] == top1[drafted]
+        yield begin - 1, drafted, drafted - begin + 1, accepted
+        drafted += 1
+        if not accepted or top1[drafted - 1] != ids[drafted]:
+            begin = drafted  # the correction, or the sampled token
+        elif rng.random() >= continuing:
+            begin = drafted = drafted + 1  # the bonus token
+
+
+@dataclass(frozen=True, slots=True)
+class _Examples:
+    """Training data of the predictor: the hidden states of all texts, one after the other, and m judged tokens.
+
+    `target_states` and `exit_states` [n, width] are the hidden states of target and exit after each token. The other fields [m]
+    are those of `judged_tokens`, with indices of rows.
+    """
+
+    target_states: torch.Tensor
+    exit_states: torch.Tensor
+    begins: torch.Tensor
+    drafted: torch.Tensor
+    positions: torch.Tensor
+    accepted: torch.Tensor
+
+    def logits(self, predictor: Predictor, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns the predictor's logits for the judged tokens with the indices `chosen`."""
+        offsets = predictor.offsets(self.target_states[self.begins[chosen]].float())
+        states = self.exit_states[self.drafted[chosen]].float()
+        return predictor.logits(offsets, states[:, None], self.positions[chosen][:, None])[:, 0]
+
+
+def _examples(exit_outputs: ExitOutputs, texts: Sequence[PredictedText], part: Part, rng: Random) -> _Examples | None:
+    used = [found for found in texts if found.text.part == part and found.hidden is not None]
+    top1s, agreed, exit_states, target_states = list[list[int]](), list[torch.Tensor](), [], []
+    for found in used:
+        assert found.hidden is not None
+        logits, hidden = exit_outputs(found.text.ids)
+        top1 = logits.argmax(dim=-1).cpu()
+        top1s.append(top1.tolist())
+        agreed.append((top1 == found.top_k_ids[:, 0])[found.text.prompt_length :])
+        exit_states.append(hidden.to(found.hidden.dtype))
+        target_states.append(found.hidden.to(hidden.device))
+    continuing = float(torch.cat(agreed).float().mean()) if agreed else 0.0
+    rows, first = list[tuple[int, int, int, bool]](), 0
+    for found, exit_top1 in zip(used, top1s, strict=True):
+        for _ in range(PASSES):
+            for begin, drafted, position, accepted in judged_tokens(found, exit_top1, continuing, rng):
+                rows.append((first + begin, first + drafted, position, accepted))
+        first += len(found.text.ids)
+    if not rows:
+        return None
+    states = torch.cat(target_states), torch.cat(exit_states)
+    return _Examples(*states, *(torch.tensor(column, device=states[0].device) for column in zip(*rows, strict=True)))
+
+
+def _fit(examples: _Examples, seed: int) -> Predictor:
+    """Minimizes the cross-entropy of the scores, with a normal prior of mean 0 for the weights.
+
+    The prior and the step size are relative to the size of the hidden states, which differs between models.
+    """
+    device, labels = examples.accepted.device, examples.accepted.float()
+    generator = torch.Generator(device).manual_seed(seed)
+    predictor = Predictor(examples.target_states.shape[1]).to(device)
+    with torch.no_grad():  # the initial prediction is the mean
+        predictor.bias.fill_(float(torch.logit(labels.mean().clamp(1e-3, 1 - 1e-3))))
+    groups, priors = [{"params": [predictor.bias], "lr": STEP_SIZE / 15}], []
+    for weight, states in ((predictor.target_weights, examples.target_states), (predictor.draft_weights, examples.exit_states)):
+        size = float(states.float().square().sum(dim=-1).mean()) ** 0.5  # of a hidden state
+        groups.append({"params": [weight], "lr": STEP_SIZE / size})
+        priors.append((weight, size**2 / (2 * PRIOR_DEVIATION**2 * len(labels) / PASSES)))
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for _ in range(STEPS):
+        chosen = torch.randint(len(labels), (BATCH,), generator=generator, device=device)
+        loss = F.binary_cross_entropy_with_logits(examples.logits(predictor, chosen), labels[chosen])
+        loss = loss + sum(factor * weight.square().sum() for weight, factor in priors)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        decay.step()
+    return predictor
+
+
+def measure(scores: torch.Tensor, accepted: torch.Tensor) -> dict[str, float]:
+    """Returns how well predicted acceptance probabilities `scores` [n] fit the outcomes `accepted` [n] (bool).
+
+    `mean_score` and `accepted` are the means. `loss` is the cross-entropy in nats, `base_loss` that of always predicting the
+    accepted share. `ranking` is the area under the ROC curve: the probability that an accepted token has a higher score than a
+    rejected one.
+    """
+    scores, labels = scores.double(), accepted.double()
+    share = labels.mean()
+    positive = labels.sum()
+    negative = len(labels) - positive
+    ranks_of_accepted = 1 + (labels[scores.argsort()] > 0).nonzero().double()
+    above = ranks_of_accepted.sum() - positive * (positive + 1) / 2
+    return {
+        "mean_score": float(scores.mean()),
+        "accepted": float(share),
+        "loss": float(F.binary_cross_entropy(scores, labels)),
+        "base_loss": float(F.binary_cross_entropy(torch.full_like(labels, float(share)), labels)),
+        "ranking": float(above / (positive * negative)) if positive and negative else 0.5,
+    }

@@ -1,4 +1,4 @@
-"""The loop of all training: batches, optimizer steps, budget and saved state, then measurements of what is saved.
+"""The loop of all training: batches, optimizer steps, budget and saved state.
 
 The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
 and resumed therefore gives the same weights as one without interruption.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,25 +23,98 @@ from safetensors.torch import save
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
+from specgen.engine.forward_pass import BatchPass
 from specgen.engine.weights import WeightFiles
-from specgen.train.batches import IGNORED, PackedBatch, TrainingBatches
 from specgen.train.corpus import Part
-from specgen.train.task import Recipe, TrainingObserver, TrainingProgress, TrainingStopped, TrainingTask, check_same_run
+from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
+IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
-RANKS = 10  # ranks that are counted: as many as the published trees of Medusa use
 _CPU_ROWS = 256  # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
+_RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
 _SAVE_SECONDS = 60.0
 _MAX_SLOWDOWN = 5.0  # a step's time beyond so many times the mean is not charged to the budget
-_REPORTED_STEPS = 100  # steps in the means of TrainingProgress
+_REPORTED_STEPS = 100  # steps in the mean loss that is reported
 
 Labels = tuple[torch.Tensor, ...]
 """Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs."""
+Taught = tuple[list[int], list[int]]
+"""A text as token ids, and their `teacher` values (PackedBatch)."""
+SampleText = Callable[[Random, int], Taught]
+"""A function that draws a text of at most a given number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch of sequences that hold several texts each, without padding. All fields are integer tensors [batch, window].
+
+    `ids` are the token ids. `positions` start at 0 in each text. `segments` number the texts of a sequence from 0. `labels` are
+    the next tokens, IGNORED at the end of a text. `teacher` is for distillation: each token's row in a table of the target's
+    predictions after it, IGNORED where they are not known.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor
+    labels: torch.Tensor
+    teacher: torch.Tensor
+
+    def part(self, sequences: slice, device: torch.device) -> PackedBatch:
+        """Returns a batch of only the given sequences, copied to `device`."""
+        return PackedBatch(*(getattr(self, name)[sequences].to(device) for name in self.__slots__))
+
+    def forward_pass(self) -> BatchPass:
+        """Returns the pass over the batch without a cache. A token attends to itself and to earlier tokens of its own text."""
+        same = self.segments[:, :, None] == self.segments[:, None, :]
+        visible = same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
+        return BatchPass(self.ids, self.positions, visible, self.positions)
+
+
+def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatch:
+    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts."""
+    sequences = []
+    for sample in samplers:
+        tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
+        segment = 0
+        while (left := window - len(tokens)) > 0:
+            text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
+            labels = [*text[1:], IGNORED]
+            tokens += [(text[at], at, segment, labels[at], teacher[at]) for at in range(min(left, len(text)))]
+            segment += 1
+        sequences.append(tokens)
+    return PackedBatch(*torch.tensor(sequences).permute(2, 0, 1).contiguous())
+
+
+class TrainingBatches:
+    """Makes the training batch of each step from corpus text and from the texts `taught`.
+
+    `parts` are the parts of the corpus that are trained on. `window` is the number of tokens in a sequence (None: the recipe's).
+    """
+
+    def __init__(self, task: TrainingTask, taught: Sequence[Taught], parts: Collection[Part], window: int | None = None) -> None:
+        self._corpus, self._taught, self._parts, recipe = task.corpus, taught, parts, task.recipe
+        self.window, self._seed = window or recipe.window, recipe.seed
+        share = 1.0 if task.corpus is None else recipe.self_text
+        own = max(1, round(recipe.batch * share)) if taught else 0
+        self._samplers: list[SampleText] = [self._sample_taught] * own
+        self._samplers += [self._sample_corpus] * (recipe.batch - own)
+
+    def batch(self, step: int) -> PackedBatch:
+        return pack(self._samplers, self.window, Random(f"batch {self._seed} {step}"))
+
+    def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
+        assert self._corpus is not None
+        ids = self._corpus.sample(rng, max_tokens, parts=self._parts)
+        return ids, [IGNORED] * len(ids)
+
+    def _sample_taught(self, rng: Random, max_tokens: int) -> Taught:
+        ids, teacher = rng.choice(self._taught)
+        return ids[:max_tokens], teacher[:max_tokens]
 
 
 class Objective(ABC):
@@ -47,52 +123,46 @@ class Objective(ABC):
     `parts` are the parts of the text that it uses. `parameters` are the weights to train, by name, float32; those that need no
     gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for logits over
     `vocabulary` tokens on `device`; matrix products use float32 if `dtype`, the target's, is float32. `settings` have to be the
-    same when an interrupted training is resumed. Until `start`, only they are known, and the arguments checked. Nothing that is
-    random may depend on anything but a seed.
+    same when an interrupted training is resumed. Nothing that is random may depend on anything but a seed.
     """
 
     parts: ClassVar[Sequence[Part]] = (Part.TRAIN, Part.HELD_OUT)
     parameters: dict[str, torch.nn.Parameter]
 
-    def __init__(self, target: LoadedModel) -> None:
-        """Raises SpecgenError if this cannot be trained for the target; before any text is generated."""
-        self.target, self.model = target, target.model
+    def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
+        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in its folder."""
+        self.task, self.target, self.model = task, target, target.model
         self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
 
-    def check(self, task: TrainingTask) -> None:  # noqa: B027  most have nothing to check
-        """Raises SpecgenError if it cannot be trained on the task's text, or saved in its folder."""
-
     @abstractmethod
-    def start(self, texts: Sequence[Text], task: TrainingTask, observer: TrainingObserver) -> TrainingBatches | None:
+    def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         """Makes the initial weights and the batches; None: there is no loop. Frees what is not needed of models.
 
-        `texts` are the target's. Raises TrainingStopped if `observer` requests a stop.
+        `texts` are the target's. Raises TrainingStopped if a stop is requested.
         """
 
+    @abstractmethod
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
         """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
 
         `seed` is for random numbers, the same for all parts of a step's batch; None: nothing is random.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
-        """Returns three numbers: the sum of the rows' losses in nats, and the two numbers of `greedy_matches`.
+        """Returns the sum of the rows' losses in nats.
 
         The arguments are a slice of the result of the method `outputs`, and the same slice of each tensor in its labels.
         """
-        raise NotImplementedError
 
     @abstractmethod
-    def finish(
-        self, texts: Sequence[Text], figures: dict[str, Any], task: TrainingTask, observer: TrainingObserver
-    ) -> tuple[Path, Any]:
+    def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         """Rounds the weights, measures them on held-out texts, and saves them with these and the given figures.
 
-        Returns the path of what was saved, and its description (of a draft model: its figures).
+        Returns the path of what was saved, and its description.
         """
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -100,152 +170,144 @@ class Objective(ABC):
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype != torch.float32)
 
 
-def train(objective: Objective, task: TrainingTask, observer: TrainingObserver) -> tuple[Path, Any]:
+def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     """Trains from text to files: generates text with the target, trains, measures and saves. Returns as `Objective.finish`.
 
-    Raises TrainingStopped if `observer` requests a stop (the same call resumes the training), and SpecgenError.
+    Raises TrainingStopped if a stop is requested (the same call resumes the training), and SpecgenError.
     """
-    objective.check(task)
-    settings = task.settings(objective.target) | objective.settings
-    generation = TextGeneration(objective.target, task, settings, observer, objective.parts)
-    texts, start, figures = generation.run(), task.clock(), dict[str, Any]()
-    batches = objective.start(texts, task, observer)
+    task = objective.task
+    task.begin(objective.target, objective.settings)
+    generation = TextGeneration(objective.target, task, objective.parts)
+    texts, start, figures = generation.run(), time.monotonic(), dict[str, Any]()
+    batches = objective.start(texts)
     if batches is not None:
-        recipe = task.recipe.after(generation.seconds + task.clock() - start)
-        training = Training(objective, batches, recipe)
-        progress = training.run(task.folder / "state.safetensors", settings, observer, task.clock)
-        figures = progress.figures(generation.seconds)
-    made = objective.finish(texts, figures, task, observer)
+        training = Training(objective, batches, generation.seconds + time.monotonic() - start)
+        training.run()
+        minutes = {"writing": generation.seconds / 60, "training": training.seconds / 60}
+        figures = {"steps": training.step, "tokens": training.tokens, "loss": training.loss, "minutes": minutes}
+    made = objective.finish(texts, figures)
     shutil.rmtree(task.folder, ignore_errors=True)
     return made
 
 
 class Training:
-    """An objective in training, with a state that can be saved and restored."""
+    """An objective in training, with a state that is saved in the task's folder every minute and restored from there.
 
-    def __init__(self, objective: Objective, batches: TrainingBatches, recipe: Recipe) -> None:
-        self.objective, self.batches, self.recipe = objective, batches, recipe
+    A budget in seconds is less by those that are `spent` on other work. `seconds` are those of the steps, `loss` is the mean over
+    the last steps in nats per token.
+    """
+
+    def __init__(self, objective: Objective, batches: TrainingBatches, spent: float = 0.0) -> None:
+        self.objective, self.batches, self.task = objective, batches, objective.task
         self.trained = {name: weight for name, weight in objective.parameters.items() if weight.requires_grad}
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        rate, betas = self.recipe.learning_rate, (0.9, 0.95)
-        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=rate, betas=betas, weight_decay=0.0)
-        self._recent: list[tuple[float, float, float]] = []  # results of the last steps, as `advance` returns them
+        recipe = self._recipe = self.task.recipe
+        self._budget = max(1.0, (recipe.seconds or 0.0) * (1 - _RESERVED_SHARE) - spent)
+        betas = (0.9, 0.95)
+        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=recipe.learning_rate, betas=betas, weight_decay=0.0)
+        self._losses: list[float] = []  # of the last steps
 
     @property
     def share(self) -> float:
         """The share of the budget (steps or seconds) that is used; 1 when it is spent."""
-        if self.recipe.steps is not None:
-            return self.step / self.recipe.steps
-        return self.seconds / (self.recipe.seconds or 1.0)
+        steps = self._recipe.steps
+        return min(1.0, self.seconds / self._budget if steps is None else self.step / steps)
 
-    def run(
-        self, state: Path, settings: dict[str, Any], observer: TrainingObserver, clock: Callable[[], float]
-    ) -> TrainingProgress:
-        """Trains until the budget is spent, and returns the final progress.
+    @property
+    def loss(self) -> float:
+        return sum(self._losses) / len(self._losses)
 
-        The state is saved to the file `state` every minute. If the file exists, training resumes from it. `clock` returns the
-        time in seconds. Raises TrainingStopped if `observer` requests a stop, after saving the state; RunError if the loss is not
-        finite; SpecgenError if the file is damaged or was written with other `settings`.
+    def run(self) -> None:
+        """Trains until the budget is spent.
+
+        Raises TrainingStopped if a stop is requested, after saving the state; RunError if the loss is not finite; SpecgenError if
+        the file with the state is damaged.
         """
+        state = self.task.folder / "state.safetensors"
         if state.exists():
-            self.restore(state, settings)
-            observer.announce(f"resuming at step {self.step}")
-        saved = clock()
+            self.restore(state)
+            self.task.announce(f"resuming at step {self.step}")
+        saved = time.monotonic()
         while self.share < 1:
-            start, mean_seconds = clock(), self.seconds / self.step if self.seconds else math.inf
-            self._recent.append(self.advance())
-            del self._recent[:-_REPORTED_STEPS]
-            self.seconds += min(clock() - start, _MAX_SLOWDOWN * mean_seconds)  # the process may have been suspended
-            progress = self.progress()
-            if not math.isfinite(progress.loss):
-                raise RunError(f"the loss is {progress.loss} at step {self.step}", "Use a smaller --learning-rate")
-            observer.training(progress)
-            stop = observer.stop_requested()
-            if stop or clock() - saved > _SAVE_SECONDS:
-                self.save(state, settings)
-                saved = clock()
+            start, mean_seconds = time.monotonic(), self.seconds / self.step if self.seconds else math.inf
+            self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
+            taken = time.monotonic() - start
+            self.seconds += min(taken, _MAX_SLOWDOWN * mean_seconds)  # the process may have been suspended
+            if not math.isfinite(self.loss):
+                raise RunError(f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate")
+            self.task.show("Training", self.share, f"step {self.step}, loss {self.loss:.3f}")
+            stop = self.task.stop_requested()
+            if stop or self.share == 1 or time.monotonic() - saved > _SAVE_SECONDS:
+                self.save(state)
+                saved = time.monotonic()
             if stop:
                 raise TrainingStopped
-        self.save(state, settings)
-        return self.progress()
 
-    def progress(self) -> TrainingProgress:
-        losses, matches, compared = zip(*self._recent, strict=True)
-        agreement = sum(matches) / sum(compared) if sum(compared) else None
-        loss = sum(losses) / len(losses)
-        return TrainingProgress(self.step, self.tokens, min(1.0, self.share), loss, agreement, self.seconds)
-
-    def advance(self) -> tuple[float, float, float]:
-        """Does one optimizer step. Returns the mean loss in nats per token and the two numbers of `greedy_matches`."""
-        rate = self.recipe.learning_rate * learning_rate_scale(self.step, min(1.0, self.share), self.recipe.steps)
+    def advance(self) -> float:
+        """Does one optimizer step. Returns the mean loss in nats per token."""
+        rate = self._recipe.learning_rate * learning_rate_scale(self.step, self.share, self._recipe.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        batch = self.batches.batch(self.step)
+        batch, device = self.batches.batch(self.step), self.objective.device
         labelled = int((batch.labels != IGNORED).sum())
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
-        sums = torch.zeros(3, device=self.objective.device)
+        loss = torch.zeros((), device=device)
         for start in range(0, batch.ids.shape[0], size):
-            sums += self.backward(batch.part(slice(start, start + size), self.objective.device), labelled)
+            loss += self.backward(batch.part(slice(start, start + size), device), labelled)
         torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += batch.ids.numel()
-        loss, matches, compared = sums.tolist()
-        return loss, matches, compared
+        return float(loss)
 
     def backward(self, batch: PackedBatch, labelled: int) -> torch.Tensor:
-        """Adds the gradients of a part of a step's batch to the trained weights. Returns the sum of `losses` [3] over the part.
+        """Adds the gradients of a part of a step's batch to the trained weights. Returns the part's share of the mean loss.
 
         `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
         is computed for `rows` of them at a time, and the gradients of all of these pieces then pass through the model
         together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
-        outputs, labels = self.objective.outputs(batch, f"objective {self.recipe.seed} {self.step}")
-        sums = torch.zeros(3, device=outputs.device)
-        gradients = []
+        outputs, labels = self.objective.outputs(batch, f"objective {self._recipe.seed} {self.step}")
+        loss, gradients = torch.zeros((), device=outputs.device), []
         for start in range(0, len(outputs), self.objective.rows):
             piece = slice(start, start + self.objective.rows)
             leaf = outputs[piece].detach().requires_grad_(outputs.requires_grad)
-            losses = self.objective.losses(leaf, *(tensor[piece] for tensor in labels))
-            (losses[0] / labelled).backward()  # type: ignore[no-untyped-call]
+            of_piece = self.objective.losses(leaf, *(tensor[piece] for tensor in labels))
+            (of_piece / labelled).backward()  # type: ignore[no-untyped-call]
             if leaf.grad is not None:
                 gradients.append(leaf.grad)
-            sums += losses.detach()
+            loss += of_piece.detach()
         if gradients:
             outputs.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
-        sums[0] /= labelled
-        return sums
+        return loss / labelled
 
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Writes weights, optimizer state, counters and `settings` to one file, atomically. Raises OSError."""
+    def save(self, path: Path) -> None:
+        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError."""
         tensors = {f"layer.{name}": weight for name, weight in self.trained.items()}
-        for name, weight in self.trained.items():  # before the first step the optimizer has no state
-            tensors |= {f"{kind}.{name}": moment for kind, moment in self._optimizer.state.get(weight, {}).items()}
-        numbers = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "recent": self._recent}
+        for name, weight in self.trained.items():
+            tensors |= {f"{kind}.{name}": moment for kind, moment in self._optimizer.state[weight].items()}
+        numbers = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "losses": self._losses}
         stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(save(stored, {"settings": json.dumps(settings), "numbers": json.dumps(numbers)}))
+            file.write(save(stored, {"numbers": json.dumps(numbers)}))
 
-    def restore(self, path: Path, settings: dict[str, Any]) -> None:
-        """Loads what `save` wrote. Raises SpecgenError if the file is damaged or was written with other `settings`."""
+    def restore(self, path: Path) -> None:
+        """Loads what `save` wrote. Raises SpecgenError if the file is damaged."""
         try:
             files = WeightFiles(path, str(path))
-            tensors = {name: files.take(name) for name in files.names}
-            before, numbers = json.loads(files.metadata["settings"]), json.loads(files.metadata["numbers"])
+            tensors, numbers = {name: files.take(name) for name in files.names}, json.loads(files.metadata["numbers"])
+            self.step, self.tokens, self.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
+            self._losses = numbers["losses"]
         except (SpecgenError, OSError, ValueError, KeyError, TypeError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it to start again") from error
-        check_same_run(path, before, settings)
         with torch.no_grad():
             for name, weight in self.trained.items():
                 weight.copy_(tensors[f"layer.{name}"])
-        if numbers["step"]:
-            kinds = ("step", "exp_avg", "exp_avg_sq")
-            state = {index: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for index, name in enumerate(self.trained)}
-            self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
-        self.step, self.tokens, self.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
-        self._recent = [(loss, matches, compared) for loss, matches, compared in numbers["recent"]]
+        kinds = ("step", "exp_avg", "exp_avg_sq")
+        state = {index: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for index, name in enumerate(self.trained)}
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
 
 
 def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
@@ -255,47 +317,3 @@ def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
     """
     warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
     return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
-
-
-def greedy_matches(logits: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
-    """Returns two counts [2]: the positions where draft and target have the same most probable token, and all compared positions.
-
-    `logits` [n, vocabulary] are the draft's. `target_tokens` [n] are the target's most probable tokens; where they are IGNORED,
-    nothing is compared.
-    """
-    return torch.stack(((logits.detach().argmax(dim=-1) == target_tokens).sum(), (target_tokens != IGNORED).sum()))
-
-
-def held_out_agreement(
-    texts: Sequence[Text], ranks_of: Callable[[Text], torch.Tensor]
-) -> tuple[dict[str, list[float] | None], list[list[float]]]:
-    """Measures how often the target's most probable token is predicted: on the generated tokens of the held-out texts.
-
-    `ranks_of(text)` [rows, depths], int64, has for the drafts that begin after each generated token the ranks that they give to
-    the target's tokens, 0 for a right prediction, and -1 where nothing was predicted.
-
-    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
-    (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
-    before it were right (EAGLE's n-alpha), up to the last that was ever reached. It is None if there are no such texts.
-    `ranks[n][r]` is the share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of both
-    kinds of text, empty without texts.
-    """
-    agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
-    tables: list[torch.Tensor] = []
-    own = [text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)]
-    for name, is_greedy in (("greedy", True), ("sampled", False)):
-        if found := [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]:
-            table = torch.cat(found)
-            is_right = (table == 0).cumprod(dim=1)
-            reached = (torch.nn.functional.pad(is_right[:, :-1], (1, 0), value=1) * (table >= 0)).sum(dim=0)
-            tries = [count for count in reached.tolist() if count]  # none after a token that was never right
-            agreement[name] = [right / count for right, count in zip(is_right.sum(dim=0).tolist(), tries, strict=False)]
-            columns = (column[column >= 0].clamp_max(RANKS) for column in table.T)
-            by_rank = torch.stack([torch.bincount(column, minlength=RANKS + 1) for column in columns])
-            tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
-    return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
-
-
-def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:
-    """Returns the shares of right first tokens from the agreement of `held_out_agreement`."""
-    return {name: shares[0] if shares else None for name, shares in agreement.items()}

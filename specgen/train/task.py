@@ -1,22 +1,27 @@
-"""What to train and for how long: the recipe, the task, and the observer of its progress."""
+"""What a training run uses besides its models: the recipe, the text, the output folder, and what shows its progress."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import write_whole
 from specgen.base.machine import versions
+from specgen.base.schema import parse_json, read_text
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Corpus
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
-_RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
+
+class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an error
+    """A stop was requested. Calling the interrupted function again resumes the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +41,42 @@ class Recipe:
     self_text: float = 0.5
     seed: int = 0
 
-    def after(self, seconds: float) -> Recipe:
-        """Returns a copy whose time budget is what is left for optimization after so many seconds of other work."""
-        if self.seconds is None:
-            return self
-        return replace(self, seconds=max(1.0, self.seconds * (1 - _RESERVED_SHARE) - seconds))
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainingTask:
     """What a training run uses besides its models.
 
-    The target generates training text by continuing `prompts` (token ids), or, if there are none, the beginnings of documents in
-    `corpus`. `out` is the output folder; unfinished work is kept in its subfolder `training`. `command` is the user's command
-    line, which is stored with the result. `clock` returns the time in seconds.
+    The target generates training text by continuing `prompts`, or, if there are none, the beginnings of documents in `corpus`.
+    `out` is the output folder; unfinished work is kept in its subfolder `training`. `announce` is called with a line of text,
+    `show` with a stage of the work, its share that is done (0 to 1) and its figures as text. The training stops when
+    `stop_requested` returns True.
     """
 
     out: Path
     recipe: Recipe
     corpus: Corpus | None = None
-    prompts: Sequence[Sequence[int]] = ()
-    command: str = ""
-    clock: Callable[[], float] = time.monotonic
+    prompts: Corpus | None = None
+    announce: Callable[[str], None] = lambda _: None
+    show: Callable[[str, float, str], None] = lambda *_: None
+    stop_requested: Callable[[], bool] = lambda: False
 
     @property
     def folder(self) -> Path:
         """The folder of unfinished work."""
         return self.out / "training"
 
-    def settings(self, target: LoadedModel) -> dict[str, Any]:
-        """Returns the settings that must be the same when an interrupted training is resumed, by the names of their options.
+    def stop_if_requested(self) -> None:
+        """Raises TrainingStopped if a stop is requested."""
+        if self.stop_requested():
+            raise TrainingStopped
 
-        Hashes are in a list, so that messages do not print them.
+    def begin(self, target: LoadedModel, settings: dict[str, Any]) -> None:
+        """Stores the run's settings in its folder: those of the task by the names of their options, and `settings`.
+
+        Raises SpecgenError if there is unfinished work that was begun with others.
         """
-        recipe = self.recipe
-        return {
+        recipe, path = self.recipe, self.folder / "settings.json"
+        now = {
             "--steps": recipe.steps,
             "--minutes": None if recipe.seconds is None else recipe.seconds / 60,
             "--learning-rate": recipe.learning_rate,
@@ -79,74 +85,21 @@ class TrainingTask:
             "--self-text": recipe.self_text,
             "--seed": recipe.seed,
             "--dtype": target.dtype_name,
-            "--corpus": None if self.corpus is None else [self.corpus.digest()],
-            "--prompts": [Corpus(self.prompts).digest()] if self.prompts else None,
-            "the target model": [weights_fingerprint(target.folder)],
+            "--corpus": self.corpus and self.corpus.digest(),
+            "--prompts": self.prompts and self.prompts.digest(),
+            "the target model": weights_fingerprint(target.folder),
+            **settings,
         }
+        hint = f"Give the same options, or delete {self.folder} to start again"
+        if not path.exists():
+            write_whole(path, json.dumps(now))
+            return
+        before = dict(parse_json(read_text(path, "settings"), f"the settings {path}", hint))
+        changed = [f"{name}: {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
+        if changed:
+            raise SpecgenError(f"{self.folder} belongs to another run ({'; '.join(changed)})", hint)
 
     def made_with(self) -> dict[str, Any]:
         """Returns the command line, the recipe and the library versions, which are stored with the result."""
-        return {**({"command": self.command} if self.command else {}), **asdict(self.recipe), **versions()}
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingProgress:
-    """The state of a training run.
-
-    `step` and `tokens` count the training so far. `share` is the used part of the budget, from 0 to 1. `loss` is the mean over
-    the last steps in nats per token. `greedy_agreement` is the share of tokens for which the trained part and the target have
-    the same most probable token. It is measured in the last steps where the target's predictions are known; None if there
-    are no such tokens. `seconds` is the training time.
-    """
-
-    step: int
-    tokens: int
-    share: float
-    loss: float
-    greedy_agreement: float | None
-    seconds: float
-
-    def figures(self, generation_seconds: float) -> dict[str, Any]:
-        """Returns the measurements to store with the result. `generation_seconds` is the time that text generation took."""
-        minutes = {"writing": generation_seconds / 60, "training": self.seconds / 60}
-        return {"steps": self.step, "tokens": self.tokens, "loss": self.loss, "minutes": minutes}
-
-
-class TrainingObserver(Protocol):
-    """Receives progress reports, and can request a stop."""
-
-    def announce(self, message: str) -> None: ...
-
-    def generating(self, batches: int, share: float, tokens: int) -> None:
-        """Reports text generation: `batches` batches with `tokens` tokens in all are done, a `share` (0 to 1) of the work."""
-
-    def training(self, progress: TrainingProgress) -> None: ...
-
-    def stop_requested(self) -> bool: ...
-
-
-class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an error
-    """The observer requested a stop. Calling the interrupted function again resumes the training."""
-
-
-def stop_if_requested(observer: TrainingObserver) -> None:
-    """Raises TrainingStopped if the observer requests a stop."""
-    if observer.stop_requested():
-        raise TrainingStopped
-
-
-def check_same_run(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raises SpecgenError if `before`, the settings stored in the file `path`, differ from the current `settings`."""
-
-    def shown(value: Any) -> str:
-        number = f"{value:g}" if isinstance(value, float) else str(value)
-        return "not given" if value is None else "given" if isinstance(value, list) else number
-
-    changed = []
-    for name, now in settings.items():
-        if (old := before.get(name)) != now:
-            both = isinstance(old, list) and isinstance(now, list)
-            changed.append(f"{name} changed" if both else f"{name}: {shown(old)}, now {shown(now)}")
-    if changed:
-        hint = f"Give the same options, or delete {path.parent} to start again"
-        raise SpecgenError(f"{path} belongs to another run ({'; '.join(changed)})", hint)
+        command = {"command": "specgen " + " ".join(sys.argv[1:])} if sys.argv[1:2] == ["tune"] else {}
+        return {**command, **asdict(self.recipe), **versions()}

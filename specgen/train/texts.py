@@ -5,15 +5,15 @@ What the target predicts after the tokens of a text is computed when training be
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,13 +22,14 @@ from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.inference_mode import inference
-from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part, parts_of
-from specgen.train.divergence import most_probable
-from specgen.train.task import TrainingObserver, TrainingTask, check_same_run, stop_if_requested
+from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part
+from specgen.train.task import TrainingTask
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
 
+TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
+_LOGITS_AT_ONCE = 256  # positions whose logits are normalized in one piece
 MAX_BATCH = 64  # texts that are generated at once
 _MIN_BATCH = 2
 _BUDGET_SHARE = 0.2  # of a budget in seconds, two thirds of it where nothing but a predictor is trained
@@ -68,17 +69,25 @@ class PredictedText(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
+def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the most probable tokens for logits [n, vocabulary], and their log-probabilities in float32.
+
+    Both results are [n, TOP_K], or [n, vocabulary] for a smaller vocabulary, in descending order of probability.
+    """
+    top = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
+    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in torch.split(logits, _LOGITS_AT_ONCE)])
+    return top.indices, top.values.float() - totals[:, None]
+
+
 @inference
 def predicted(target: LoadedModel, text: Text, *, keep_hidden: bool = False) -> PredictedText:
     """Returns a text with the target's predictions, computed in one forward pass, on the CPU."""
-    model, batch = target.model, text_pass(torch.tensor(text.ids, device=target.model.device))
-    if not keep_hidden:
-        top_k_ids, log_probs = most_probable(model.batch(batch).logits[0])
-        return PredictedText(text, top_k_ids.int().cpu(), log_probs.cpu())
-    output = model.batch(batch, taps=[model.shape.num_layers])
-    assert output.features is not None
+    model = target.model
+    taps = [model.shape.num_layers] if keep_hidden else []
+    output = model.batch(text_pass(torch.tensor(text.ids, device=model.device)), taps=taps)
     top_k_ids, log_probs = most_probable(output.logits[0])
-    return PredictedText(text, top_k_ids.int().cpu(), log_probs.cpu(), output.features[0].to("cpu", torch.bfloat16))
+    hidden = None if output.features is None else output.features[0].to("cpu", torch.bfloat16)
+    return PredictedText(text, top_k_ids.int().cpu(), log_probs.cpu(), hidden)
 
 
 def wanted_for_predictor(target: LoadedModel) -> int:
@@ -93,88 +102,82 @@ class TextGeneration:
     parts that the training uses. Text for the predictor is generated first, until there is enough (`wanted_for_predictor`). With
     no other part but the held-out one, nothing else is generated.
 
-    `settings` must be the same to resume. `seconds` is the time spent on generation, including the time before an interruption.
-    With a budget in steps, the texts depend only on the seed and the number of texts generated at once, which stays the same for
-    an interrupted process.
+    `seconds` is the time spent on generation, including the time before an interruption. With a budget in steps, the texts depend
+    only on the seed and the number of texts generated at once, which stays the same for an interrupted process.
     """
 
-    def __init__(
-        self,
-        target: LoadedModel,
-        task: TrainingTask,
-        settings: dict[str, Any],
-        observer: TrainingObserver,
-        parts: Sequence[Part],
-    ) -> None:
-        self._target, self._task, self._settings, self._observer = target, task, settings, observer
+    def __init__(self, target: LoadedModel, task: TrainingTask, parts: Sequence[Part]) -> None:
+        self._target, self._task, recipe = target, task, task.recipe
         self._only_predictor, self._has_predictor = Part.TRAIN not in parts, Part.PREDICTOR in parts
-        self._max_tokens, recipe = min(task.recipe.window, target.context_limit), task.recipe
+        self._max_tokens = min(recipe.window, target.context_limit)
         self.texts, self._number, self.seconds = list[Text](), 0, 0.0
         self._at_once = largest_batch(target, self._max_tokens)
         self._load()
-        given = list(dict.fromkeys(map(tuple, task.prompts)))
-        of_prompts = parts_of(range(len(given)))
-        self._is_split = Part.HELD_OUT in of_prompts if given else task.corpus is not None and task.corpus.is_split
-        self._given: dict[Part, list[tuple[int, ...]]] = {part: [] for part in Part}
-        for prompt, part in zip(given, of_prompts, strict=True):
-            self._given[self._as_used(part)].append(prompt)
-        steps = (recipe.steps or 0) * recipe.batch * recipe.self_text / _EPOCHS
-        self._planned = math.inf if recipe.steps is None else 2 * max(1, round(steps / (2 * self._at_once)))
-        budget = 2 / 3 if self._only_predictor else _BUDGET_SHARE
-        self._limit = math.inf if recipe.seconds is None else budget * recipe.seconds
+        source = task.prompts or task.corpus
+        self._is_split = source is not None and source.is_split
+        self._given = {part: task.prompts.different(self._sources(part)) for part in Part} if task.prompts else None
+        self._planned = self._limit = math.inf
+        if recipe.steps is not None:
+            tokens = recipe.steps * recipe.batch * recipe.self_text / _EPOCHS
+            self._planned = 2 * max(1, round(tokens / (2 * self._at_once)))
+        if recipe.seconds is not None:
+            self._limit = recipe.seconds * (2 / 3 if self._only_predictor else _BUDGET_SHARE)
 
     def run(self) -> list[Text]:
         """Generates the batches that are not stored yet, and returns the texts of all batches.
 
-        Raises TrainingStopped if the observer requests a stop. The unfinished batch is then lost.
+        Raises TrainingStopped if a stop is requested. The unfinished batch is then lost.
         """
         while self._has_next():
-            start = self._task.clock()
+            start = time.monotonic()
             made = self._batch(start)
-            self.seconds += self._task.clock() - start
+            self.seconds += time.monotonic() - start
             self._store(made)
             self.texts += made
             self._number += 1
-            tokens = sum(len(text.ids) for text in self.texts)
-            self._observer.generating(self._number, self._share(0.0, 0.0) if self._has_next() else 1.0, tokens)
+            self._show(self._share() if self._has_next() else 1.0)
         return self.texts
 
     def _has_next(self) -> bool:
         """Whether there is another batch: always one of each kind (greedy, sampled), more within the budget."""
-        is_needed = self._predictor_share < 1 if self._only_predictor else self._number < self._planned
-        has_time = self.seconds < (1 - _MIN_TIME_SHARE) * self._limit
-        return self._task.recipe.self_text > 0 and (self._number < 2 or (is_needed and has_time))
+        if self._task.recipe.self_text == 0:
+            return False
+        return self._number < 2 or (self._done() < 1 and self.seconds < (1 - _MIN_TIME_SHARE) * self._limit)
 
-    def _share(self, of_batch: float, seconds: float) -> float:
-        """Returns the share of the generation that is done; of the unfinished batch `of_batch`, in so many seconds."""
-        done = self._predictor_share if self._only_predictor else (self._number + of_batch) / self._planned
-        return min(1.0, max(done, (self.seconds + seconds) / self._limit))
+    def _done(self, of_batch: float = 0.0) -> float:
+        """Returns the share of the wanted text that there is, with the share `of_batch` of an unfinished batch."""
+        return self._predictor_share if self._only_predictor else (self._number + of_batch) / self._planned
+
+    def _share(self, of_batch: float = 0.0, seconds: float = 0.0) -> float:
+        """Returns the share of the work that is done, with that of an unfinished batch, which has taken `seconds`."""
+        return min(1.0, max(self._done(of_batch), (self.seconds + seconds) / self._limit))
+
+    def _show(self, share: float, new_tokens: int = 0) -> None:
+        tokens = new_tokens + sum(len(text.ids) for text in self.texts)
+        self._task.show("Generating text", share, f"{tokens:,} tokens")
 
     @property
     def _predictor_share(self) -> float:
         """The number of tokens that the predictor can use, as a share of what it needs."""
         return sum(len(text.ids) for text in self.texts if text.part != Part.TRAIN) / wanted_for_predictor(self._target)
 
-    def _as_used(self, part: Part) -> Part:
-        """Returns what text from a document or prompt of a part is used for here."""
-        if not self._is_split:
-            return Part.PREDICTOR if self._only_predictor else Part.TRAIN
-        return Part.TRAIN if part == Part.PREDICTOR and not self._has_predictor else part
+    def _sources(self, part: Part) -> tuple[Part, ...]:
+        """Returns the parts of the documents from which the texts for a part begin."""
+        return NOT_HELD_OUT if part == Part.TRAIN and not self._has_predictor else (part,)
 
     def _batch(self, start: float) -> list[Text]:
         seed = self._task.recipe.seed * 1_000_003 + self._number
         greedy, prompts, parts = self._prompts(seed, self._number % 2 == 0)
         deadline = start + (self._limit - self.seconds) / (2 if self._number == 0 else 1)  # half is for the first sampled batch
-        before = sum(len(text.ids) for text in self.texts)
 
         def on_progress(share: float, tokens: int) -> bool:
-            now = self._task.clock()
-            self._observer.generating(self._number, min(0.99, self._share(share, now - start)), before + tokens)
-            stop_if_requested(self._observer)
+            now = time.monotonic()
+            self._show(min(0.99, self._share(share, now - start)), tokens)
+            self._task.stop_if_requested()
             return now < deadline
 
         made = continuations(self._target, prompts, self._max_tokens, greedy=greedy, seed=seed, on_progress=on_progress)
-        return [Text(*each) for each in zip(made, map(len, prompts), itertools.repeat(greedy), parts, strict=False)]
+        return [Text(ids, len(prompt), greedy, part) for ids, prompt, part in zip(made, prompts, parts, strict=True)]
 
     def _prompts(self, seed: int, greedy: bool) -> tuple[bool, list[list[int]], list[Part]]:
         """Returns whether a batch is generated greedily, its prompts, and the part of each one.
@@ -183,23 +186,28 @@ class TextGeneration:
         same as before.
         """
         used = Counter(text.part for text in self.texts if text.greedy == greedy)
-        wanted, needs_more = list[Part](), self._only_predictor or (self._has_predictor and self._predictor_share < 1)
-        for index in range(used.total(), used.total() + self._at_once):
-            part = CYCLE[index % len(CYCLE)]
-            if part != Part.HELD_OUT:
-                part = Part.PREDICTOR if self._only_predictor else part if needs_more else Part.TRAIN
-            wanted.append(self._as_used(part))
-        if not self._task.prompts:
+        wanted = [self._part_of(index) for index in range(used.total(), used.total() + self._at_once)]
+        if self._given is None:
             return greedy, self._beginnings(wanted, seed), wanted
-        max_prompt = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
+        longest = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
         prompts, parts = [], []
         for part in wanted:
             given, index = self._given[part], used[part]
             if not greedy or index < len(given):
-                prompts.append(list(given[index % len(given)])[-max_prompt:])
+                prompts.append(list(given[index % len(given)])[-longest:])
                 parts.append(part)
                 used[part] += 1
         return (greedy, prompts, parts) if prompts else self._prompts(seed, False)
+
+    def _part_of(self, index: int) -> Part:
+        """Returns what text number `index` of its kind is used for."""
+        part = CYCLE[index % len(CYCLE)]
+        if self._is_split and part == Part.HELD_OUT:
+            return part
+        if self._only_predictor:
+            return Part.PREDICTOR
+        is_needed = self._is_split and self._has_predictor and self._predictor_share < 1
+        return part if is_needed else Part.TRAIN
 
     def _beginnings(self, parts: Sequence[Part], seed: int) -> list[list[int]]:
         """Returns a prompt from the corpus for each part, mostly the beginning of a document.
@@ -210,29 +218,26 @@ class TextGeneration:
         assert corpus is not None
         size, prompts = rng.randint(4, max(4, self._max_tokens // 4)), list[list[int]]()
         for part in parts:
-            sources = (part,) if self._has_predictor or part != Part.TRAIN else NOT_HELD_OUT
             for _ in range(_PROMPT_TRIES):
-                ids = corpus.sample(rng, size, from_start=rng.random() < 0.8, parts=sources)
+                ids = corpus.sample(rng, size, from_start=rng.random() < 0.8, parts=self._sources(part))
                 if len(ids) == size:
                     break
             prompts.append(ids)
         return prompts
 
-    def _path(self, number: int) -> Path:
-        return self._task.folder / f"texts-{number:04d}.json"
+    def _path(self) -> Path:
+        return self._task.folder / f"texts-{self._number:04d}.json"
 
     def _store(self, texts: Sequence[Text]) -> None:
         rows = [(text.ids, text.prompt_length, text.greedy, text.part) for text in texts]
-        content = {"settings": self._settings, "seconds": self.seconds, "at_once": self._at_once, "texts": rows}
-        write_whole(self._path(self._number), json.dumps(content))
+        write_whole(self._path(), json.dumps({"seconds": self.seconds, "at_once": self._at_once, "texts": rows}))
 
     def _load(self) -> None:
-        """Reads what an interrupted process stored. Raises SpecgenError if a file is damaged or of another run."""
-        while (path := self._path(self._number)).is_file():
+        """Reads what an interrupted process stored. Raises SpecgenError if a file is damaged."""
+        while (path := self._path()).is_file():
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                check_same_run(path, dict(content["settings"]), self._settings)
-                self.seconds, self._at_once = float(content["seconds"]), max(_MIN_BATCH, int(content["at_once"]))
+                self.seconds, self._at_once = float(content["seconds"]), int(content["at_once"])
                 self.texts += [Text(ids, length, greedy, Part(part)) for ids, length, greedy, part in content["texts"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise SpecgenError(f"cannot read {path}", "Delete it: it is generated again") from error

@@ -20,49 +20,50 @@ target's tokenization.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from random import Random
 from typing import NamedTuple
 
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.translation import Translation, covered_tokens
-from specgen.train.batches import IGNORED
-from specgen.train.task import TrainingTask
+from specgen.engine.text.translation import Translation
+from specgen.train.corpus import Corpus
+from specgen.train.loop import IGNORED
 from specgen.train.texts import PredictedText, Text
 
 MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
-_MAX_UNWRITABLE = 0.01  # of the training text's tokens
-_CHECKED_TOKENS = 20_000
+_MIN_WRITABLE = 0.99  # least share of them that the draft can write
+_CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
+_CHECKED_TOKENS = 100
 _READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
 _HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
 
 
-def check_overlap(translation: Translation, task: TrainingTask, num_embeddings: int) -> None:
-    """Raises SpecgenError if the draft can write too little of the task's prompts or corpus for distillation to be sound.
+def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -> None:
+    """Raises SpecgenError if the draft can write too little of the training text for distillation to be sound.
 
     Also if it has embeddings for `num_embeddings` tokens only, and its tokenizer has more.
     """
     tokens = len(translation.draft.pieces)
     if tokens > num_embeddings:
         raise SpecgenError(f"the draft's tokenizer has {tokens:,} tokens, and its model {num_embeddings:,} embeddings", _HINT)
-    ids = _text_to_check(task)
-    written = sum(_is_written(translation, id_) for id_ in ids)
-    if written < (1 - _MAX_UNWRITABLE) * len(ids):
-        share = 1 - written / len(ids)
-        message = f"the draft's tokenizer cannot write {share:.0%} of the training text's tokens, so it would learn another text"
-        raise SpecgenError(message, _HINT)
-    common = _common(translation, ids) / len(ids)
+    rng, ids = Random(0), list[int]()
+    for _ in range(_CHECKED):
+        ids += text.sample(rng, _CHECKED_TOKENS)
+    written = sum(_is_written(translation, id_) for id_ in ids) / len(ids)
+    if written < _MIN_WRITABLE:
+        lost = f"{1 - written:.0%} of the training text's tokens"
+        raise SpecgenError(f"the draft's tokenizer cannot write {lost}, so it would learn another text", _HINT)
+    common = sum(_is_common(translation, id_) for id_ in ids) / len(ids)
     if common < MIN_OVERLAP:
-        message = f"the draft's vocabulary has only {common:.0%} of the training text's tokens: more could never be accepted"
-        raise SpecgenError(message, _HINT)
+        shared = f"{common:.0%} of the training text's tokens"
+        raise SpecgenError(f"the draft's vocabulary has only {shared}: more could never be accepted", _HINT)
 
 
-def _common(translation: Translation, ids: Sequence[int]) -> int:
-    """Returns how many of some target tokens the draft has too. A model can have more ids than its tokenizer has tokens."""
+def _is_common(translation: Translation, id_: int) -> bool:
+    """Whether the draft has a target token too. A model can have more ids than its tokenizer has tokens."""
     to_draft = translation.target_to_draft
-    return sum(id_ < len(to_draft) and to_draft[id_] >= 0 for id_ in ids)
+    return id_ < len(to_draft) and to_draft[id_] >= 0
 
 
 def _is_written(translation: Translation, id_: int) -> bool:
@@ -71,13 +72,13 @@ def _is_written(translation: Translation, id_: int) -> bool:
     return piece is None or translation.draft.of_ids(translation.spelling(id_)) == piece
 
 
-def _text_to_check(task: TrainingTask) -> list[int]:
-    if task.corpus is None:
-        return list(chain.from_iterable(task.prompts))[:_CHECKED_TOKENS]
-    rng, ids = Random(0), list[int]()
-    for _ in range(_CHECKED_TOKENS // 100):
-        ids += task.corpus.sample(rng, 100)
-    return ids
+def common_share(translation: Translation, texts: Sequence[Text]) -> float | None:
+    """Returns the share of the tokens that the target generated in some texts that the draft's vocabulary has; None: no tokens.
+
+    It bounds the acceptance of a draft that has learned the target's tokenization.
+    """
+    found = [_is_common(translation, id_) for text in texts for id_ in text.ids[text.prompt_length :]]
+    return sum(found) / len(found) if found else None
 
 
 def off_overlap(translation: Translation | None, vocabulary: int) -> torch.Tensor:
@@ -92,12 +93,11 @@ def translate(translation: Translation, ids: Sequence[int], prompt_length: int) 
     The second list has, for each of the draft's tokens, the index of the target's token after which both models have read the
     same bytes, or IGNORED.
     """
-    of_draft = translation.prompt(ids[:prompt_length])
-    positions = [*[IGNORED] * (len(of_draft) - 1), prompt_length - 1][: len(of_draft)]
-    for index, id_ in enumerate(ids[prompt_length:], prompt_length):
-        spelled = translation.spelling(id_)
-        of_draft += spelled
-        positions += [*[IGNORED] * (len(spelled) - 1), index][: len(spelled)]
+    of_draft, positions = list[int](), list[int]()
+    pieces = [translation.prompt(ids[:prompt_length]), *map(translation.spelling, ids[prompt_length:])]
+    for index, piece in enumerate(pieces, prompt_length - 1):
+        of_draft += piece
+        positions += [*[IGNORED] * (len(piece) - 1), index][: len(piece)]
     return of_draft, positions
 
 
@@ -138,19 +138,3 @@ def comparisons(
     probs = log_probs.exp()
     kept = torch.where(top_k_ids >= 0, probs, 0).sum(dim=-1) >= min_mass * probs.sum(dim=-1)
     return Comparisons(torch.tensor(ids), after[kept], top_k_ids[kept], log_probs[kept])
-
-
-def overlap_shares(translation: Translation, texts: Sequence[Text]) -> dict[str, float | None]:
-    """Returns two shares of the tokens that the target generated in some texts; None if there are none.
-
-    `kappa`: see `translation.covered_tokens`. `common`: tokens that are in the draft's vocabulary, which bounds the acceptance
-    of a draft that has learned the target's tokenization.
-    """
-    generated = common = covered = tokens = 0
-    for text in texts:
-        if text.prompt_length < len(text.ids):
-            generated += len(text.ids) - text.prompt_length
-            common += _common(translation, text.ids[text.prompt_length :])
-            of_text = covered_tokens(translation.target, translation.draft, text.ids, text.prompt_length)
-            covered, tokens = covered + of_text[0], tokens + of_text[1]
-    return {"kappa": covered / tokens if tokens else None, "common": common / generated if generated else None}

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -17,9 +16,6 @@ from rich.text import Text
 from specgen.base.measuring import prefill_reports
 from specgen.base.text import one_line
 from specgen.view.theme import labelled, width
-
-if TYPE_CHECKING:
-    from specgen.train.task import TrainingProgress
 
 PREFILL_DELAY = 2.0  # seconds; the prompt of a small model is over before
 _BAR = 20  # cells
@@ -171,13 +167,9 @@ class TuneProgress:
 
 
 class TrainingLine:
-    """A `TrainingObserver` that shows how far text generation and training are; without a terminal, in a line every 30 seconds.
+    """Shows how far text generation and training are; without a terminal, in a line every 30 seconds."""
 
-    The training stops early when `stop_requested` returns True.
-    """
-
-    def __init__(self, progress: Progress, stop_requested: Callable[[], bool]) -> None:
-        self.stop_requested = stop_requested
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._stage, self._begin, self._first = "", 0.0, 0.0  # when the stage began, and with which share: a run may be resumed
         self._printed = 0.0
@@ -185,15 +177,7 @@ class TrainingLine:
     def announce(self, message: str) -> None:
         self._progress.keep(Text(message, "quiet"))
 
-    def generating(self, batches: int, share: float, tokens: int) -> None:
-        self._show("Generating text", share, f"{tokens:,} tokens")
-
-    def training(self, progress: TrainingProgress) -> None:
-        agreement = progress.greedy_agreement
-        agrees = "" if agreement is None else f", greedy agreement {agreement:.0%}"
-        self._show("Training", progress.share, f"step {progress.step}, loss {progress.loss:.3f}{agrees}")
-
-    def _show(self, stage: str, share: float, figures: str) -> None:
+    def show(self, stage: str, share: float, figures: str) -> None:
         now, is_new = time.monotonic(), stage != self._stage
         if is_new:
             self._stage, self._begin, self._first = stage, now, share

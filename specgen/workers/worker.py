@@ -23,7 +23,7 @@ from specgen.workers.process import SIZE, DraftProcess, cannot_start
 from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
 if TYPE_CHECKING:
-    from specgen.engine.generation_config import GenerationConfig
+    from specgen.engine.logits_processors import GenerationConfig
     from specgen.engine.model_loading import PreparedModel
     from specgen.engine.model_runner import DraftRunner
     from specgen.engine.text.translation import Translation

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import ForwardPass
 
 KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
 CAUSAL = torch.empty(0)  # in place of a mask: each token sees the keys up to its own, the last one sees all
@@ -161,3 +165,44 @@ def sight_of_chain(first: int, rows: int, start: int, end: int, device: torch.de
     """Returns what `rows` tokens from cache index `first` on see of the keys `start` to `end` - 1, as a chain."""
     hidden = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(first - start + 1)
     return Sight(hidden, torch.arange(first, first + rows, device=device), torch.arange(start, end, device=device))
+
+
+class Ancestry(NamedTuple):
+    """Which tokens those of a forward pass see. A token is known by its cache index.
+
+    Each token of the pass sees all tokens before `base`. Bit j of `bits[i]` is 1 if the pass's i-th token sees token `base` + j:
+    an ancestor or itself. `depths` are the positions of the tokens from `base` on, up to the pass's last one, minus `base`.
+    """
+
+    base: int
+    depths: Sequence[int]
+    bits: Sequence[int]
+
+
+def ancestry(forward_pass: ForwardPass) -> Ancestry:
+    context, draft, first, last = forward_pass[:4]
+    base = first if forward_pass.is_chain else min(first, len(context))
+    chain = last - base if forward_pass.is_chain else min(last, len(context)) - base
+    depths, committed = list(range(chain)), (1 << chain) - 1
+    bits = [(2 << index) - 1 for index in range(chain)]
+    for parent in draft.parents[: last - base - chain]:
+        own = 1 << len(bits)
+        depths.append(chain if parent < 0 else depths[chain + parent] + 1)
+        bits.append((committed if parent < 0 else bits[chain + parent]) | own)
+    return Ancestry(base, depths, bits[first - base :])
+
+
+def sight_of_pass(forward_pass: ForwardPass, device: torch.device) -> Sight:
+    """Returns what the tokens of a pass see of all keys up to the last one's, with few small copies to a GPU."""
+    if forward_pass.is_chain:
+        first, last = forward_pass.first, forward_pass.last
+        return sight_of_chain(first, last - first, 0, last, device)
+    base, depths, bits = ancestry(forward_pass)
+    rows, size, length = len(bits), len(depths), -(-len(depths) // 8)
+    from_base = upload(torch.tensor(depths), device) + base
+    packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
+    as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
+    seen = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
+    hidden[:, base:] = (seen == 0).view(rows, length * 8)[:, :size]
+    return Sight(hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base)))

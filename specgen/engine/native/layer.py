@@ -126,10 +126,7 @@ class NativeLayer:
                 written.copy_(new)
             else:
                 written.index_copy_(2, inputs.slots, new)
-        if inputs.attended == inputs.rows:
-            return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
-        mixed = attend(query.narrow(0, 0, inputs.attended), keys, values, mask, self._score_cap, fused=inputs.fused)
-        return functional.pad(mixed, (0, 0, 0, inputs.rows - inputs.attended))
+        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
 
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what `_attention` does, for several sequences. `heads` is [batch * rows, all heads, head size]."""

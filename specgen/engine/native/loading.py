@@ -57,7 +57,6 @@ def load_native(
             parts,
             dtype,
             norm_gain=gain,
-            min_rows=max(factory.min_rows for factory in factories.values()),
             exact=exact,
             product_choices=[choice for factory in factories.values() for choice in factory.choices],
             layer_devices=layer_devices,

@@ -35,10 +35,9 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `min_rows` is the least number of tokens per
-    forward pass: passes over fewer are padded, because they would take longer. `exact` pads passes so that a token's logits have
-    the same bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed, and
-    why. `captures` runs the short passes of the functions that the methods return as CUDA graphs, see `graphs`; None: none.
+    `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that a token's logits
+    have the same bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed,
+    and why. `captures` runs the short passes of the functions that the methods return as CUDA graphs, see `graphs`; None: none.
     `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the norm and the
     head, whose device is the model's: all outputs are there.
     """
@@ -51,7 +50,6 @@ class NativeModel:
         dtype: torch.dtype,
         *,
         norm_gain: float = 1.0,
-        min_rows: int = 1,
         exact: bool = False,
         product_choices: Sequence[ProductChoice] = (),
         layer_devices: Sequence[torch.device] | None = None,
@@ -63,8 +61,7 @@ class NativeModel:
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.product_choices, self.exact = product_choices, exact
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
-        self.inputs = InputMaker(architecture, dtype, self.layer_devices, min_rows=min_rows, exact=exact)
-        self.min_rows = self.inputs.padded(1)
+        self.inputs = InputMaker(architecture, dtype, self.layer_devices, exact=exact)
         self.captures: Any = None  # a `graphs.Captures`, which cannot be imported here
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
@@ -189,25 +186,21 @@ class NativeForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model, count = self.model, forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
-        hidden, features = self.run_layers(self._hidden(forward_pass, inputs.rows), inputs)
-        if self.parts is None:
-            return ModelOutput(hidden[:count], hidden[:count])
-        features = None if features is None else features[:count]
-        first = model.inputs.first_row(count - logits_to_keep, inputs.rows)
-        logits, states, *_ = model.norm_and_head(hidden[first:], self.parts)
+        first = 0 if self.parts is None else model.inputs.first_row(count - logits_to_keep, inputs.rows)
+        logits, states, _, features, _ = self.run(self._hidden(forward_pass, inputs.rows), inputs, first)
         assert states is not None
-        kept = slice(count - logits_to_keep - first, count - first)
-        return ModelOutput(logits[kept], states[kept], features=features)
+        kept = slice(0 if self.parts is None else count - logits_to_keep - first, count - first)
+        return ModelOutput(logits[kept], states[kept], features=None if features is None else features[:count])
 
-    def run(self, ids: torch.Tensor, hidden: torch.Tensor | None, inputs: PassInputs) -> ModelOutput:
-        """Runs the tokens `ids` [n], which are on the device, or the hidden states [n, width] that enter instead.
+    def run(self, hidden: torch.Tensor, inputs: PassInputs, first: int = 0) -> ModelOutput:
+        """Runs the hidden states [rows, width] that enter the first layer, and the head for the rows from `first` on.
 
         Its operators can be captured in a CUDA graph. Without a head the output's logits mean nothing.
         """
-        hidden, features = self.run_layers(self.model.embeddings(ids) if hidden is None else hidden.clone(), inputs)
+        hidden, features = self.run_layers(hidden, inputs)
         if self.parts is None:
             return ModelOutput(hidden, hidden)
-        return self.model.norm_and_head(hidden, self.parts)._replace(features=features)
+        return self.model.norm_and_head(hidden[first:], self.parts)._replace(features=features)
 
     def run_layers(self, hidden: torch.Tensor, inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the hidden states after all layers, and the features [rows, ...] that `taps` name, if any.

@@ -1,7 +1,7 @@
 """Matrix products with a decoder's weights: torch's own, with weights packed for oneDNN, or with weights rounded to 8 or 4 bits.
 
 Packed: on a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long as one. oneDNN, with the
-weight reordered once into its own block layout, is about as fast for 4 rows as for one, and twice as fast in bfloat16. Inductor
+weight reordered once into its own block layout, is nearly as fast for 4 rows as for one, and twice as fast in bfloat16. Inductor
 compiles to these operators; torch does not document them, so they are tried once before they are used.
 
 Rounded: a pass over few tokens takes as long as reading the weights from memory takes, and these are 1 byte or half a byte per
@@ -13,7 +13,7 @@ compared with the product of the same rounded weights before it is used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import sqrt
@@ -25,11 +25,8 @@ from torch import Tensor
 from specgen.base.types import QUANTISED
 
 Multiply = Callable[[Tensor], Tensor]
-PADDED_ROWS = 4
 GROUP = 32  # numbers that share a scale in int4
-_MIN_BYTES = {
-    torch.float32: 4 << 20
-}  # smaller weights are not packed: a call costs 10 us more, and torch reads them from the cache
+_SMALL = 4 << 20  # bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from the cache
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
 _ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of operators that this torch lacks
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
@@ -106,14 +103,13 @@ class ProductChoice:
     """What was chosen for the weights of one shape, and why.
 
     `reason` says why weights are not packed, or not quantised as was asked for; None if they are. `quantised` is `int8` or `int4`
-    if weights are stored so. `count` is the number of weights.
+    if weights are stored so.
     """
 
     out_features: int
     in_features: int
     packed: bool = False
     reason: str | None = None
-    count: int = 0
     quantised: str | None = None
 
 
@@ -131,59 +127,33 @@ class ProductFactory:
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
         choice = self._by_shape.setdefault(tuple(weight.shape), ProductChoice(*weight.shape))
-        choice.count += 1
         if self._quantise is not None:
             multiply, choice.quantised, choice.reason = quantised(self._quantise, weight, bias)
             if multiply is not None:
                 return Product(weight.shape, multiply, scale)
-        refusal = self._refusal(weight)
-        choice.packed, choice.reason = refusal is None, choice.reason or refusal
+        on_cpu, is_small = self._device.type == "cpu", self._dtype == torch.float32 and weight.nbytes < _SMALL
+        problem = "packing is for CPUs" if not on_cpu else "too small" if is_small else packing_problem(self._dtype)
+        choice.packed, choice.reason = problem is None, choice.reason or problem
         if choice.packed:
             return packed_product(weight, bias, scale)
-        by_columns = self._device.type == "cpu" and self._is_small(weight) and not weight.requires_grad
-        return DenseProduct(weight, bias, scale, by_columns=by_columns)
+        return DenseProduct(weight, bias, scale, by_columns=on_cpu and is_small and not weight.requires_grad)
 
     @property
     def choices(self) -> list[ProductChoice]:
         """The choices so far, in the order of the shapes' first weights."""
         return list(self._by_shape.values())
 
-    @property
-    def min_rows(self) -> int:
-        """4 if passes over fewer tokens should be padded, because products of 4 rows take no longer than those of one; else 1.
-
-        This is so for packed weights that are read from memory: reading takes longer than computing, and oneDNN's kernels read
-        faster for 4 rows than for 1 or 2. In the cache, 4 rows take 1.3 to 1.4 times as long as one. Counts the weights made.
-        """
-        total = packed = 0
-        for choice in self.choices:
-            size = choice.count * choice.out_features * choice.in_features * self._dtype.itemsize
-            total += size
-            packed += size if choice.packed else 0
-        if 2 * packed <= total:
-            return 1
-        return PADDED_ROWS if total > last_level_cache() else 1
-
-    def _is_small(self, weight: Tensor) -> bool:
-        return weight.nbytes < _MIN_BYTES.get(self._dtype, 0)
-
-    def _refusal(self, weight: Tensor) -> str | None:
-        """Returns why a weight is not packed, None if it is."""
-        if self._device.type != "cpu":
-            return "packing is for CPUs"
-        return "too small" if self._is_small(weight) else packing_problem(self._dtype)
-
 
 @cache
 def packing_problem(dtype: torch.dtype) -> str | None:
     """Returns why packed products cannot be used in this dtype here, None if they can: tries one for 1 and 4 rows."""
     generator, size = torch.Generator().manual_seed(0), 256
-    weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, PADDED_ROWS))
+    weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, 4))
     limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps  # roundings of result and sums
     try:
         with torch.no_grad():
             packed, expected = packed_product(weight), torch.nn.functional.linear(x, weight)
-            errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, PADDED_ROWS)]
+            errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, 4)]
     except _ERRORS as error:
         return f"packing failed: {_first_line(error)}"
     return None if max(errors) <= limit * expected.abs().max() else "packing gives wrong results"
@@ -223,11 +193,11 @@ def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (groups / scales[..., None]).round_().to(torch.int8).view(rows, columns), scales
 
 
-def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
-    """Prepares products on a CPU with int8 weights and activations that are rounded to 8 bits too, each row by its own range.
+def with_rounded_activations(weight: Tensor) -> Multiply:
+    """Prepares products on a CPU with int8 weights and activations that are rounded to 7 bits, each row by its own range.
 
-    Integer instructions multiply both. `bits` 7 leaves a bit unused, for processors whose instructions add pairs of products in
-    16 bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
+    Integer instructions multiply both. The eighth bit is not used, because older processors' instructions add pairs of products
+    in 16 bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
     """
     rounded, scales = rounded_rows(weight)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
@@ -235,7 +205,6 @@ def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
         warnings.simplefilter("ignore", UserWarning)
         whole = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)
         packed = torch.ops.quantized.linear_prepack(whole, None)
-    operator, reduce_range = torch.ops.quantized.linear_dynamic, bits < 8
     ends = torch.zeros(1, weight.shape[1])
     ends[0, :2] = torch.tensor([-1.0, 1.0])[: weight.shape[1]]
 
@@ -246,7 +215,7 @@ def with_rounded_activations(weight: Tensor, *, bits: int = 8) -> Multiply:
         """
         x = x.float()
         largest = x.abs().amax(1, keepdim=True).clamp_min_(_TINY)
-        product: Tensor = operator(torch.cat((x / largest, ends)), packed, reduce_range)
+        product: Tensor = torch.ops.quantized.linear_dynamic(torch.cat((x / largest, ends)), packed, True)
         return product[:-1].mul_(largest)
 
     return multiply
@@ -312,10 +281,10 @@ def refusal(kind: str, device: torch.device) -> str | None:
 @cache
 def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
     """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
-    tried: Sequence[Callable[[Tensor], Multiply]] = [with_int8_weights if kind == "int8" else with_int4_weights]
-    if (kind, device) == ("int8", "cpu"):  # the fastest first
-        tried = [with_rounded_activations, partial(with_rounded_activations, bits=7), with_int8_weights]
-    reason = ""
+    tried = [with_int8_weights if kind == "int8" else with_int4_weights]
+    if (kind, device) == ("int8", "cpu"):
+        tried.insert(0, with_rounded_activations)  # faster
+    reason = None
     for prepare in tried:
         try:
             if _is_right(kind, prepare, torch.device(device)):
@@ -327,20 +296,23 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
 
 
 def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.device) -> bool:
-    """Compares products with those of the same rounded weights in float64, with the largest numbers too, whose sums overflow."""
-    generator, ones = torch.Generator().manual_seed(0), torch.ones(128, 256)
-    pairs = [(torch.randn(128, 256, generator=generator) / 16, torch.randn(5, 256, generator=generator)), (ones, ones[:5])]
-    for weight, inputs in pairs:
-        multiply = prepare(weight.to(device))
-        rounded, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
-        exact = (rounded * scales.view(len(scales), -1).repeat_interleave(256 // max(1, scales[0].numel()), 1)).double()
-        for x in (inputs[:1], inputs):
-            found, expected = multiply(x.to(device)).cpu().double(), x.double() @ exact.T
-            step = x.abs().amax(1, keepdim=True).double() * 2.0**-_ACTIVATION_BITS
-            limit = step * exact.norm(dim=1).max() / sqrt(12) * 6  # six standard deviations of the rounding of activations
-            if not bool(((found - expected).abs() <= limit + 0.01 * expected.abs()).all()):
-                return False
+    """Compares products of 1 and 5 rows with those of the same rounded weights in float64."""
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = (torch.randn(rows, 256, generator=generator) for rows in (128, 5))
+    multiply, exact = prepare(weight.to(device)), restored(kind, weight)
+    for x in (inputs[:1], inputs):
+        found, expected = multiply(x.to(device)).cpu().double(), x.double() @ exact.T
+        step = x.abs().amax(1, keepdim=True).double() * 2.0**-_ACTIVATION_BITS
+        limit = step * exact.norm(dim=1).max() / sqrt(12) * 6  # six standard deviations of the rounding of activations
+        if not bool(((found - expected).abs() <= limit + 0.01 * expected.abs()).all()):
+            return False
     return True
+
+
+def restored(kind: str, weight: Tensor) -> Tensor:
+    """Returns a weight [out, in] as it is after rounding, in float64."""
+    numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
+    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)
 
 
 def _first_line(error: BaseException) -> str:

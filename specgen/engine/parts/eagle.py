@@ -161,7 +161,7 @@ class EagleRunner(DecoderRunner):
             self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
             taps, reduce = list(weights.feature_layers), layers.fc
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
-        self._inputs = InputMaker(self.architecture, model.dtype, self.devices, min_rows=self.products.min_rows)
+        self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
         self._token_penalties = penalties
         self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
         self._context = Context(())  # the last call's

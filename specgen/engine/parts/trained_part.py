@@ -119,17 +119,18 @@ class TrainedPart:
         Raises SpecgenError, in one line, for files that are damaged or do not fit the target.
         """
         if self._weights is None:
-            self._weights = self._read_exit() if self.kind == "exit" else self._read_head()
+            described = self.description
+            self._weights = self._read_exit(described) if isinstance(described, ExitDescription) else self._read_head()
         return self._weights
 
     def release(self) -> None:
         """Frees the memory of the weights as they were read: a runner has its own, fused or converted."""
         self._weights = None
 
-    def exit_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns the weights of an exit layer as they are stored, by name, and those of its predictor.
+    def exit_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors in an exit layer's file: `exit.` or `predictor.` and their names in `ExitLayers` or `Predictor`.
 
-        Raises SpecgenError unless the file has exactly those that the description and the target ask for.
+        Raises SpecgenError unless these are exactly those that the description and the target ask for.
         """
         described, model = self.description, self._target.model
         assert isinstance(described, ExitDescription)
@@ -143,19 +144,15 @@ class TrainedPart:
         if described.predictor:
             weights = Predictor(model.shape.hidden_size).named_parameters()
             shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in weights}
-        tensors = take_exactly(files, shapes)
-        of_exit = {name.removeprefix("exit."): tensor for name, tensor in tensors.items() if name.startswith("exit.")}
-        return of_exit, {name.removeprefix("predictor."): tensors[name] for name in tensors if name.startswith("predictor.")}
+        return take_exactly(files, shapes)
 
-    def _read_exit(self) -> ExitWeights:
-        described, model, predictor = self.description, self._target.model, None
-        assert isinstance(described, ExitDescription)
-        tensors, of_predictor = self.exit_tensors()
-        if of_predictor:
+    def _read_exit(self, described: ExitDescription) -> ExitWeights:
+        tensors, model, predictor = self.exit_tensors(), self._target.model, None
+        if described.predictor:
             predictor = Predictor(model.shape.hidden_size)
-            predictor.load_state_dict(of_predictor)
+            predictor.load_state_dict(under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
-        return ExitWeights(ExitLayers(model, described.layers, tensors), described.after, predictor)
+        return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
 
     def _read_head(self) -> HeadWeights:
         files = PublishedHead(self.path, self._target)
@@ -202,6 +199,11 @@ def _exit_paths(path: Path) -> tuple[Path, Path]:
             hint = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
             raise SpecgenError(f"there is no exit layer {path} (no file {file})", hint)
     return weights, description
+
+
+def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names start with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def describe_head(
@@ -252,11 +254,6 @@ def save_exit(
     data = save({name: _stored(weight) for name, weight in kept.items()}, {"fingerprint": description.fingerprint})
     _write(folder, {EXIT_WEIGHTS: data, EXIT_DESCRIPTION: _yaml(description)})
     return folder / EXIT_WEIGHTS
-
-
-def replace_predictor(part: TrainedPart, folder: Path, predictor: Predictor, description: ExitDescription) -> Path:
-    """Writes a copy of an exit layer with another predictor into `folder`, as `save_exit` does."""
-    return save_exit(folder, part.exit_tensors()[0], predictor, description)
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:

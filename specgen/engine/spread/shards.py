@@ -325,8 +325,7 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
             files.close()
             if not files.are_copied:
                 return_free_memory()
-    options = {"norm_gain": gain, "min_rows": factory.min_rows, "exact": exact}
-    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, **options)
+    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, norm_gain=gain, exact=exact)
 
 
 def _tables(

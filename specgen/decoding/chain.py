@@ -1,0 +1,248 @@
+"""Drafts that a model makes token by token, with CaPE's further candidates at each position, or by way of their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from specgen.base.errors import nan_logits
+from specgen.base.types import Context, Draft, SamplingParams
+from specgen.decoding import logits_ops
+from specgen.decoding.device_chain import DeviceChain
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
+from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, comparison, extend_draft
+from specgen.engine.devices import upload
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.text.retokenized_context import RetokenizedContext
+
+_MOST_CANDIDATES = 7
+_BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates
+_PIECES = 4  # of the draft model's tokens that `TextDrafter` drafts for one of the target's, at most
+
+
+class ModelDrafter(DraftModelUser):
+    """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
+
+    The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
+    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. A context with tokens that the draft model
+    lacks gets an empty draft.
+
+    With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et al. 2024), see
+    `with_candidates`. The length policy sees the chain's tokens. Verification is lossless: in sampling, the chain's token is
+    drawn from its distribution and verified first, and the others are fixed tokens, verified against what its rejection leaves of
+    the target's distribution.
+    A draft ends before a token whose distribution has a largest probability below `fallback` (BiLD; temperature 1, no top-k or
+    top-p). This token is dropped, so that the draft may be empty. Not lossless.
+    """
+
+    def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:
+        super().__init__(setup, depth=depth)
+        self._cape, self._fallback = cape, fallback
+
+    @inference
+    def propose(
+        self,
+        context: Context,
+        policy: LengthPolicy,
+        limit: int,
+        unverified: Sequence[int] = (),
+        show: Callable[[int, int], bool] | None = None,
+    ) -> Draft:
+        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier.
+
+        `show` gets each new token's number, from 0, and the token, as soon as it is drafted. If it returns False, the draft ends.
+        """
+        tokens = list(unverified)
+        limit = self._room(context, limit + len(tokens)) - len(tokens)
+        if limit < 1:
+            return Draft()
+        device = None if show is not None else self._device_chain(context, policy, tokens)
+        if device is not None:
+            return device.draft(self._reason(extend_draft(policy, limit, device.append, unverified=len(unverified)), limit))
+        scores = self._scores(policy, context)
+        chain = HostChain(self._setup, self._generator, policy.signals, 1 + _MOST_CANDIDATES if self._cape else 0)
+        is_cut = False
+
+        def extend(position: int) -> DraftedToken | str:
+            nonlocal is_cut
+            if is_cut:  # after the policy has seen the last token, from which it may learn later
+                return "pass ended"
+            output = self._runner.logits(context, tokens, start=len(tokens))
+            own, score = output.unpenalised_part(self._vocab_size), None
+            logits = output.logits[:, : self._vocab_size]
+            if own is not None and logits_ops.is_forbidden(logits):
+                return NO_CANDIDATES
+            if scores is not None and output.hidden_states is not None:
+                score = scores(output.hidden_states[0], position)
+            token = chain.append(logits[0], score, None if own is None else own[0])
+            top_prob = chain.statistics[-1][1]
+            if top_prob < self._fallback:
+                chain.drop_last()
+                return f"unsure {comparison(top_prob, '<', self._fallback)}"
+            if self._cape:
+                token.nodes += further_candidates(top_prob)
+            tokens.append(chain.tokens[-1])
+            is_cut = show is not None and not show(position - 1, tokens[-1])
+            return "eos" if tokens[-1] in self._eos_ids else token
+
+        reason = extend_draft(policy, limit, extend, unverified=len(unverified))
+        draft = chain.draft(self._reason(reason, limit))
+        return with_candidates(draft, chain.likeliest) if self._cape else draft
+
+    def _device_chain(self, context: Context, policy: LengthPolicy, unverified: Sequence[int]) -> DeviceChain | None:
+        """Begins a draft whose tokens the host reads when it has ended. Returns None if the host needs each token at once."""
+        runner = self._runner
+        if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
+            return None
+        if policy.signals or policy.random or self._setup.record or self._cape or self._fallback:
+            return None
+        return DeviceChain(runner, self._setup, self._generator, context, unverified)
+
+
+class HostChain:
+    """A draft that grows token by token, with what the length policy and the verifier need of each.
+
+    `read` are the names of the signals (numbers about a token) that the policy reads. `statistics` are entropy and top
+    probability of each token's distribution. `candidates` is the number of likeliest tokens that are kept of each
+    position.
+    """
+
+    def __init__(self, setup: Setup, generator: torch.Generator, read: Signals, candidates: int) -> None:
+        self.tokens: list[int] = []
+        self.statistics: list[tuple[float, float]] = []
+        self._setup, self._generator, self._read, self._candidates = setup, generator, read, candidates
+        self._logits: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
+        self._likeliest: list[torch.Tensor] = []
+
+    @property
+    def likeliest(self) -> list[list[int]]:
+        """The likeliest tokens at each position, the likeliest first; -1 in place of an impossible token."""
+        return torch.stack(self._likeliest).tolist() if self._likeliest else []
+
+    def append(
+        self, logits: torch.Tensor, predicted_acceptance: torch.Tensor | None, unpenalised: torch.Tensor | None
+    ) -> DraftedToken:
+        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
+
+        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
+        are the logits of the draft model's own distribution, without penalties; None if `logits` are. They may have more columns:
+        see `ModelOutput.unrestricted`.
+        """
+        if self._setup.record:
+            self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
+        if self._candidates:
+            values, likeliest = logits.topk(min(self._candidates, logits.shape[-1]))
+            self._likeliest.append(likeliest.masked_fill_(values == -torch.inf, -1))
+        token, entropy, top_prob = logits_ops.greedy_statistics(logits if unpenalised is None else unpenalised)
+        if math.isnan(entropy):
+            raise nan_logits("draft")
+        signals, probs = {"entropy": entropy, "top_prob": top_prob}, None
+        if not self._setup.sampling.greedy:
+            probs = logits_ops.warp(logits, self._setup.sampling)
+            self._probs.append(probs)
+            token = int(logits_ops.draw(probs, self._generator))
+        elif unpenalised is not None:
+            token = logits_ops.argmax_tokens(logits[None])[0]
+        else:
+            signals["prob"] = top_prob
+        if others := self._read - signals.keys():
+            drawn = torch.tensor(token, device=logits.device)
+            computed = logits_ops.signals(others, logits, drawn, probs, predicted_acceptance, unpenalised)
+            signals |= {name: value.item() for name, value in computed.items()}
+        self.statistics.append((entropy, top_prob))
+        self.tokens.append(logits_ops.valid_token(token, "draft"))
+        return DraftedToken(len(self.tokens), {name: signals[name] for name in self._read if name in signals})
+
+    def drop_last(self) -> None:
+        for kept in (self.tokens, self.statistics, self._logits, self._probs, self._likeliest):
+            if kept:
+                kept.pop()
+
+    def draft(self, reason: str) -> Draft:
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
+        if not self.tokens:
+            return Draft(stop_reason=reason)
+        vocab_size = self._setup.vocab_size
+        entropies, top_probs = zip(*self.statistics, strict=True)
+        return Draft.chain(
+            self.tokens,
+            probs=logits_ops.pad_probs(torch.stack(self._probs), vocab_size) if self._probs else None,
+            entropies=entropies,
+            top_probs=top_probs,
+            stop_reason=reason,
+            logits=torch.stack(self._logits)[:, :vocab_size] if self._logits else None,
+        )
+
+
+def further_candidates(top_prob: float) -> int:
+    """Returns how many candidates join a drafted token whose distribution has this largest probability (CaPE; temperature 1)."""
+    return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
+
+
+def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
+    """Returns the chain with further candidates at each position: the likeliest tokens there besides the chain's own (CaPE).
+
+    `likeliest` has the most likely tokens at each position, likeliest first; -1 for none. The candidates come after all tokens of
+    the chain, so `probs` belong to the chain's tokens alone. Each is a leaf: a sibling that is verified after the chain's token.
+    """
+    tokens, origins = list(chain.tokens), list(range(len(chain.tokens)))
+    for position, (top_prob, found) in enumerate(zip(chain.top_probs, likeliest, strict=True)):
+        others = [token for token in found if token not in (-1, chain.tokens[position])][: further_candidates(top_prob)]
+        tokens += others
+        origins += [position] * len(others)
+    return replace(
+        chain,
+        tokens=tokens,
+        parents=[origin - 1 for origin in origins],
+        entropies=[chain.entropies[origin] for origin in origins],
+        top_probs=[chain.top_probs[origin] for origin in origins],
+        logits=None if chain.logits is None else chain.logits[upload(torch.tensor(origins), chain.logits.device)],
+    )
+
+
+class TextDrafter:
+    """Drafts text, and encodes it with the target's tokenizer (SLEM: Timor et al. 2025, arXiv 2502.05202, Algorithm 2).
+
+    The draft model reads and chooses its own tokens, always the likeliest, so the length policy counts these; `limit` counts the
+    target's. The drafted tokens were not drawn from any distribution over the target's vocabulary: a verifier accepts them where
+    they are the target's argmax, or its own draw.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        runner, tokenizers = setup.draft, setup.tokenizers
+        assert runner is not None, "this drafter runs a model"
+        runner = getattr(runner, "own", runner)  # of one that answers in the target's tokens
+        assert tokenizers is not None, "this drafter needs the tokenizers of both models"
+        target, draft = tokenizers
+        ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})
+        own = replace(setup, draft=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
+        self._drafter = ModelDrafter(replace(own, record=False))
+        self._retokenized = RetokenizedContext(target, draft)
+        self._ends, self._num_embeddings = ends, runner.num_embeddings
+        self._eos_id = target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)
+
+    @inference
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        """Drafts at most `limit` of the target's tokens. Empty where the drafted text has no tokens that continue the context.
+
+        Also where the context has no text yet, and where the draft model has no embedding for a token of the text.
+        """
+        if limit < 1:
+            return Draft()
+        texts = self._retokenized
+        texts.follow(context)
+        if not texts.context.ids or max(texts.tail, default=0) >= self._num_embeddings:
+            return Draft()
+        draft = self._drafter.propose(texts.context, policy, _PIECES * limit, texts.tail)
+        drafted = [token for token in draft.tokens if token not in self._ends]
+        tokens = texts.target_tokens(texts.text_after(drafted)) if drafted else []
+        if len(drafted) < len(draft.tokens) and self._eos_id is not None and (tokens or not drafted):
+            tokens.append(self._eos_id)
+        if not tokens:
+            return Draft(stop_reason=draft.stop_reason)
+        return Draft.chain(tokens[:limit], stop_reason="length" if len(tokens) > limit else draft.stop_reason)
