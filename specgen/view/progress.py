@@ -62,7 +62,7 @@ class Progress:
             self.show(Text("▸ ").append(one_line(what)))
 
     def bar(self, what: str, share: float, rest: str, left: float | None = None, above: Sequence[Text] = ()) -> None:
-        """Shows a bar filled to `share` (0 to 1), the text `rest` with the seconds `left`, and `what`, below the lines `above`."""
+        """Shows a bar filled to `share` (0 to 1), `rest` with the seconds `left`, and `what`, below the lines `above`."""
         filled = min(_BAR, round(_BAR * share))
         line = Text("▸ ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet")
         figures = [rest, "" if left is None else f"~{duration(left)} left", one_line(what)]
