@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -24,6 +24,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.loading import load_module
@@ -35,10 +36,7 @@ from specgen.train.loop import IGNORED, MAX_LOGITS, Labels, Objective, PackedBat
 from specgen.train.measures import divergence, first_shares, held_out_agreement
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted
-from specgen.train.translation import Comparisons, check_overlap, common_share, comparisons, off_overlap
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+from specgen.train.translation import check_overlap, comparisons, off_overlap
 
 DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
@@ -62,15 +60,15 @@ class DraftBatches(TrainingBatches):
     ) -> None:
         self._translation = translation
         compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
-        self.top_k_ids = torch.cat([each.top_k_ids for each in compared]) if compared else torch.empty(0, 1).int()
-        self.top_k_log_probs = torch.cat([each.log_probs for each in compared]) if compared else torch.empty(0, 1)
+        self.top_k_ids = torch.cat([each.top_k_ids for each in compared])
+        self.top_k_log_probs = torch.cat([each.log_probs for each in compared])
         starts = accumulate((len(each.after) for each in compared), initial=0)
         taught = []
         for each, start in zip(compared, starts, strict=False):
             teacher = torch.full_like(each.ids, IGNORED)
             teacher[each.after] = torch.arange(start, start + len(each.after))
             taught.append((each.ids.tolist(), teacher.tolist()))
-        longer = sum(len(ids) for ids, _ in taught) / max(1, sum(len(each.text.ids) for each in texts))
+        longer = sum(len(ids) for ids, _ in taught) / sum(len(each.text.ids) for each in texts)
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
@@ -131,9 +129,9 @@ class DraftObjective(Objective):
                 found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
         self.target.model.free_weights()
         taught = [each for each in found if each.text.part == Part.TRAIN]
-        self._held_out = {id(each.text): each for each in found if each.text.part == Part.HELD_OUT}
+        self._held_out = [each for each in found if each.text.part == Part.HELD_OUT]
         self.batches = DraftBatches(self.task, taught, self.draft.translation, self.draft.context_limit)
-        self._before = self.measure()
+        self._before = self.agreement()
         return self.batches
 
     def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
@@ -157,36 +155,25 @@ class DraftObjective(Objective):
         loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
         return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
 
-    def measure(self) -> dict[str, Any]:
-        """Returns the draft's figures on the generated tokens of held-out texts. Its context is what drafting makes it.
+    def agreement(self) -> dict[str, float | None]:
+        """Returns the share of tokens for which draft and target have the same most probable token, in greedy and sampled text.
 
-        `agreement` has the share of tokens for which draft and target have the same most probable token, in greedy and in sampled
-        text; None where there are no such tokens. `acceptance`, with a translation, is the mean sum of min(p, q') over the
-        target's known probabilities in sampled text: the expected acceptance of a drafted token at temperature 1; None without
-        such text.
+        It is measured on the generated tokens of held-out texts; None where there are no such tokens. The draft's context is what
+        drafting makes it.
         """
-        accepted: list[torch.Tensor] = []
+        held_out = {id(each.text): each for each in self._held_out}
 
         def ranks_of(text: Text) -> torch.Tensor:
-            found = self._compared(text)
-            logits = self.next_logits(found.ids)[found.after].cpu().index_fill(-1, self.off_overlap, -torch.inf)
-            if not text.greedy:
-                q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0).long())
-                p = torch.where(found.top_k_ids >= 0, found.log_probs.exp(), 0)
-                accepted.append(torch.minimum(p, q).sum(dim=-1))
-            return (logits.argmax(dim=-1) != found.top_k_ids[:, 0])[:, None].long()
+            found, limit = (
+                comparisons(self.draft.translation, held_out[id(text)], 0.0, only_generated=True),
+                self.draft.context_limit,
+            )
+            logits = self.next_logits(found.ids[:limit])
+            inside = found.after < limit
+            best = logits[found.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf).argmax(dim=-1)
+            return (best != found.top_k_ids[inside, 0])[:, None].long()
 
-        texts = [each.text for each in self._held_out.values()]
-        figures: dict[str, Any] = {"agreement": first_shares(held_out_agreement(texts, ranks_of)[0])}
-        if self.draft.translation is not None:
-            figures["acceptance"] = float(torch.cat(accepted).mean()) if accepted else None
-        return figures
-
-    def _compared(self, text: Text) -> Comparisons:
-        found = comparisons(self.draft.translation, self._held_out[id(text)], 0.0, only_generated=True)
-        inside = found.after < self.draft.context_limit
-        ids = found.ids[: self.draft.context_limit]
-        return Comparisons(ids, found.after[inside], found.top_k_ids[inside], found.log_probs[inside])
+        return first_shares(held_out_agreement([each.text for each in self._held_out], ranks_of)[0])
 
     @inference
     def next_logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -195,14 +182,12 @@ class DraftObjective(Objective):
         return logits.float()
 
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-        """Also measures the draft as it was before training (`agreement_before`, ...). Its files are copied with new weights."""
+        """Also measures the draft as it was before training (`agreement_before`). Its files are copied with new weights."""
         out = self.task.out
         with torch.no_grad():
             for weight in self.parameters.values():
                 weight.copy_(weight.to(self.saved_dtype))
-        figures |= {f"{name}_before": value for name, value in self._before.items()} | self.measure()
-        if self.draft.translation is not None:
-            figures["common"] = common_share(self.draft.translation, [each.text for each in self._held_out.values()])
+        figures |= {"agreement_before": self._before, "agreement": self.agreement()}
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.draft.folder.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.own_layers import (
     ExitLayers,
@@ -36,9 +37,6 @@ from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, Training
 from specgen.train.measures import first_shares, held_out_agreement
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predictor
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 STEPS, BATCH = 300, 4096  # of the predictor's training
 PASSES = 4  # over each text, each with rounds of other lengths
@@ -304,19 +302,13 @@ def measure(scores: torch.Tensor, accepted: torch.Tensor) -> dict[str, float]:
     """Returns how well predicted acceptance probabilities `scores` [n] fit the outcomes `accepted` [n] (bool).
 
     `mean_score` and `accepted` are the means. `loss` is the cross-entropy in nats, `base_loss` that of always predicting the
-    accepted share. `ranking` is the area under the ROC curve: the probability that an accepted token has a higher score than a
-    rejected one.
+    accepted share.
     """
     scores, labels = scores.double(), accepted.double()
     share = labels.mean()
-    positive = labels.sum()
-    negative = len(labels) - positive
-    ranks_of_accepted = 1 + (labels[scores.argsort()] > 0).nonzero().double()
-    above = ranks_of_accepted.sum() - positive * (positive + 1) / 2
     return {
         "mean_score": float(scores.mean()),
         "accepted": float(share),
         "loss": float(F.binary_cross_entropy(scores, labels)),
-        "base_loss": float(F.binary_cross_entropy(torch.full_like(labels, float(share)), labels)),
-        "ranking": float(above / (positive * negative)) if positive and negative else 0.5,
+        "base_loss": float(F.binary_cross_entropy(share.expand_as(labels), labels)),
     }

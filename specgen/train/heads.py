@@ -12,11 +12,12 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.layer_weights import EXIT_HEAD
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
@@ -26,9 +27,6 @@ from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, Training
 from specgen.train.measures import divergence, held_out_agreement
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text, most_probable
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 HEADS = 4  # of Medusa: as many as EESD compares with (4.1); the published trees use as many
 OWN_SHARE = 0.3  # of the target's weights, in LM heads of Medusa's own: as many as the authors' for 7 billion

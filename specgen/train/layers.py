@@ -15,13 +15,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import Sight
 from specgen.engine.native.families import read_architecture, read_config
@@ -39,9 +40,6 @@ from specgen.train.measures import divergence
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
-
 _LAYERS_FOR_DEFAULT = 7  # the least number of layers in which the authors' three features are of different layers
 _LARGEST_VOCABULARY = 32_000  # tokens that EAGLE's LM head predicts at most, as in the published heads
 _OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
@@ -54,7 +52,7 @@ _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 class LayerObjective(HeadObjective):
     """Trains a head with one decoder layer: that of a Llama with the target's sizes, or of a Qwen with its biases or norms.
 
-    `config` is its config.json, `architecture` what that describes. `is_copied`: it begins as the target's last layer.
+    `config` is its config.json, `architecture` what that describes.
     """
 
     def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
@@ -63,7 +61,6 @@ class LayerObjective(HeadObjective):
         self.architecture = read_architecture(self.config)
         self.inputs = InputMaker(self.architecture, self.dtype, [self.device])
         last, made = last_layer(self.target, self.architecture), {}
-        self.is_copied = bool(last)
         for name, shape in (layer_shapes(self.architecture, 0) | {FINAL_NORM: (self.width,)}).items():
             if name in last:
                 made[name] = last[name]
@@ -91,8 +88,7 @@ class EagleObjective(LayerObjective):
         self.taps = (2, count // 2, count - 3) if count >= _LAYERS_FOR_DEFAULT else (0, count // 2, count - 1)
 
     def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
-        self._ids = _vocabulary(self.vocabulary, texts)
-        self._on_device = None if self._ids is None else self._ids.to(self.device)
+        self._ids = _vocabulary(self.vocabulary, texts, self.device)
         made, width = super().begin(texts, generator), self.width
         names = layer_tensors(self.architecture, 0)
         made[FC] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), dim=1)
@@ -100,8 +96,8 @@ class EagleObjective(LayerObjective):
             made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)
         assert names.attention_norm is not None
         made |= {FEATURE_NORM: made[names.attention_norm], names.attention_norm: torch.ones(width)}
-        head = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD].cpu()
-        return {**made, HEAD: head.clone() if self._ids is None else head[self._ids]}
+        head = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
+        return {**made, HEAD: head.clone() if self._ids is None else head[self._ids.to(head.device)]}
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
@@ -121,15 +117,15 @@ class EagleObjective(LayerObjective):
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
         normed = functional.rms_norm(outputs, (self.width,), self.parameters[FINAL_NORM], self.architecture.norm_eps)
         logits = functional.linear(normed, self.parameters[HEAD]).float()
-        if self._on_device is None:
+        if self._ids is None:
             return logits
-        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._on_device, logits)
+        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._ids, logits)
 
     def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
         """Returns the divergence from the target's distribution over the vocabulary; 0 if its likeliest token is not there."""
-        if self._on_device is None:
+        if self._ids is None:
             return super().row_losses(logits, top_k_ids, log_probs)
-        inside = torch.isin(top_k_ids, self._on_device)
+        inside = torch.isin(top_k_ids, self._ids)
         outside = (log_probs.exp() * ~inside).sum(-1, keepdim=True)
         log_probs = log_probs - torch.log1p(-outside.clamp_max(1 - 1e-6))
         log_probs = log_probs.masked_fill(~inside, _OUTSIDE)
@@ -137,10 +133,10 @@ class EagleObjective(LayerObjective):
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}
-        return EagleWeights(self.config, tensors, 3, tuple(self.taps), self._ids)
+        return EagleWeights(self.config, tensors, 3, tuple(self.taps), None if self._ids is None else self._ids.cpu())
 
 
-def _vocabulary(size: int, texts: Sequence[Text]) -> Tensor | None:
+def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
     """Returns the ids of the most frequent tokens that the target generated, ascending; None if the head can have all `size`."""
     if size <= _LARGEST_VOCABULARY:
         return None
@@ -149,7 +145,7 @@ def _vocabulary(size: int, texts: Sequence[Text]) -> Tensor | None:
         counts.update(text.ids[text.prompt_length :])
     frequent = [token for token, _ in counts.most_common(_LARGEST_VOCABULARY)]
     others = islice((token for token in range(size) if token not in counts), _LARGEST_VOCABULARY - len(frequent))
-    return torch.tensor(sorted([*frequent, *others]))
+    return torch.tensor(sorted([*frequent, *others]), device=device)
 
 
 class GlideObjective(LayerObjective):
@@ -172,11 +168,8 @@ class GlideObjective(LayerObjective):
     def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
         """Returns the initial weights by their names in `GlideWeights`. The output of the cross-attention is zero."""
         made, cross, width = super().begin(texts, generator), "layers.0.cross_attn.", self.width
-        inner = self._theirs.num_heads * self._theirs.head_size
-        random = torch.randn(inner, width, generator=generator) * _DEVIATION
         query = made[layer_tensors(self.architecture, 0).qkv[0]]
-        made[f"{cross}q_proj.weight"] = query.clone() if self.is_copied else random
-        return {**made, f"{cross}o_proj.weight": torch.zeros(width, inner)}
+        return {**made, f"{cross}q_proj.weight": query.clone(), f"{cross}o_proj.weight": torch.zeros(width, len(query))}
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         size = _LONGEST if rng is None else rng.randint(_SHORTEST, _LONGEST)
@@ -232,14 +225,16 @@ def layer_config(target: LoadedModel) -> dict[str, Any]:
 
 
 def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
-    """Returns the weights of the target's last layer and final norm under the names of a layer `own`, as this computes with them.
+    """Returns the weights of the target's last layer and final norm under the names of a layer `own`.
 
-    Nothing unless the target's layer is like a Llama's.
+    Nothing unless the target's layer computes as a Llama's.
     """
     theirs = target.model.shape
-    if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head"):
+    if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:
         return {}
-    if theirs.post_norms or theirs.mlp_bias or not theirs.pre_norms:
+    if theirs.post_norms or theirs.mlp_bias or theirs.norm_weight_offset:
+        return {}
+    if theirs.residual_scale != 1 or theirs.attention_scale != theirs.head_size**-0.5:
         return {}
     found, names, made = target.model.last_layers(target.folder, 1), layer_tensors(theirs, 0), layer_tensors(own, 0)
 
@@ -250,18 +245,7 @@ def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
     rows = [count * theirs.head_size for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)]
     weights = split(names.qkv, made.qkv, rows)
     weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
-    weights[made.output] = found[names.output] * theirs.residual_scale
-    weights[made.down] = found[names.down] * theirs.residual_scale
     if theirs.qkv_bias:
         weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
-    if theirs.output_bias:
-        weights[bias_of(made.output)] = found[bias_of(names.output)] * theirs.residual_scale
-    weights[FINAL_NORM] = found[FINAL_NORM] + theirs.norm_weight_offset
-    for norm in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
-        if (new := getattr(made, norm)) is not None:
-            weights[new] = found[getattr(names, norm)] + theirs.norm_weight_offset
-    scale = theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
-    for name in [made.qkv[0], bias_of(made.qkv[0])] if made.q_norm is None else [made.q_norm]:
-        if name in weights:
-            weights[name] = weights[name] * scale
+    weights |= {name: found[name] for name in layer_shapes(own, 0) | {FINAL_NORM: ()} if name not in weights}
     return {name: weight.cpu().clone() for name, weight in weights.items()}

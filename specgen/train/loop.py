@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save
@@ -24,13 +24,11 @@ from safetensors.torch import save
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.forward_pass import BatchPass
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import WeightFiles
 from specgen.train.corpus import Part
 from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
@@ -244,10 +242,15 @@ class Training:
                 raise TrainingStopped
 
     def advance(self) -> float:
-        """Does one optimizer step. Returns the mean loss in nats per token."""
-        rate = self._recipe.learning_rate * learning_rate_scale(self.step, self.share, self._recipe.steps)
+        """Does one optimizer step. Returns the mean loss in nats per token.
+
+        The learning rate has a linear warm-up, and a cosine decay to a tenth of its peak.
+        """
+        steps = self._recipe.steps  # None: the budget is a time
+        warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * self.share))  # from 1 to 0.1
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._recipe.learning_rate * (min(1.0, (self.step + 1) / warm_up) * decay)
         batch, device = self.batches.batch(self.step), self.objective.device
         labelled = int((batch.labels != IGNORED).sum())
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
@@ -308,12 +311,3 @@ class Training:
         kinds = ("step", "exp_avg", "exp_avg_sq")
         state = {index: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for index, name in enumerate(self.trained)}
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
-
-
-def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
-    """Returns the factor of the peak learning rate at a step: a linear warm-up, times a cosine decay from 1 to 0.1.
-
-    `share` is the used share of the budget, from 0 to 1. `steps` is the budget in steps; None: the budget is a time.
-    """
-    warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
-    return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))

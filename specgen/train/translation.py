@@ -29,10 +29,9 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.text.translation import Translation
 from specgen.train.corpus import Corpus
 from specgen.train.loop import IGNORED
-from specgen.train.texts import PredictedText, Text
+from specgen.train.texts import PredictedText
 
 MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
-_MIN_WRITABLE = 0.99  # least share of them that the draft can write
 _CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
 _CHECKED_TOKENS = 100
 _READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
@@ -40,7 +39,7 @@ _HINT = "Take a draft with the target's tokenizer, or a method without a draft m
 
 
 def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -> None:
-    """Raises SpecgenError if the draft can write too little of the training text for distillation to be sound.
+    """Raises SpecgenError if the draft's vocabulary has too little of the training text for distillation to gain anything.
 
     Also if it has embeddings for `num_embeddings` tokens only, and its tokenizer has more.
     """
@@ -50,35 +49,11 @@ def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -
     rng, ids = Random(0), list[int]()
     for _ in range(_CHECKED):
         ids += text.sample(rng, _CHECKED_TOKENS)
-    written = sum(_is_written(translation, id_) for id_ in ids) / len(ids)
-    if written < _MIN_WRITABLE:
-        lost = f"{1 - written:.0%} of the training text's tokens"
-        raise SpecgenError(f"the draft's tokenizer cannot write {lost}, so it would learn another text", _HINT)
-    common = sum(_is_common(translation, id_) for id_ in ids) / len(ids)
+    to_draft = translation.target_to_draft  # a model can have more ids than its tokenizer has tokens
+    common = sum(id_ < len(to_draft) and to_draft[id_] >= 0 for id_ in ids) / len(ids)
     if common < MIN_OVERLAP:
         shared = f"{common:.0%} of the training text's tokens"
         raise SpecgenError(f"the draft's vocabulary has only {shared}: more could never be accepted", _HINT)
-
-
-def _is_common(translation: Translation, id_: int) -> bool:
-    """Whether the draft has a target token too. A model can have more ids than its tokenizer has tokens."""
-    to_draft = translation.target_to_draft
-    return id_ < len(to_draft) and to_draft[id_] >= 0
-
-
-def _is_written(translation: Translation, id_: int) -> bool:
-    """Whether the draft can write a target token: its spelling has the same bytes."""
-    piece = translation.target.pieces[id_] if id_ < len(translation.target.pieces) else None
-    return piece is None or translation.draft.of_ids(translation.spelling(id_)) == piece
-
-
-def common_share(translation: Translation, texts: Sequence[Text]) -> float | None:
-    """Returns the share of the tokens that the target generated in some texts that the draft's vocabulary has; None: no tokens.
-
-    It bounds the acceptance of a draft that has learned the target's tokenization.
-    """
-    found = [_is_common(translation, id_) for text in texts for id_ in text.ids[text.prompt_length :]]
-    return sum(found) / len(found) if found else None
 
 
 def off_overlap(translation: Translation | None, vocabulary: int) -> torch.Tensor:
