@@ -15,6 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specgen.base.errors import SpecgenError, nan_logits
 from specgen.base.files import write_whole
@@ -59,12 +60,12 @@ class PredictedText(NamedTuple):
     """
 
     text: Text
-    top_k_ids: torch.Tensor
-    top_k_log_probs: torch.Tensor
-    hidden: torch.Tensor | None = None
+    top_k_ids: Tensor
+    top_k_log_probs: Tensor
+    hidden: Tensor | None = None
 
 
-def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the most probable tokens for logits [n, vocabulary], and their log-probabilities in float32.
 
     Both results are [n, TOP_K], or [n, vocabulary] for a smaller vocabulary, in descending order of probability.
