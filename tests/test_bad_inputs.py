@@ -121,7 +121,7 @@ LIGHT = [
     row("tune --objective quality", "--objective is 'quality'", "speed or perplexity"),
     row("tune --max-perplexity 0.9", "--max-perplexity is '0.9'"),
     row("tune --max-perplexity 0%", "a percentage of plain decoding's such as 105%"),
-    row("tune --max-perplexity 105", "write 105% for a percentage of plain decoding's"),
+    row("tune --max-perplexity 105", "a percentage of plain decoding's such as 105%"),
     row("tune --objective perplexity --max-perplexity 2", "--max-perplexity cannot be combined with --objective perplexity"),
     row("tune --objective perplexity -m sd", "--objective perplexity is for lossy methods, and none is tuned"),
     row("tune --max-perplexity 110% -m svip", "--max-perplexity is for lossy methods, and none is tuned"),

@@ -28,9 +28,8 @@ from translated_pairs import permuted
 from specgen import demo, methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
-from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text
+from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
 from specgen.decoding.verification import GreedyVerifier
-from specgen.engine.tolerances import tie_threshold
 from specgen.methods import runs as making
 from specgen.view.trace_report import LOSSY
 

@@ -19,10 +19,10 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import dtype_choice
+from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, describe
 from specgen.engine.text.tokenizer import Detokenizer
-from specgen.engine.timing import ThreadChoice, pick_threads
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
@@ -83,7 +83,7 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
     short = pair.request([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
     assert (short.context_ends, short.limit) == (True, 13), "the token after the boundary is never run"
-    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
+    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         reference = pair.target.reference_logits(text[:length], [])

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine import cached_prefix
+from specgen.engine import model_runner
 from specgen.engine.forward_pass import LayerPart
 from specgen.engine.model import NO_LIMIT, of_transformers
 from specgen.engine.model_runner import ModelRunner
@@ -79,7 +79,7 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
     assert all(choice.packed for choice in padded.product_choices)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(padded), 1024)):
-        monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", size)
+        monkeypatch.setattr(model_runner, "PREFILL_CHUNK", size)
         context = Context(random_ids(BOUNDARY + 9 if size == 13 or native.shape.rope_boundary else 7))
         trees = (random_ids(5, 1), [-1, 0, -1, 0, 3]), long_tree, (long_tree[0], [*range(-1, 65)])
         for tokens, parents in trees:

@@ -246,7 +246,7 @@ def test_penalties_change_the_rows_by_the_path(kind: type[Part], options: dict[s
 
 def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of a round also runs the accepted tokens again, with true features."""
-    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 5)
     part = Eagle(version=1)
     run, passes = part.made.draft._run_pairs, []
 
@@ -308,7 +308,7 @@ def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pyt
             context.extend([8, 9, 30])  # both accepted, and the target's own token
             draft.logits(context)
         assert counts == [4, 1, 1, after]
-    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 5)
     part = Glide(layers=2)
     for ids in ([1], [1, *range(3, 27)], [1, 3]):
         part.check(Context(ids), [8, 9])

@@ -21,9 +21,8 @@ from specgen.base.types import Context
 from specgen.cli.app import main
 from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.model_loading import ModelSource
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.timing import time_passes
 from specgen.methods.pearl import LONGEST_WINDOW
 from specgen.tune import pair_inspection
 
@@ -135,7 +134,7 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
-    assert re.search(r"✓ sd +ready; with translation=text", out)
+    assert re.search(r"✓ sd.*: ready; with translation=text", out)
     measured, _ = inspect("-t", strangers[0], "-d", strangers[1], "--measure", width=200)
     assert "--methods sd:translation=text,lookup,suffix" in " ".join(measured.split())
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
@@ -154,7 +153,6 @@ def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: 
     out, _ = inspect(*both)
     assert "✓ tokenizer  the same" in out
     assert "but they split “Where is Oslo? It's in Norway" in out
-    assert "from token 1 on" in out
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:

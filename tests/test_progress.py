@@ -16,7 +16,7 @@ from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.runner import BenchmarkStep
-from specgen.engine import cached_prefix
+from specgen.engine import model_runner
 from specgen.pair.pair import Pair
 from specgen.view import theme
 from specgen.view.comparison import show_step
@@ -128,7 +128,7 @@ ERASE = "\x1b[J"
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
     return []
 
 
@@ -185,7 +185,7 @@ def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
 def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
     pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
 
     def press(_: int, done: int, __: int) -> None:
         if done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +22,6 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import LengthSweep
 from specgen.methods import METHODS, resolve
-from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune import tuner
@@ -35,18 +33,17 @@ from specgen.tune.outcome import (
     Objective,
     TuningOutcome,
     TuningRequest,
+    combinations,
     distance_from_defaults,
     grid,
     nearest_to_default,
-    searched_grid,
     shortlist,
 )
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
-from specgen.tune.settings_search import best_of_each, search
 from specgen.tune.simulator import Simulator
-from specgen.tune.tuner import outcome_of, select_methods, tune
+from specgen.tune.tuner import Tuner, best_lossy, outcome_of, tune
 
-PLAIN = Candidate("ar", {}, 100.0, 1, 100.0, 1.0)
+PLAIN = Candidate("ar", {}, 100.0, 100.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def request(readings: float, names: list[str] | None = None, **given: Any) -> Tu
 @pytest.mark.parametrize("name", [*SIMPLE, *SEARCHED])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
     """Settings near the defaults come first: a search that is short of time has then tried other policies too."""
-    settings = [*grid(name), *searched_grid(name)]
+    settings = [*grid(name), *combinations(METHODS[name].searched_grids)]
     assert len({written(name, given) for given in settings}) == len(settings)
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)
@@ -120,7 +117,7 @@ def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     assert "confirmation" not in found.left_out
     assert found.chosen.name == (found.best.name if found.verdict == "pays" else "ar")
     assert 0 < (found.acceptance_probability or 0) <= 1
-    parts = ("plain decoding gives", "the target accepts", "a target pass takes", "settings of", "shapes of", "really run")
+    parts = ("plain decoding gives", "a target pass takes", "the target accepts", "settings of", "shapes of", "really run")
     assert len(finished(steps)) == len(parts)
     assert all(part in step for part, step in zip(parts, finished(steps), strict=True))
 
@@ -136,7 +133,7 @@ def test_without_time_the_outcome_is_not_confirmed(near: Pair) -> None:
 
 def test_when_sampling_each_prompt_has_a_seed_of_its_own(near: Pair) -> None:
     task = replace(request(1000), prompts=[TEXTS[0]] * 2, sampling=replace(GREEDY, temperature=1.0))
-    first, second = tuner.record_references(near, task, Mock())
+    first, second = Tuner(near, task, Mock()).record()
     assert first.token_ids != second.token_ids
 
 
@@ -146,15 +143,16 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     passes = Curve({tokens: float(tokens) for tokens in range(17)}), Curve(dict.fromkeys(range(1, 18), 1.0))
     costs = RoundCosts(*(CostTable({8: curve}) for curve in passes))
     made = Simulator(pair, [record_reference(pair, ids, GREEDY) for ids in PROMPTS], GREEDY, {"echo": costs, "model": costs})
-    grids = {name: grid(name)[:9] for name in ("ar", "sd", "svip", "confidence")}
-    tried, failed = search(made, grids, Deadline.after(1000, count().__next__))
-    assert not failed
-    candidates, _ = best_of_each(tried, failed, None, Objective())
-    found = outcome_of(made, candidates, GREEDY, {}, made.acceptance("sd"))
+    task = request(1000)
+    run = Tuner(pair, task, Mock())
+    candidates = run.choose(made, ["ar", "sd", "svip", "confidence"])
+    assert not run.left_out
+    found = outcome_of(made, candidates, task, {}, made.run("sd", {"k": 1}).acceptance_rate)
     assert found.chosen.name == found.methods[0].name == "ar"
     assert found.speedup_of(found.best) < 0.9
     assert (found.acceptance_probability or 0) < 0.5
-    assert found.relative_draft_cost == 1
+    assert found.speedup_model is not None
+    assert found.speedup_model.relative_draft_cost == 1
     confirmed = [replace(each, measured=each.predicted, speedup=each.predicted / found.plain.predicted) for each in found.methods]
     assert (found.verdict, replace(found, methods=confirmed).verdict) == ("unconfirmed", "does not pay")
 
@@ -162,17 +160,23 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
 @pytest.mark.parametrize("fails", ["before", "while measuring", "while simulating"])
 def test_methods_that_cannot_be_tuned_have_a_reason(near: Pair, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """A tuning of none but such methods is refused."""
-    names, left_out = select_methods(near, None)
-    assert "exit layer" in left_out["eesd-beta"]
-    assert "--methods selfsd" in left_out["selfsd"]
-    assert set(names).isdisjoint(left_out)
+    run = Tuner(near, request(0), Mock())
+    names = run.select()
+    assert "exit layer" in run.left_out["eesd-beta"]
+    assert "--methods selfsd" in run.left_out["selfsd"]
+    assert set(names).isdisjoint(run.left_out)
     wanted, reason = ["eesd", "eesd-beta", "ar"], ".*an exit layer"
     if fails != "before":
-        wanted, reason, why = ["sd", "ar"], "sd: it failed", {"sd": "it failed"}
+        wanted, reason = ["sd", "ar"], "sd: it failed"
         simulator = Simulator(near, [record_reference(near, PROMPTS[0], GREEDY)], GREEDY, {"echo": COSTS})
-        monkeypatch.setattr(tuner, "record_references", lambda *_: [])
-        monkeypatch.setattr(tuner, "measure_pair", lambda *_: (simulator, None, why if fails == "while measuring" else {}))
-        monkeypatch.setattr(tuner, "choose_settings", lambda *_: ([PLAIN], why))
+
+        def failing(self: Tuner, *_: object) -> Any:
+            self.left_out["sd"] = "it failed"
+            return (simulator, None) if fails == "while measuring" else [PLAIN]
+
+        monkeypatch.setattr(Tuner, "record", lambda _: [])
+        monkeypatch.setattr(Tuner, "measure", failing if fails == "while measuring" else lambda *_: (simulator, None))
+        monkeypatch.setattr(Tuner, "choose", failing)
     with pytest.raises(SpecgenError, match=f"no method can be tuned: {reason}"):
         tune(near, request(300, wanted), Mock())
 
@@ -186,7 +190,7 @@ def of(*candidates: Candidate) -> TuningOutcome:
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
-    best = Candidate("sd", {"k": 3}, 100.0, 1, 100.0, speedup, low, high)
+    best = Candidate("sd", {"k": 3}, 100.0, 100.0, speedup, low, high)
     found = of(best, PLAIN)
     assert (found.chosen, found.verdict) == (best if verdict == "pays" else PLAIN, verdict)
 
@@ -195,7 +199,7 @@ def test_how_a_method_is_chosen() -> None:
     for predicted, chosen in ((300.0, "sd"), (105.0, "ar")):  # expected speeds alone confirm nothing
         found = of(Candidate("sd", {"k": 3}, predicted), replace(PLAIN, measured=None, speedup=None))
         assert (found.chosen.name, found.verdict) == (chosen, "unconfirmed")
-    steady, moody = (Candidate(name, {}, 150.0, 1, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
+    steady, moody = (Candidate(name, {}, 150.0, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)  # fast on some prompts only
     assert of(moody, steady, PLAIN).best.name == "svip"
     assert of(replace(moody, low=None, high=None), steady, PLAIN).best.name == "lookup", (
@@ -219,54 +223,29 @@ def test_defaults_are_kept_where_other_settings_are_hardly_better() -> None:
         Candidate("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, speed)
         for threshold, longest, speed in ((0.4, 40, 98.0), (0.5, 8, 100.0), (0.4, 8, 99.0), (0.7, 4, 40.0))
     ]
-    assert nearest_to_default(tried) == replace(tried[0], tried=4)
-    assert nearest_to_default(tried[1:]) == replace(tried[2], tried=3)
-    assert nearest_to_default([replace(tried[0], predicted=90.0), tried[1]]) == replace(tried[1], tried=2)
+    assert nearest_to_default(tried) == tried[0]
+    assert nearest_to_default(tried[1:]) == tried[2]
+    assert nearest_to_default([replace(tried[0], predicted=90.0), tried[1]]) == tried[1]
     for fixed, chosen in ((99.0, {"ngram": 3}), (120.0, {"k": 6, "ngram": 2})):  # lookup adapts its length, or has a fixed one
         speeds = {written("lookup", {"ngram": 3}): 98.0, written("lookup", {"k": 6, "ngram": 2}): fixed}
         tried = [Candidate("lookup", given, speeds.get(written("lookup", given), 90.0)) for given in grid("lookup")]
         assert nearest_to_default(tried).settings == chosen
 
 
-class GivenRuns:
-    """In place of `Simulator`: given seconds and perplexities by `tau`."""
-
-    def __init__(self, figures: dict[float, tuple[float, float | None]]) -> None:
-        self._figures = figures
-
-    def run(self, name: str, given: dict[str, float], _: object) -> Figures:
-        seconds, perplexity = self._figures[given["tau"]]
-        summary = Figures(name)
-        summary.token_ids, summary.phase_seconds["verify"] = [1] * 10, seconds
-        summary.log_likelihood = None if perplexity is None else -10 * math.log(perplexity)
-        return summary
-
-
-def searched(
-    figures: dict[float, tuple[float, float | None]], objective: str = "speed", bound: str | None = None, readings: int = 9
-) -> Candidate | str:
-    """The best settings of mtad, where plain decoding's perplexity is 2, or why there are none."""
-    deadline, made = Deadline.after(readings, count().__next__), GivenRuns(figures)
-    tried, failed = search(made, {"mtad": [{"tau": tau} for tau in figures]}, deadline)  # type: ignore[arg-type]
-    best, left_out = best_of_each(tried, failed, 2.0, Objective.parse(objective, bound))
-    return best[0] if best else left_out["mtad"]
-
-
 def test_settings_of_lossy_methods_are_chosen_by_speed_and_perplexity() -> None:
-    best = searched({0.1: (1.0, 2.5), 0.3: (2.0, 2.0), 0.5: (3.0, 1.5), 0.7: (0.5, None)})
-    assert isinstance(best, Candidate)
-    assert (best.settings, best.predicted, best.tried) == ({"tau": 0.3}, pytest.approx(5.0), 4)
-    none = searched({0.1: (1.0, 2.5), 0.3: (2.0, 2.2)})
-    assert none == "none of 2 settings has a perplexity of at most 2.000, the lowest being 2.200"
-    assert "time was short" in str(searched({0.1: (1.0, 1.0)}, readings=0))
-    figures = {0.1: (1.0, 2.5), 0.3: (2.0, 2.09), 0.5: (3.0, 1.5001), 0.6: (2.5, 1.5003)}
+    """Plain decoding's perplexity is 2."""
 
-    def tau(objective: str, bound: str | None = None) -> object:
-        found = searched(figures, objective, bound)  # type: ignore[arg-type]
-        return found.settings["tau"] if isinstance(found, Candidate) else None
+    def best(objective: str = "speed", bound: str | None = None, *tried: tuple[float, float | None]) -> int | None:
+        found = [Candidate("mtad", {"k": k}, speed, perplexity=perplexity) for k, (speed, perplexity) in enumerate(tried)]
+        chosen = best_lossy(found, 2.0, Objective.parse(objective, bound))
+        return None if chosen is None else int(chosen.settings["k"])
 
-    assert tau("perplexity") == 0.6, "of equal perplexities the fastest"
-    assert [tau("speed", bound) for bound in (None, "105%", "2.09", "99%", "3", " 200 % ")] == [0.6, 0.3, 0.3, 0.6, 0.1, 0.1]
+    assert best("speed", None, (10.0, 2.5), (5.0, 2.0), (3.0, 1.5), (20.0, None)) == 1
+    assert best("speed", None, (10.0, 2.5), (5.0, 2.2)) is None
+    tried = (10.0, 2.5), (5.0, 2.09), (3.3, 1.5001), (4.0, 1.5003)
+    assert best("perplexity", None, *tried) == 3, "of equal perplexities the fastest"
+    bounds = (None, "105%", "2.09", "99%", "3", " 200 % ")
+    assert [best("speed", bound, *tried) for bound in bounds] == [3, 1, 1, 3, 0, 0]
 
 
 def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None:
@@ -289,7 +268,7 @@ def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.Mon
 
     def tuned(pair: Pair, task: TuningRequest, observer: object, rounded: object) -> TuningOutcome:
         objectives.append((task.objective, {prompt.for_tuning for prompt in task.prompts}))
-        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, 9, perplexity=1.07)
+        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, perplexity=1.07)
         return replace(outcome(), methods=[lossy, Candidate("ar", {}, 80.0, perplexity=1.12)])
 
     monkeypatch.setattr(tuner, "tune", tuned)

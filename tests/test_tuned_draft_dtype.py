@@ -45,24 +45,25 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
     """What drafting costs is given: a token of the stored draft takes 2.0 s, and a pass of the target ten."""
     stored, rounded = both
     monkeypatch.setattr(tuner, "COMPARED", 0.5)
-    ran: list[tuple[Pair, Pair, float]] = []
+    ran: list[tuple[Pair, float]] = []
 
     def given(pair: Pair, kinds: Any, *_: Any) -> Any:
         of_token = seconds * 2.0 if pair is rounded else 2.0
         costs = replace(COSTS, draft_cost=CostTable({8: Curve({0: 0.0, 1: of_token, 2: 2 * of_token})}))
         return {kind: costs if kind != "echo" else COSTS for kind in kinds}, {}
 
-    def choose(pair: Pair, _: object, names: object, simulator: Simulator, *more: object) -> Any:
-        ran.append((pair, simulator.pair, simulator.costs["model"].draft_cost.at(1, 8)))
-        return [Candidate("ar", {}, 1.0), Candidate("sd", {}, 2.0)], {}
+    def choose(self: tuner.Tuner, simulator: Simulator, names: object) -> Any:
+        ran.append((simulator.pair, simulator.costs["model"].draft_cost.at(1, 8)))
+        return [Candidate("ar", {}, 1.0), Candidate("sd", {}, 2.0)]
 
     monkeypatch.setattr(tuner, "measure_costs", given)
-    monkeypatch.setattr(tuner, "choose_settings", choose)
+    monkeypatch.setattr(tuner.Tuner, "choose", choose)
+    monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
     steps = Mock()
     request = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd", "svip"])
     assert tuner.tune(stored, request, steps, rounded).draft_dtype == chosen
     taken = rounded if chosen else stored
-    assert ran == [(taken, taken, seconds * 2.0 if chosen else 2.0)]
+    assert ran == [(taken, seconds * 2.0 if chosen else 2.0)]
     (said,) = [step for step in finished(steps) if step.startswith("int8 draft:")]
     assert said.endswith(": taken" if chosen else ": not taken")
 
@@ -93,7 +94,7 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  6 tokens" in generated(pair, *named)
     assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft" in generated(pair, *named, "--draft-dtype", "int8")
     said = generated(pair, *named, "--draft-dtype", "float32")
-    assert "is stale: the draft's dtype was int8, and is float32; it is not used" in said
+    assert "is stale: draft dtype was int8, and is float32; it is not used" in said
     assert "int8 draft" not in said
     said = generated(pair, *named, "--backend", "transformers")
     assert "is stale: its draft was int8; it is not used. --draft-dtype int8 needs the native backend" in said

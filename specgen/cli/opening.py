@@ -124,7 +124,7 @@ def find_profile(
             raise
         note(f"{error.message}; it is not used. {error.hint}")
         return None
-    why = profile.mismatch(key.with_draft_dtype(profile.draft_dtype) if any_draft_dtype else key)
+    why = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
     if why is not None:
         note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}")
         return None
@@ -155,7 +155,7 @@ def _with_profile(
         except SpecgenError as error:
             note(f"the profile is stale: its draft was {dtype}; it is not used. {error.message}")
             return pair, None
-    profile.inform(pair.measurements)
+    pair.measurements.tuned_costs = profile.measured.costs
     return pair, profile
 
 

@@ -328,7 +328,7 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
     Passes follow a context of typical length: the median, over the prompts, of the prompt's tokens plus half of its answer's. The
     target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
     """
-    from specgen.engine.timing import time_passes
+    from specgen.engine.model_runner import time_passes
     from specgen.pair.pair import runners
 
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1

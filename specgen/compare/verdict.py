@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
+FLOAT32_TIE = 1e-3  # logits
+_NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as fractions of the largest logit
 OUTCOMES = ("identical", "tied", "diverged")  # from best to worst; JSON and CSV count prompts under these keys
 
 
@@ -92,7 +94,6 @@ def judge(
     """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all are token ids. Returns None
     if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
     the first difference. `exact`: both outputs come from equal bits, so that no difference is a tie."""
-    from specgen.engine.tolerances import FLOAT32_TIE, tie_threshold
 
     if list(reference) == list(other):
         return None
@@ -105,3 +106,13 @@ def judge(
     gap = float(logits[reference_id] - logits[token_id])
     threshold = 0.0 if exact else tie_threshold(pair.target.dtype_name, float(logits.max()))
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
+
+
+def tie_threshold(dtype: str, largest: float) -> float:
+    """Returns the difference below which two logits of one token position count as equal, because rounding may have swapped them.
+
+    Two passes over different numbers of tokens round differently: by less than 1e-3 in float32, in 16-bit dtypes in proportion to
+    the largest logit.
+    `largest` is the largest logit of the position.
+    """
+    return _NARROW_TIES[dtype] * abs(largest) if dtype in _NARROW_TIES else FLOAT32_TIE

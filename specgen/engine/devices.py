@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.measuring import timed
 
 AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `device_map.place`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_THREADS = torch.get_num_threads()  # before `timing.pick_threads` changes it
+_MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
+_MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
+_MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 
 def pick_device(name: str) -> torch.device:
@@ -190,3 +195,43 @@ def free_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """The number of CPU threads, and why it was chosen. `seconds` has the measured time for each number that was tried."""
+
+    threads: int
+    reason: str
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+
+def pick_threads(work: Callable[[], object]) -> ThreadChoice:
+    """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
+
+    `work` is a round of decoding with the loaded models. Tries one thread, half of them and all. A small model gains little from
+    a second thread, and on a busy machine threads wait for each other at every matrix product, which was measured to be twenty
+    times slower. Changes nothing if the user has set `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a
+    large model.
+    """
+    all_threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ:
+        return ThreadChoice(all_threads, "OMP_NUM_THREADS is set")
+    if all_threads == 1:
+        return ThreadChoice(1, "torch has one")
+
+    def run(threads: int) -> None:
+        torch.set_num_threads(threads)
+        work()
+
+    if timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0] > _MAX_SECONDS:
+        return ThreadChoice(all_threads, "the models are large")
+    candidates = sorted({1, all_threads // 2, all_threads})
+    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _MAX_SECONDS, fewest=1, most=4)
+    best = {threads: min(taken) for threads, taken in samples.items()}
+    if max(best.values()) > _MAX_SECONDS:
+        torch.set_num_threads(all_threads)
+        return ThreadChoice(all_threads, "the models are large")
+    chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
+    torch.set_num_threads(chosen)
+    return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)

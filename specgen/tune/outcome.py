@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -28,7 +28,6 @@ EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a 
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
 PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
-LEAST_PERCENTAGE = 100  # from here on, a bound of the perplexity is taken for a percentage without its sign
 ClockFunction = Callable[[], float]
 
 
@@ -85,12 +84,9 @@ class Objective:
             bound = float(number) / (100 if is_relative else 1)
         except ValueError:
             bound = math.nan
-        if not (0 if is_relative else 1) < bound < math.inf:
-            hint = "Give a number above 1, or a percentage of plain decoding's such as 105%"
+        if not (0 < bound < math.inf if is_relative else 1 < bound < 100):
+            hint = "Give a number between 1 and 100, or a percentage of plain decoding's such as 105%"
             raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
-        if not is_relative and bound >= LEAST_PERCENTAGE:
-            hint = f"A perplexity has to be below {LEAST_PERCENTAGE}; write {number}% for a percentage of plain decoding's"
-            raise SpecgenError(f"--max-perplexity is {max_perplexity}", hint)
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:
@@ -98,11 +94,6 @@ class Objective:
         if self.lowest_perplexity:
             return math.inf
         return self.bound * plain_perplexity if self.is_relative else self.bound
-
-    def in_words(self, plain_perplexity: float) -> str:
-        return (
-            "lowest perplexity" if self.lowest_perplexity else f"speed at a perplexity up to {self.limit(plain_perplexity):.3f}"
-        )
 
 
 BY_SPEED = Objective()
@@ -122,11 +113,6 @@ class TuningRequest:
     names: Sequence[str] | None = None
     chat: bool = False
     objective: Objective = BY_SPEED
-
-    @property
-    def seeded_sampling(self) -> SamplingParams:
-        """`sampling` with seed 0 if it has no seed."""
-        return replace(self.sampling, seed=self.sampling.seed or 0)
 
 
 class TuningObserver(Protocol):
@@ -155,17 +141,12 @@ def grid(name: str) -> list[GivenSettings]:
     if grids is None:
         assert method.policy is not None
         grids = [{setting: known.tuned for setting, known in POLICIES[method.policy].settings.items() if known.tuned}]
-    found = _combinations(grids)
+    found = combinations(grids)
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
 
 
-def searched_grid(name: str) -> list[GivenSettings]:
-    """Returns the settings of trees that are searched besides for a method whose other drafts are chains."""
-    return _combinations(METHODS[name].searched_grids)
-
-
-def _combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
+def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
     return [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
 
 
@@ -178,31 +159,19 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
     return (policy != method.policy) + sum(own)
 
 
-def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:
-    """Yields (method, settings): the first settings of every method, then the second of every method, and so on.
-
-    A search that runs out of time has then tried some settings of every method.
-    """
-    for position in range(max(map(len, grids.values()), default=0)):
-        for name, settings in grids.items():
-            if position < len(settings):
-                yield name, settings[position]
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A method with settings and its speed in tokens per second.
 
-    `predicted` is the speed expected from a simulation. `tried` is the number of settings from which these were selected.
-    `measured` is the speed on the real models; `speedup` is measured against plain decoding on the same prompts, with the 95 %
-    interval `low` to `high`. These four are None if the method was not run on the real models. `perplexity` is the perplexity of
-    a lossy method's output under the target, and where there are such methods also of plain decoding's; otherwise None.
+    `predicted` is the speed expected from a simulation. `measured` is the speed on the real models; `speedup` is measured against
+    plain decoding on the same prompts, with the 95 % interval `low` to `high`. These four are None if the method was not run on
+    the real models. `perplexity` is the perplexity of a lossy method's output under the target, and where there are such methods
+    also of plain decoding's; otherwise None.
     """
 
     name: str
     settings: GivenSettings
     predicted: float
-    tried: int = 1
     measured: float | None = None
     speedup: float | None = None
     low: float | None = None
@@ -221,11 +190,6 @@ class Candidate:
 def counted(count: int, noun: str) -> str:
     """Returns a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def by_speed(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates sorted by expected speed, the fastest first."""
-    return sorted(candidates, key=lambda candidate: -candidate.predicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +227,11 @@ class TuningOutcome:
         interval of their speedup: a method that is fast on some prompts and slow on others is no safe choice for new prompts.
         """
         others = [method for method in self.methods if method.name != PLAIN and method.lossless]
-        measured = [method for method in others if method.measured is not None]
-        if measured and all(method.low is not None for method in measured):
-            return max(measured, key=lambda method: method.low or 0.0)
-        return max(measured or others or [self.plain], key=lambda method: method.measured or method.predicted)
+
+        def rank(method: Candidate) -> tuple[bool, float]:
+            return method.measured is not None, method.low or method.speedup or method.predicted
+
+        return max(others, key=rank, default=self.plain)
 
     @property
     def verdict(self) -> Verdict:
@@ -282,7 +247,7 @@ class TuningOutcome:
             return "unconfirmed"
         if (best.low or best.speedup) > 1:
             return "pays"
-        return "does not pay" if (best.high or best.speedup) < 1 or best.speedup < 1 else "unclear"
+        return "does not pay" if best.speedup < 1 else "unclear"
 
     @property
     def chosen(self) -> Candidate:
@@ -298,25 +263,6 @@ class TuningOutcome:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""
         return 1.0 if method.name == PLAIN else method.speedup or method.predicted / self.plain.predicted
 
-    @property
-    def break_even_acceptance(self) -> float | None:
-        """The lowest acceptance rate with which drafts of one token beat plain decoding. None: no rate is, or no drafter."""
-        return None if self.speedup_model is None else self.speedup_model.break_even_acceptance(1)
-
-    @property
-    def break_even_draft_cost(self) -> float | None:
-        """The largest time of a draft pass, as a fraction of a target pass, with which drafting beats plain decoding.
-
-        It holds for `acceptance_probability`. None: no draft pass is short enough, or there is no drafter.
-        """
-        model, probability = self.speedup_model, self.acceptance_probability
-        return None if model is None or probability is None else model.break_even_draft_cost(probability)
-
-    @property
-    def relative_draft_cost(self) -> float | None:
-        """The time of a draft pass as a fraction of the time of a target pass over one token; None without a drafter."""
-        return None if self.speedup_model is None else self.speedup_model.relative_draft_cost
-
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == PLAIN)
@@ -330,8 +276,7 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
     """
     best = max(candidate.predicted for candidate in tried)
     fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
-    chosen = min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
-    return replace(chosen, tried=len(tried))
+    return min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
 
 
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:

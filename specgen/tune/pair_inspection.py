@@ -1,31 +1,38 @@
-"""Inspects target and draft model for `specgen inspect`: facts from their files, and times of the loaded models' passes."""
+"""Inspects target and draft model for `specgen inspect`: facts from their files, which methods can run, what the others lack, and
+times of the loaded models' passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from specgen import methods
+from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.engine.devices import free_memory
+from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.model_runner import time_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductChoice
+from specgen.engine.parts.trained_part import open_part
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
-from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
-from specgen.engine.timing import ThreadChoice, time_passes
+from specgen.methods.adaptive import Adaptive
+from specgen.methods.method import EXIT, HEADS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
-from specgen.pair.preparation import example_prompts
-from specgen.tune.method_readiness import NO_PARTS, Readiness, TrainedParts, readiness
+from specgen.pair.parts import PartStore
+from specgen.pair.skip_search import example_prompts
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -137,6 +144,19 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a method can run with these models. If it cannot, `why` is the reason and `hint` says what to do."""
+
+    ready: bool
+    why: str = ""
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: SpecgenError) -> Readiness:
+        return cls(False, error.message, error.hint)
+
+
+@dataclass(frozen=True, slots=True)
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
@@ -184,24 +204,22 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`."""
-        overlap = None if self.tokenizers is None else self.tokenizers.overlap
-        kappa = None if overlap is None else overlap.kappa
+        tokenizers, measured = None if self.tokenizers is None else self.tokenizers.as_dict(), None
+        if self.speedup_model is not None:
+            kappa = None if tokenizers is None or tokenizers["overlap"] is None else tokenizers["overlap"]["kappa"]
+            measured = _measured(self.speedup_model, self.parallel_costs, kappa)
         return {
-            **{name: _as_dict(getattr(self, name)) for name in ("target", "draft", "tokenizers")},
+            "target": asdict(self.target),
+            "draft": None if self.draft is None else asdict(self.draft),
+            "tokenizers": tokenizers,
             **{name: getattr(self, name) for name in ("weight_bytes", "cache_bytes", "free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
-            "engine": _as_dict(self.choices),
-            "measured": None if self.speedup_model is None else _measured(self.speedup_model, self.parallel_costs, kappa),
+            "engine": None if self.choices is None else asdict(self.choices),
+            "measured": measured,
         }
-
-
-def _as_dict(facts: Any) -> dict[str, Any] | None:
-    if facts is None:
-        return None
-    return facts.as_dict() if isinstance(facts, TokenizerFacts) else asdict(facts)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:
@@ -215,6 +233,10 @@ def _placement(placement: Placement) -> dict[str, Any]:
 
 
 def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
+    def expected(acceptance: float) -> dict[str, float]:
+        k, speedup = model.best(acceptance)
+        return {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
+
     return {
         "context_length": model.context_length,
         "target_seconds": dict(model.target_seconds),
@@ -224,14 +246,9 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float 
         "pearl_overlap": None if parallel is None else parallel.overlap,
         "pearl_gain_over_sd": None if parallel is None else parallel.gain,
         "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
-        "expected": [_expected(model, acceptance) for acceptance in ACCEPTANCES],
-        "at_kappa": None if kappa is None or not model.draft_lengths else _expected(model, kappa),
+        "expected": [expected(acceptance) for acceptance in ACCEPTANCES],
+        "at_kappa": None if kappa is None or not model.draft_lengths else expected(kappa),
     }
-
-
-def _expected(model: SpeedupModel, acceptance: float) -> dict[str, float]:
-    k, speedup = model.best(acceptance)
-    return {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
 
 
 def inspect_files(
@@ -240,56 +257,62 @@ def inspect_files(
     devices: tuple[torch.device, torch.device],
     dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
-    parts: TrainedParts = NO_PARTS,
+    parts: tuple[Path | None, Path | None] = (None, None),
     named: tuple[str, str | None] = ("auto", None),
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
     `devices` are the target's and the draft's, `named` the names that the user gave them: for `auto-map`, others are planned.
-    `dtypes` are that of both models and that of the draft model, None if it has none of its own. `parts` are the trained parts
-    that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model cannot be
-    used at all, and RunError if a planned target does not fit.
+    `dtypes` are that of both models and that of the draft model, None if it has none of its own. `parts` are the exit layer and
+    the head that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model
+    cannot be used at all, and RunError if a planned target does not fit.
     """
     launched = launch()
-    ours = prepare(target, announce)
-    theirs = None if draft is None else prepare(draft, announce)
-    tokenizers = None if theirs is None else _compared(ours, theirs)
-    models = [model for model in (ours, theirs) if model is not None]
+    models = [prepare(source, announce) for source in (target, draft) if source is not None]
+    tokenizers = _compared(*models) if draft is not None else None
     choices = choose_dtypes(models, devices, dtypes)
     placement = place(named[0], models, choices, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes(models, devices, dtypes)
     facts = [model_facts(*each) for each in zip(models, devices, choices, strict=False)]
+    is_apart = draft is not None and placement is None and devices[1] != devices[0]
     return PairReport(
         facts[0],
-        facts[1] if theirs is not None else None,
+        facts[1] if draft is not None else None,
         tokenizers,
         free_memory(devices[0]) if placement is None else sum(stage.free for stage in placement.stages),
-        readiness(
-            ours, parts, has_draft=tokenizers is not None, by_text=tokenizers is not None and tokenizers.refusal is not None
-        ),
+        readiness(models[0], parts, tokenizers),
         placement=placement,
         ranks=None if launched is None else launched.ranks,
-        draft_free_bytes=free_memory(devices[1]) if len(facts) == 2 and placement is None and devices[1] != devices[0] else None,
+        draft_free_bytes=free_memory(devices[1]) if is_apart else None,
     )
 
 
-def with_output(facts: TokenizerFacts, pair: Pair, announce: Callable[[str], None]) -> TokenizerFacts:
-    """Returns the facts with the overlap on the target's own output to some example prompts, if the vocabularies differ."""
-    if facts.overlap is None or pair.draft is None:
-        return facts
-    announce("generating text to compare the tokenizers on")
-    sampling = SamplingParams(max_new_tokens=_OUTPUT_TOKENS)
-    outputs = [pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)]
-    return replace(facts, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs))
+def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], None]) -> PairReport:
+    """Returns the report with what loading the pair and running its models tells."""
+    tokenizers = report.tokenizers
+    if tokenizers is not None and tokenizers.overlap is not None and pair.draft is not None:
+        announce("generating text to compare the tokenizers on")
+        sampling = SamplingParams(max_new_tokens=_OUTPUT_TOKENS)
+        outputs = [pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)]
+        tokenizers = replace(tokenizers, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs))
+    errors = {name: None if not found.ready else obstacle(pair, name) for name, found in report.methods.items()}
+    return replace(
+        report,
+        tokenizers=tokenizers,
+        speedup_model=measure(pair, announce),
+        choices=engine_choices(pair),
+        parallel_costs=measure_parallel(pair, announce),
+        methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
+    )
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     """Measures the pass times of each model while the other is idle, and returns them with the speedups that they allow."""
-    limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
-    length = max(1, min(CONTEXT_LENGTH, min(limits) - max(WIDTHS)))
-    widths = [width for width in WIDTHS if length + width <= min(limits)] or [1]
+    longest = min(model.context_limit for model in (pair.target, pair.draft) if model is not None)
+    length = max(1, min(CONTEXT_LENGTH, longest - max(WIDTHS)))
+    widths = [width for width in WIDTHS if length + width <= longest] or [1]
     announce(f"timing passes over {widths[0]} to {widths[-1]} tokens")
     seconds = time_passes(pair.target.runner(), widths, length)
     drafting = time_passes(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
@@ -298,8 +321,7 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
 
 def engine_choices(pair: Pair) -> EngineChoices:
     """Returns what was chosen for the loaded models of a pair that was warmed up."""
-    loaded = {"target": pair.target, "draft": pair.draft}
-    models = {role: one.model for role, one in loaded.items() if one is not None}
+    models = {"target": pair.target.model} | ({"draft": pair.draft.model} if pair.draft is not None else {})
     products = {role: model.product_choices for role, model in models.items() if isinstance(model, NativeModel)}
     return EngineChoices(pair.measurements.threads, products)
 
@@ -322,7 +344,8 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     refusal = probe = overlap = None
     try:
         if translation_between(target, draft) is None:
-            probe = _differing_probe(target.tokenizer, draft.tokenizer)
+            texts = ((text, tuple(target.tokenizer.encode(text)), tuple(draft.tokenizer.encode(text))) for text in _PROBES)
+            probe = next((found for found in texts if found[1] != found[2]), None)
         else:
             overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
     except NoTokenBytes as error:
@@ -330,10 +353,77 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap)
 
 
-def _differing_probe(target: Tokenizer, draft: Tokenizer) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Returns a test text that the tokenizers encode differently, with the ids from each; None if they encode all alike."""
-    for text in _PROBES:
-        ours, theirs = tuple(target.encode(text)), tuple(draft.encode(text))
-        if ours != theirs:
-            return text, ours, theirs
+def readiness(
+    target: PreparedModel, parts: tuple[Path | None, Path | None], tokenizers: TokenizerFacts | None
+) -> dict[str, Readiness]:
+    """Returns for each method whether it can run, as far as the models' files show. Reads no weights of models.
+
+    `parts` are the exit layer and the head that the user named. `tokenizers` is None without a draft model. Raises SpecgenError
+    if a named part does not exist, is damaged or belongs to another target.
+    """
+    missing, unlike_llama = _missing_parts(target, *parts), _unlike_llama(target)
+    by_text = tokenizers is not None and tokenizers.refusal is not None
+    found = {}
+    for name, method in methods.METHODS.items():
+        part = EXIT if method.needs_exit_layer else method.head
+        if unlike_llama is not None and (method.splits_target or method.head):
+            why = f"needs a model built as Llama is, and {unlike_llama} is not"
+            found[name] = Readiness(False, why, "take a draft model, or lookup")
+        elif part in missing:
+            found[name] = missing[part]
+        elif not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
+            found[name] = Readiness(True, "needs no draft model")
+        elif tokenizers is None:
+            found[name] = Readiness(False, "no draft model", "name one with --draft")
+        elif by_text and "translation" not in method.settings:
+            found[name] = Readiness(False, "the tokenizers differ", "take a draft of the target's family")
+        else:
+            found[name] = Readiness(True, "with translation=text" if by_text else "")
+    return found
+
+
+def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
+    """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
+    shape, cpu = target.shape, torch.device("cpu")
+    sizes = SimpleNamespace(shape=shape, device=cpu)
+    unloaded: Any = SimpleNamespace(
+        name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes
+    )
+    store = PartStore(unloaded, is_bundled=target.source.label == "demo/target")
+    if exit_layer is not None:
+        store.named[EXIT] = open_part(exit_layer, unloaded, is_exit=True)
+    if head is not None:
+        store.name(head, is_exit=False)
+    location = None if target.source.label else target.source.location
+    missing: dict[str, Readiness] = {}
+    for kind in (EXIT, *HEADS):
+        if store.find(kind) is None:
+            why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
+            error = store.refusal(kind)
+            missing[kind] = Readiness(False, why, hint) if error is None else Readiness.of(error)
+    return missing
+
+
+def _unlike_llama(prepared: PreparedModel) -> str | None:
+    """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
+    if prepared.backend == "native":
+        return None
+    from specgen.engine.transformers.transformers_model import missing_part, model_without_weights
+
+    model = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
+    return None if model is None or missing_part(model) is None else prepared.shape.model_type
+
+
+def obstacle(pair: Pair, name: str) -> SpecgenError | None:
+    """Returns the error with which the method cannot be prepared for decoding with the loaded pair; None if it can."""
+    method = methods.METHODS[name]
+    # settings that are `auto` by default would have to be measured: they are given
+    given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
+    given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
+    if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
+        given |= {"translation": "text"}
+    try:
+        pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))
+    except SpecgenError as error:
+        return error
     return None

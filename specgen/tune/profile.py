@@ -5,14 +5,13 @@ There is one for each combination of models, machine, device and sampling settin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from specgen import methods
 from specgen.base import schema
@@ -27,21 +26,24 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.compare.prompts import Prompt
     from specgen.engine.model_loading import LoadedModel
-    from specgen.pair.measurements import Measurements
     from specgen.pair.pair import Pair
 
 FILE = "profile.yaml"
-MAX_BYTES = 1 << 20
 TUNE_AGAIN = "Tune again: specgen tune"
+DIGITS = 5  # of a number in the file: all that a measurement says
 
-_rounded = AfterValidator(lambda number: float(f"{number:.5g}"))  # five digits say all that a measurement does
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False), _rounded]
-Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False), _rounded]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _rounded]
-Count = Annotated[int, Field(ge=1, le=1 << 40)]
-Word = Annotated[str, Field(min_length=1, max_length=4096)]
-Fingerprint = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
 GivenSettings = dict[str, bool | int | float | str]
+Conditions = dict[str, dict[str, Any] | str | None]
+"""What a profile was made with. If any of it has changed, the profile is no longer valid.
+
+`target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and the
+device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in profiles
+of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers are the same.
+`versions` are those of the installed packages, `machine` says what it ran on.
+"""
 
 
 class _StrictModel(BaseModel):
@@ -50,48 +52,16 @@ class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Model(_StrictModel):
-    """A model: its name, a hash of its weights and config (`fingerprint`), and the device and dtype it ran with."""
-
-    name: Word
-    fingerprint: Word
-    device: Word
-    dtype: Word
-
-
-class ProfileKey(_StrictModel):
-    """The conditions under which a profile was made. If any of them has changed, the profile is no longer valid.
-
-    `draft` and `exit_layer` (a hash of its files) are None if the pair has none. `heads` has a hash of each kind of trained head;
-    profiles of older versions do not say. `translation` is a hash of the tokens that both models have, None if their tokenizers
-    are the same. `versions` are those of the installed packages.
-    """
-
-    target: Model
-    draft: Model | None
-    exit_layer: Word | None
-    heads: dict[Word, Word] | None = None
-    translation: Word | None = None
-    versions: dict[str, str]
-    machine: dict[str, str | int | None]
-
-    def with_draft_dtype(self, dtype: str | None) -> ProfileKey:
-        """Returns the same conditions with a draft model of this dtype; None changes nothing."""
-        if dtype is None or self.draft is None:
-            return self
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"dtype": dtype})})
-
-
 class Sampling(_StrictModel):
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    temperature: Annotated[float, Field(ge=0, le=100)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Annotated[int, Field(ge=0)]
 
 
 class Choice(_StrictModel):
     """The method that the profile recommends, with its settings."""
 
-    method: Word
+    method: str
     settings: GivenSettings
 
 
@@ -106,24 +76,17 @@ class Tuned(_StrictModel):
     speedup: Positive | None
     low: Positive | None = Field(alias="speedup_low")
     high: Positive | None = Field(alias="speedup_high")
-    tried: Count
     perplexity: Positive | None = None
-
-
-def _rounded_costs(costs: RoundCosts) -> dict[str, Any]:
-    def rounded(value: Any) -> Any:
-        return {key: rounded(each) for key, each in value.items()} if isinstance(value, dict) else float(f"{value:.5g}")
-
-    return {name: rounded(value) for name, value in costs.as_dict().items()}
+    tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 
 def _costs(saved: Any) -> RoundCosts:
-    if not isinstance(saved, RoundCosts | dict):
+    if not isinstance(saved, dict):
         raise ValueError("the costs of a round have another form")
-    return saved if isinstance(saved, RoundCosts) else RoundCosts.of_dict({"together": 0.0, **saved})
+    return RoundCosts.of_dict({"together": 0.0, **saved})
 
 
-Costs = Annotated[RoundCosts, PlainValidator(_costs), PlainSerializer(_rounded_costs)]
+Costs = Annotated[RoundCosts, PlainValidator(_costs), PlainSerializer(RoundCosts.as_dict)]
 """The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens."""
 
 
@@ -139,8 +102,8 @@ class Measured(_StrictModel):
     prompts: Count
     new_tokens: Count
     acceptance: Share | None
-    costs: dict[Word, Costs]
-    prompt_fingerprints: list[Fingerprint] | None = None
+    costs: dict[str, Costs]
+    prompt_fingerprints: list[str] | None = None
     learned: Any = Field(default=None, exclude=True)
 
 
@@ -157,13 +120,13 @@ class Profile(_StrictModel):
     chosen: Choice
     speedup: Positive
     sampling: Sampling
-    fits: ProfileKey
+    fits: Conditions
     methods: dict[str, Tuned]
     measured: Measured
 
     @model_validator(mode="after")
     def _is_known(self) -> Profile:
-        """Refuses settings that methods do not have, and what `adaptive` cannot have learned."""
+        """Refuses settings that methods do not have."""
         tuned = [(self.chosen.method, self.chosen.settings), *((name, entry.settings) for name, entry in self.methods.items())]
         for name, settings in tuned:
             try:
@@ -172,14 +135,11 @@ class Profile(_StrictModel):
                 raise ValueError(f"{name}: {error.message}") from error
         return self
 
-    def inform(self, measurements: Measurements) -> None:
-        """Gives the length policy `adaptive` of a pair what the tuning has measured."""
-        measurements.tuned_costs = self.measured.costs
-
     @property
     def draft_dtype(self) -> str | None:
         """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
-        return self.fits.draft.dtype if self.fits.draft is not None and self.fits.draft.dtype in QUANTISED else None
+        dtype = _flat(self.fits).get("draft dtype")
+        return dtype if dtype in QUANTISED else None
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
         """Returns the tuned settings of a method, None if it was not tuned.
@@ -191,68 +151,84 @@ class Profile(_StrictModel):
         names = methods.find(name).stands_for or (name,)
         return next((self.methods[each].settings for each in names if each in self.methods), None)
 
-    def mismatch(self, now: ProfileKey) -> str | None:
+    def mismatch(self, now: Conditions) -> str | None:
         """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
-        before, current = self.fits.model_dump(), now.model_dump()
-        changed = (name for name in before if before[name] != current[name])
-        field = next((name for name in changed if name != "heads" or before[name] is not None), None)
-        if field is None:
-            return None
-        name, old, new = field.replace("_", " "), before[field], current[field]
-        if isinstance(old, dict) and isinstance(new, dict):
-            key = next(key for key in old | new if old.get(key) != new.get(key))
-            subject = {"versions": key, "heads": f"the {key} head"}.get(field, f"the {name}'s {key}")
-            return f"{subject} was {old.get(key) or 'none'}, and is {new.get(key) or 'none'}"
-        shown = [value["name"] if isinstance(value, dict) else value or "none" for value in (old, new)]
-        return f"the {name} was {shown[0]}, and is {shown[1]}"
+        before, current = _flat(self.fits), _flat(now)
+        for name in before | current:
+            old, new = before.get(name), current.get(name)
+            if old != new and not (name.startswith("head") and self.fits.get("heads") is None):
+                return f"{name} was {old or 'none'}, and is {new or 'none'}"
+        return None
 
 
-def profile_key_of(pair: Pair) -> ProfileKey:
+def _flat(conditions: Conditions) -> dict[str, Any]:
+    """Returns the conditions by names such as `exit layer` and `target device`."""
+    found: dict[str, Any] = {}
+    for field, value in conditions.items():
+        name = field.removesuffix("s").replace("_", " ")
+        found |= {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def profile_key_of(pair: Pair) -> Conditions:
     """Returns the present conditions, which a profile of this pair has to match."""
     from specgen.base.machine import machine, versions
     from specgen.engine.weights import weights_fingerprint
 
-    def described(model: LoadedModel) -> Model:
+    def described(model: LoadedModel) -> dict[str, Any]:
         fingerprint = weights_fingerprint(model.folder)
-        return Model(name=model.name, fingerprint=fingerprint, device=model.device_label, dtype=model.dtype_name)
+        return {"name": model.name, "fingerprint": fingerprint, "device": model.device_label, "dtype": model.dtype_name}
 
     digests = pair.parts.digests()
-    return ProfileKey(
-        target=described(pair.target),
-        draft=None if pair.draft is None else described(pair.draft),
-        exit_layer=digests.pop("exit", None),
-        heads=digests,
-        translation=None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
-        versions=versions(),
-        machine=machine(),
-    )
+    return {
+        "target": described(pair.target),
+        "draft": None if pair.draft is None else described(pair.draft),
+        "exit_layer": digests.pop("exit", None),
+        "heads": digests,
+        "translation": None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
+        "versions": versions(),
+        "machine": machine(),
+    }
 
 
-def default_folder(key: ProfileKey, sampling: SamplingParams) -> Path:
+def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
+    """Returns the same conditions with a draft model of this dtype; None changes nothing."""
+    draft = conditions["draft"]
+    if dtype is None or not isinstance(draft, dict):
+        return conditions
+    return {**conditions, "draft": {**draft, "dtype": dtype}}
+
+
+def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
     """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
-    own = pair_folder(key.target.name, key.target.fingerprint, None if key.draft is None else key.draft.name)
-    parts = [str(key.machine["node"]), key.target.device, key.target.dtype]
-    if key.draft is not None and key.draft.device != key.target.device:
-        parts.append(f"draft-{key.draft.device}")
-    parts += [f"{ranks}-ranks"] if (ranks := key.machine.get("ranks")) else []
+    facts = _flat(conditions)
+    target, draft = facts["target name"], facts.get("draft name")
+    parts = [facts["machine node"], facts["target device"], facts["target dtype"]]
+    if draft is not None and facts["draft device"] != facts["target device"]:
+        parts.append(f"draft-{facts['draft device']}")
+    if facts.get("machine ranks"):
+        parts.append(f"{facts['machine ranks']}-ranks")
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
-        parts += [f"p{sampling.top_p:g}"] if sampling.top_p < 1 else []
-        parts += [f"k{sampling.top_k}"] if sampling.top_k else []
-    return own / readable("-".join(part.replace("/", "-") for part in parts if part))
+        if sampling.top_p < 1:
+            parts.append(f"p{sampling.top_p:g}")
+        if sampling.top_k:
+            parts.append(f"k{sampling.top_k}")
+    name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
+    return pair_folder(target, facts["target fingerprint"], draft) / name
 
 
-def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prompt] | None = None) -> Profile:
+def from_outcome(outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prompt] | None = None) -> Profile:
     """Returns the profile of a tuning that was done under the conditions `key` and on `prompts` (None: unknown)."""
-    sampling = outcome.sampling
+    sampling, chosen = outcome.sampling, outcome.chosen
     return Profile(
         version=1,
         written=datetime.now(UTC).replace(microsecond=0),
         verdict=outcome.verdict,
-        chosen=Choice(method=outcome.chosen.name, settings=dict(outcome.chosen.settings)),
-        speedup=outcome.speedup_of(outcome.chosen),
+        chosen=Choice(method=chosen.name, settings=dict(chosen.settings)),
+        speedup=outcome.speedup_of(chosen),
         sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
-        fits=key.with_draft_dtype(outcome.draft_dtype),
+        fits=with_draft_dtype(key, outcome.draft_dtype),
         methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(
             prompts=outcome.prompts,
@@ -267,27 +243,21 @@ def from_outcome(outcome: TuningOutcome, key: ProfileKey, prompts: Sequence[Prom
 def save(profile: Profile, folder: Path) -> Path:
     """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
     path = folder / FILE
-    text = yaml.safe_dump(profile.model_dump(by_alias=True), sort_keys=False, allow_unicode=True, width=110)
+    content = _rounded(profile.model_dump(by_alias=True))
     try:
-        write_whole(path, text)
+        write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
     except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}", "Make room, or name another folder: --out DIR"
-        ) from error
+        why = error.strerror or error
+        raise RunError(f"cannot write {path}: {why}", "Make room, or name another folder: --out DIR") from error
     return path
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def load(folder: Path) -> Profile:
     """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
-    path = folder / FILE
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise SpecgenError(f"cannot read the profile {path}: {error.strerror}", "Make one: specgen tune --out DIR") from error
-    return _read(path, (found.st_ino, found.st_mtime_ns, found.st_size))
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, state: Hashable) -> Profile:
-    """Reads a file in this state once, because a command needs it several times: before, while and after models are loaded."""
-    return schema.read(path, Profile, "profile", TUNE_AGAIN, MAX_BYTES)
+    return schema.read(folder / FILE, Profile, "profile", TUNE_AGAIN)

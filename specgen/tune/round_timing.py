@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
 _SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths to time: fewer for a slower target
-SIGNALS: Signals = frozenset({"entropy", "prob"})
-MOST_ROUNDS = 9  # rounds that are timed with each draft length
+MOST_ROUNDS = 5  # rounds that are timed with each draft length in a turn
 NEW_TOKENS = 96  # tokens that one run generates at most
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
-SHORT_PROMPT = 48  # tokens of the shorter context
 _TURNS = 2  # each kind of rounds is timed in this many turns
-_LABELS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer"}
+_LABELS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer", "parallel": "pearl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,80 +73,92 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
 @inference
 def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Returns the seconds of the draft model's pass over the prompt, minus the seconds of its pass over one token."""
-    target.logits(Context(reference.prompt_ids))  # an exit layer reads the first layers' hidden states from the target's pass
-    wait = synchronizer(draft.device) or (lambda: None)
-    context, seconds = Context(reference.prompt_ids), []
-    for _ in range(2):  # the second pass finds all but the last token in the cache
-        wait()
-        start = time.perf_counter()
-        draft.logits(context)
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return max(0.0, seconds[0] - seconds[1])
+    """Returns the seconds of the draft model's pass over the prompt."""
+    context, wait = Context(reference.prompt_ids), synchronizer(draft.device) or (lambda: None)
+    target.logits(context)  # an exit layer reads the first layers' hidden states from the target's pass
+    wait()
+    start = time.perf_counter()
+    draft.logits(context)
+    wait()
+    return time.perf_counter() - start
 
 
-class RoundProbe:
-    """Times rounds of `method` after a prompt (token ids), with the draft `lengths` in turn.
+class TimedRound(NamedTuple):
+    """The seconds of a round: of its draft of so many `levels` (tokens, for a chain), and of the target's pass over `tokens`.
 
-    Every other round also computes `signals` (numbers about a drafted token, such as entropy), if there are any. `drafter`
-    replaces the method's drafter (None: keeps it).
+    `with_signals`: signals (numbers about a drafted token, such as entropy) were computed.
     """
 
-    def __init__(
-        self,
-        pair: Pair,
-        method: str,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        lengths: Sequence[int] = LENGTHS,
-        signals: Signals = frozenset(),
-        drafter: Drafter | None = None,
-        settings: Mapping[str, object] | None = None,
-    ) -> None:
-        self._pair, self._method, self._prompt, self._sampling, self._drafter = pair, method, prompt, _endless(sampling), drafter
-        self._settings: dict[str, Any] = dict(settings or {})
-        self._sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
-        self._drafting = defaultdict[tuple[int, bool], list[float]](list)  # seconds by levels and whether signals were computed
-        self._verification = defaultdict[int, list[float]](list)  # seconds by tokens of the target's pass
-        self._context_lengths: list[int] = []
+    context_length: int
+    levels: int
+    with_signals: bool
+    drafting: float
+    tokens: int
+    verification: float
 
-    def run(self, deadline: Deadline) -> None:
-        """Times rounds until the deadline. Raises SpecgenError if the method cannot run with this pair or drafts nothing."""
-        combinations, counted = len(self._sweep.combinations), 0
-        while True:
-            self._sweep.start_run()
-            run = self._pair.run(self._pair.request(self._prompt, self._method, self._sampling, **self._settings))
-            run = replace(run, policy=self._sweep, drafter=self._drafter or run.drafter)
-            rounds, before = run.rounds(), counted
-            for position in range(NEW_TOKENS):
-                with_signals = bool(self._sweep.signals)
-                round_ = next(rounds, None) if run.remaining > self._sweep.longest else None
-                if round_ is None:
-                    break
-                if position >= WARM_UP and (self._drafter is not None or round_.draft.tokens):
-                    levels = max(self._sweep.levels, round_.draft.levels)
-                    self._drafting[levels, with_signals].append(round_.drafting_seconds)
-                    self._verification[round_.pass_tokens].append(round_.verification_seconds)
-                    self._context_lengths.append(len(run.context))
-                    counted += 1
-                if counted >= combinations and (counted >= MOST_ROUNDS * combinations or deadline.left < 0):
-                    return
-            if counted == before:
-                raise _drafts_nothing(self._method)
 
-    @property
-    def costs(self) -> RoundCosts:
-        """The medians of the times, at the median length of the context."""
-        drafting = {key: median(seconds) for key, seconds in sorted(self._drafting.items())}
-        verification = {tokens: median(seconds) for tokens, seconds in sorted(self._verification.items())}
-        without = {levels: seconds for (levels, with_signals), seconds in drafting.items() if not with_signals}
-        both = [levels for levels, with_signals in drafting if with_signals and levels in without]
-        signal_costs = [(drafting[levels, True] - without[levels]) / levels for levels in both]
-        length = round(median(self._context_lengths))
-        tables = CostTable({length: Curve({0: 0.0} | without)}), CostTable({length: Curve(verification)})
-        return RoundCosts(*tables, max(0.0, median(signal_costs)) if signal_costs else 0.0)
+def time_rounds(
+    pair: Pair,
+    method: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    deadline: Deadline,
+    lengths: Sequence[int],
+    signals: Signals = frozenset(),
+    *,
+    drafter: Drafter | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> list[TimedRound]:
+    """Times rounds of `method` after a prompt (token ids), with the draft `lengths` in turn, until the deadline.
+
+    Each length is timed at least once. Every other round also computes `signals`, if there are any. `drafter` replaces the
+    method's (None: keeps it). Raises SpecgenError if the method cannot run with this pair or drafts nothing.
+    """
+    sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
+    fewest, found = len(sweep.combinations), list[TimedRound]()
+    while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
+        before = len(found)
+        sweep.start_run()
+        given: dict[str, Any] = dict(settings or {})
+        run = pair.run(pair.request(prompt, method, _endless(sampling), **given))
+        run = replace(run, policy=sweep, drafter=drafter or run.drafter)
+        rounds = run.rounds()
+        for position in range(NEW_TOKENS):
+            with_signals = bool(sweep.signals)
+            round_ = next(rounds, None) if run.remaining > sweep.longest else None
+            if round_ is None or (len(found) >= fewest and deadline.left < 0):
+                break
+            if position >= WARM_UP and (drafter is not None or round_.draft.tokens):
+                levels = max(sweep.levels, round_.draft.levels)
+                seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds
+                found.append(TimedRound(len(run.context), levels, with_signals, *seconds))
+        if len(found) == before < fewest:
+            raise _drafts_nothing(method)
+    return found
+
+
+def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> RoundCosts:
+    """Returns the medians of the times, at the median length of the contexts.
+
+    The pass over one token is taken from the costs of the target `alone` (None: these are they) if it was not timed: it is the
+    pass of a round without a draft, which is rare or missing where another model drafts.
+    """
+    length = round(median(each.context_length for each in rounds))
+    plain = _medians((each.levels, each.drafting) for each in rounds if not each.with_signals)
+    with_signals = _medians((each.levels, each.drafting) for each in rounds if each.with_signals)
+    signal_costs = [(with_signals[levels] - plain[levels]) / levels for levels in with_signals if levels in plain]
+    passes = _medians((each.tokens, each.verification) for each in rounds)
+    if alone is not None:
+        passes.setdefault(1, alone.verification_cost.at(1, length))
+    tables = CostTable({length: Curve({0: 0.0} | plain)}), CostTable({length: Curve(passes)})
+    return RoundCosts(*tables, max(0.0, median(signal_costs)) if signal_costs else 0.0)
+
+
+def _medians(timed: Iterable[tuple[int, float]]) -> dict[int, float]:
+    seconds = defaultdict[int, list[float]](list)
+    for count, taken in timed:
+        seconds[count].append(taken)
+    return {count: median(taken) for count, taken in sorted(seconds.items())}
 
 
 def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: SamplingParams) -> RoundCosts:
@@ -191,76 +201,46 @@ def measure_costs(
     deadline: Deadline,
     announce: Callable[[str], None],
 ) -> tuple[dict[str, RoundCosts], dict[str, str]]:
-    """Times rounds of each of `kinds` until the deadline, after prompts taken from `references`.
+    """Times rounds of each of `kinds` until the deadline, after a prompt of `references` of median length.
 
     The kinds are `echo` (the target alone), `model` (with the draft model), `exit` (with the exit layer) and `parallel` (PEARL).
     They take turns, so that a machine that slows down affects all of them. Returns the costs by kind, and why kinds could not be
     timed. Raises SpecgenError if the rounds of the target alone cannot be timed.
     """
-    costs, failures = dict[str, RoundCosts](), dict[str, str]()
-    if "parallel" in kinds:
-        announce("timing rounds (pearl)")
-        try:
-            costs["parallel"] = time_parallel_rounds(pair, references[0], sampling)
-        except SpecgenError as error:
-            failures["parallel"] = error.message
-    sequential = [kind for kind in kinds if kind != "parallel"]
-    prompts = _prompts(pair, references)
-    seconds = deadline.left / (_TURNS * len(sequential) * len(prompts))
-    token_seconds = sum(reference.seconds for reference in references) / sum(len(each.token_ids) for each in references)
+    costs, failures, timed = dict[str, RoundCosts](), dict[str, str](), defaultdict[str, list[TimedRound]](list)
+    by_length = sorted(references, key=lambda reference: len(reference.prompt_ids))
+    reference = by_length[len(by_length) // 2]
+    limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
+    prompt = reference.prompt_ids[: max(1, min(limits) // 2)]
+    order = sorted(kinds, key=lambda kind: kind != "parallel")  # PEARL's worker starts before anything else is timed
+    seconds = deadline.left / (_TURNS * len(kinds))
+    token_seconds = reference.seconds / len(reference.token_ids)
     fitting = (sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < seconds / 2)
     lengths = next(fitting, _SWEEPS[-1])
-    probes = {kind: [_probe(pair, kind, prompt, sampling, lengths) for prompt in prompts] for kind in sequential}
-    for turn in range(_TURNS):
-        for kind in sequential:
-            if kind in failures or (turn and deadline.left < 0):
-                continue
-            announce(f"timing rounds ({_LABELS[kind]})")
-            try:
-                for probe in probes[kind]:
-                    probe.run(Deadline.after(seconds, deadline.clock))
-            except SpecgenError as error:
-                if kind == "echo":
-                    raise
-                failures[kind] = error.message
-    alone = _merged(probes["echo"])
-    return costs | {kind: _merged(probes[kind], alone) for kind in sequential if kind not in failures}, failures
+    for kind in order * _TURNS:
+        if kind in failures or kind in costs or (timed[kind] and deadline.left < 0):
+            continue
+        announce(f"timing rounds ({_LABELS[kind]})")
+        try:
+            if kind == "parallel":
+                costs[kind] = time_parallel_rounds(pair, reference, sampling)
+            else:
+                ends = Deadline.after(seconds, deadline.clock)
+                timed[kind] += _time_kind(pair, kind, prompt, sampling, ends, lengths)
+        except SpecgenError as error:
+            if kind == "echo":
+                raise
+            failures[kind] = error.message
+    alone = costs_of(timed["echo"])
+    return costs | {kind: costs_of(rounds, alone) for kind, rounds in timed.items() if rounds and kind not in failures}, failures
 
 
-def _merged(probes: Sequence[RoundProbe], alone: RoundCosts | None = None) -> RoundCosts:
-    """Returns the costs at the context lengths of all `probes`.
-
-    The pass over one token is taken from those of the target `alone` (None: these are they) if it was not timed: it is the pass
-    of a round without a draft, which is rare or missing where another model drafts.
-    """
-    found = [probe.costs for probe in probes]
-    drafting = {length: curve for costs in found for length, curve in costs.draft_cost.curves.items()}
-    verification = {length: curve for costs in found for length, curve in costs.verification_cost.curves.items()}
-    if alone is not None:
-        single = alone.verification_cost
-        verification = {length: Curve({1: single.at(1, length), **curve.points}) for length, curve in verification.items()}
-    return RoundCosts(CostTable(drafting), CostTable(verification), median(costs.signal_cost for costs in found))
-
-
-def _probe(pair: Pair, kind: str, prompt: list[int], sampling: SamplingParams, lengths: Sequence[int]) -> RoundProbe:
+def _time_kind(
+    pair: Pair, kind: str, prompt: list[int], sampling: SamplingParams, deadline: Deadline, lengths: Sequence[int]
+) -> list[TimedRound]:
     if kind == "echo":
-        return RoundProbe(pair, "ar", prompt, sampling, lengths=(0, *lengths), drafter=RepeatDrafter())
+        return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=RepeatDrafter())
     if kind == "model":
-        return RoundProbe(pair, "sd", prompt, sampling, lengths=lengths, signals=SIGNALS)
+        return time_rounds(pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"}))
     signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
-    return RoundProbe(pair, "eesd-fixed", prompt, sampling, lengths=lengths, signals=signals)
-
-
-def _prompts(pair: Pair, references: Sequence[ReferenceOutput]) -> list[list[int]]:
-    """Returns one or two prompts (token ids) after which rounds are timed, so that costs are known at different context lengths.
-
-    The first has at most `SHORT_PROMPT` tokens. The second is about as long as the longest prompt with its output; it is left out
-    if it is not more than twice as long as the first. Neither fills more than half of a model's context.
-    """
-    prompts = sorted((reference.prompt_ids for reference in references), key=len)
-    limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
-    longest = max(1, min(limits) // 2)
-    all_tokens = [token for ids in prompts[::-1] for token in ids]
-    short = prompts[0][: min(SHORT_PROMPT, longest)]
-    long = all_tokens[: min(len(prompts[-1]) + len(references[0].token_ids), longest)]
-    return [short, long] if len(long) > 2 * len(short) else [short]
+    return time_rounds(pair, "eesd-fixed", prompt, sampling, deadline, lengths, signals)

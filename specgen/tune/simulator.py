@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN, Deadline
-from specgen.tune.round_timing import RoundProbe, draft_prefill_seconds
+from specgen.tune.round_timing import costs_of, draft_prefill_seconds, time_rounds
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.policy import LengthPolicy
-    from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.model_runner import DraftRunner
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
     from specgen.tune.round_timing import ReferenceOutput
@@ -58,7 +58,7 @@ MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are 
 _NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
 _SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
-_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
+_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.1  # for timing a shape, and for timing plain passes before it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
     "bild": {"fallback": 0.0},
     "eesd-tree": {"depth": 64},
@@ -66,16 +66,22 @@ _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
 
 
 class SimulatedClock(Clock):
-    """Measures no time: the priced target and drafters add their expected seconds."""
+    """Measures no time: the priced target and drafters add the seconds that they are expected to take, by `costs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: RoundCosts) -> None:
         super().__init__(None)
+        self.costs = costs
 
     def start(self) -> None:
         self._phases = dict.fromkeys(PHASES, 0.0)
 
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] += seconds
+
+    def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
+        """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
+        signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
+        return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
 
     def lap(self, phase: str, *, on_device: bool = False) -> None:
         """Does nothing: time advances by `add` only."""
@@ -92,18 +98,14 @@ class MemoisedRunner:
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
     shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`,
-    `passes` those that needed a forward pass.
+    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
         self._runner, self._kept, self._joins = runner, kept, joins
-        self.context_limit, self.num_embeddings = runner.context_limit, runner.num_embeddings
-        self.vocab_size, self.device = runner.vocab_size, runner.device
-        self.calls = self.passes = 0
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what only some runners have, such as `longest_draft`."""
         return getattr(self._runner, name)
 
     def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
@@ -123,10 +125,9 @@ class MemoisedRunner:
             for token, parent in zip(draft, parents, strict=True):
                 paths.append((*paths[parent + 1], token))
         keys = [self.key(context, path) for path in paths[start:]]
-        kept = [output for key in keys if (output := self._kept.get(key)) is not None]
-        if len(kept) == len(keys):
+        if all(key in self._kept for key in keys):
+            kept = [self._kept[key] for key in keys]
             return kept[0] if len(kept) == 1 else _joined(kept)
-        self.passes += 1
         computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
         bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
         for position, key in enumerate(keys):
@@ -152,7 +153,7 @@ class DrawnRunner:
     """Runs a draft model whose drafts are drawn, for a greedy drafter: the most likely token of its logits is the one drawn.
 
     The others share the rest of the probability, so that the drawn token has its own; `unpenalised` are the model's logits, from
-    which all other signals are computed. A token is drawn once for each context, `seed` and position in the output. On the way of
+    which all other signals are computed. A token is drawn once for each context, seed and position in the output. On the way of
     the `reference` it is drawn as the module's docstring says; `target` runs the target there.
     """
 
@@ -168,8 +169,7 @@ class DrawnRunner:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        assert parents is None, "only chains are drawn"
-        assert start == len(draft), "token by token"
+        assert parents is None, "only chains are drawn, token by token"
         output, key = self._draft.logits(context, draft, start=start), self._draft.key(context, draft)
         if key not in self._drawn:
             self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
@@ -181,65 +181,50 @@ class DrawnRunner:
         logits[0, token] = math.log(max(probability, 1.01 * rest))
         return output._replace(logits=logits, unpenalised=output.model_logits)
 
-    def _draw(self, output: ModelOutput, tokens: Sequence[int]) -> tuple[int, float]:
+    def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
         """Returns the token that is drafted after the new `tokens`, and its probability."""
         generator = logits_ops.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
         width, known = self._target.vocab_size, self._reference.token_ids
         probs = logits_ops.pad_probs(logits_ops.warp(output.logits[0, :width], self._sampling), width)
-        token = -1
-        if len(tokens) < len(known) and list(tokens) == known[: len(tokens)]:
-            context = Context(self._reference.prompt_ids)
-            context.extend(tokens)
-            of_target = logits_ops.warp(self._target.logits(context).logits[0], self._sampling)
-            own = known[len(tokens)]
-            chance = probs[own] / of_target[own]
-            if torch.rand(1, generator=generator, device=generator.device) >= chance:
-                token = int(logits_ops.draw((probs - of_target).clamp_min(0), generator))
-            token = token if token >= 0 else own
-        else:
+        if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
             token = int(logits_ops.draw(probs, generator))
+            return token, float(probs[token])
+        context = Context(self._reference.prompt_ids)
+        context.extend(tokens)
+        of_target = logits_ops.warp(self._target.logits(context).logits[0], self._sampling)
+        token = known[len(tokens)]
+        chance = probs[token] / of_target[token]
+        if torch.rand(1, generator=generator, device=generator.device) >= chance:
+            other = int(logits_ops.draw((probs - of_target).clamp_min(0), generator))
+            token = other if other >= 0 else token
         return token, float(probs[token])
-
-
-class _Choices(list[int]):
-    """The reference's tokens after the context and after each drafted node, in place of the target's logits."""
-
-    def first(self, count: int) -> _Choices:
-        return _Choices(self[:count])
 
 
 class PricedTarget:
     """The target of a simulated run: adds the measured cost of each pass to the clock.
 
-    With `runner` None no model is run: `ReferenceVerifier` reads the output. `pass_seconds` is the time of the last pass but that
-    over the prompt.
+    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
+    the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
     """
 
-    def __init__(self, reference: ReferenceOutput, costs: RoundCosts, clock: SimulatedClock) -> None:
-        self._token_ids, self._costs, self._clock = reference.token_ids, costs, clock
-        self._prefill_seconds, self.pass_seconds = reference.prefill_seconds, 0.0
+    def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
+        self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
         self.runner: MemoisedRunner | None = None
         self.device = torch.device("cpu")  # nothing waits for it
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
-        generated = len(context) - context.prompt_length
-        if generated == 0:
-            self._clock.add("prefill", self._prefill_seconds)
+        self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
+        if self._generated == 0:
+            self._clock.add("prefill", self._reference.prefill_seconds)
         else:
-            self.pass_seconds = self._costs.verification_cost.at(len(draft) + 1, len(context))
+            self.pass_seconds = self._clock.costs.verification_cost.at(len(draft) + 1, len(context))
             self._clock.add("verify", self.pass_seconds)
-        if self.runner is not None:
-            return self.runner.logits(context, draft, parents)
-        positions = [generated, *(generated + depth + 1 for depth in depths(parents))]
-        known = self._token_ids
-        return _Choices(known[position] if position < len(known) else _NO_TOKEN for position in positions)
-
-
-class ReferenceVerifier:
-    """Accepts drafted tokens as long as they equal the tokens of the reference."""
+        return None if self.runner is None else self.runner.logits(context, draft, parents)
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
-        return match_path(draft, output.__getitem__, len(output))
+        positions = [self._generated, *(self._generated + depth + 1 for depth in depths(draft.parents))]
+        known = self._reference.token_ids
+        return match_path(draft, lambda row: known[positions[row]] if positions[row] < len(known) else _NO_TOKEN, self._rows)
 
 
 class PricedDrafter(LearningDrafter):
@@ -250,30 +235,22 @@ class PricedDrafter(LearningDrafter):
     the first draft.
     """
 
-    def __init__(
-        self, drafter: Drafter, runner: MemoisedRunner | None, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float
-    ) -> None:
-        self._drafter, self._runner, self._costs, self._clock = drafter, runner, costs, clock
-        self._prefill_seconds, self._learns = prefill_seconds, isinstance(drafter, LearningDrafter)
+    def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
+        self._drafter, self._runner, self._clock, self._prefill_seconds = drafter, runner, clock, prefill_seconds
+        self.learns = isinstance(drafter, LearningDrafter)
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = draft.levels if self._learns else 0 if self._runner is None else self._runner.calls - before
+        passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
         if passes:
-            self._clock.add("draft", self._prefill_seconds + _draft_seconds(self._costs, passes, policy, context))
+            self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
             self._prefill_seconds = 0.0
         return draft
 
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         if isinstance(self._drafter, LearningDrafter):
             self._drafter.learn(draft, output, verdict)
-
-
-def _draft_seconds(costs: RoundCosts, length: int, policy: LengthPolicy, context: Context) -> float:
-    """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
-    signal_seconds = costs.signal_cost * length if policy.signals else 0.0
-    return costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
 
 
 class PricedParallelDrafter:
@@ -283,11 +260,8 @@ class PricedParallelDrafter:
     target's. `seconds` is the cost of the last draft.
     """
 
-    def __init__(
-        self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, costs: RoundCosts, clock: SimulatedClock
-    ) -> None:
-        self._drafter, self.policy, self._target, self._costs, self._clock = drafter, policy, target, costs, clock
-        self.seconds = 0.0
+    def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
+        self._drafter, self.policy, self._target, self._clock, self.seconds = drafter, policy, target, clock, 0.0
 
     def prefill(self, context: Context) -> None: ...
 
@@ -313,33 +287,30 @@ class PricedParallelDrafter:
     def finish(self) -> Draft:
         self.seconds = self._seconds(len(self._draft.tokens))
         waiting = max(0.0, self.seconds - self._lead_seconds - self._target.pass_seconds)
-        self._clock.add("draft", waiting + self._costs.synchronisation_overhead)
+        self._clock.add("draft", waiting + self._clock.costs.synchronisation_overhead)
         return self._draft
 
     def _seconds(self, length: int) -> float:
-        return _draft_seconds(self._costs, length, self.policy, self._context)
+        return self._clock.draft_seconds(length, self.policy, self._context)
 
 
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """The models on one prompt. `target` and `draft` (None: no model drafts) keep their outputs.
+class _Models(NamedTuple):
+    """The models on one prompt, as runners that keep their outputs, in the setup of a run.
 
-    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as `draft`, None in greedy
-    decoding.
+    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as the setup's `draft`, None
+    in greedy decoding.
     """
 
-    target: MemoisedRunner
-    draft: MemoisedRunner | None
-    drawn: DrawnRunner | None
-    predictor: ExitAcceptancePredictor | None
-    prefill_seconds: float
+    setup: Setup
+    prefill_seconds: float = 0.0
+    drawn: DrawnRunner | None = None
 
 
 class Simulator:
     """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by kind.
 
     Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
-    shape (a method with its width, beams or drafts), by a `probe`. The machine may then be slower than before, so target passes
+    shape (a method with its width, beams or drafts). The machine may then be slower than before, so target passes
     are timed again with them, and the costs are corrected by the ratio to the earlier ones.
     """
 
@@ -349,12 +320,10 @@ class Simulator:
         references: Sequence[ReferenceOutput],
         sampling: SamplingParams,
         costs: Mapping[str, RoundCosts],
-        *,
-        probe: Callable[..., RoundProbe] = RoundProbe,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pair, self.references, self.costs = pair, references, costs
-        self._sampling, self._probe, self._clock = sampling, probe, clock
+        self._sampling, self._clock = sampling, clock
         self._kept: dict[tuple[Any, ...], ModelOutput] = {}
         self._shape_costs: dict[tuple[object, ...], RoundCosts] = {}
         self._models: dict[tuple[str, int], _Models] = {}
@@ -381,113 +350,94 @@ class Simulator:
                 summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
         return summary
 
-    @inference
-    def acceptance(self, name: str) -> float | None:
-        """Returns the mean probability that the target accepts a token that the method `name` drafts after accepted ones.
-
-        It is 0 or 1 for each token in greedy decoding, and the sum of min(p, q) over the vocabulary when sampling. None without
-        a drafted token. Runs both models once on each reference, and keeps their outputs.
-        """
-        found: list[float] = []
-        for number, reference in enumerate(self.references):
-            models, context = self._models_of(methods.find(name), number), Context(reference.prompt_ids)
-            context.extend(reference.token_ids[:1])
-            generated, wanted = reference.token_ids[1:-1], reference.token_ids[1:]
-            assert models.draft is not None
-            if not wanted or room(models.draft, context) < len(wanted):
-                continue
-            target, draft = (runner.logits(context, generated).logits for runner in (models.target, models.draft))
-            draft = draft[:, : models.target.vocab_size]
-            if self._sampling.greedy:
-                found += [float(token == own) for token, own in zip(logits_ops.argmax_tokens(draft), wanted, strict=True)]
-            else:
-                p, q = (logits_ops.warp(logits, self._sampling) for logits in (target, draft))
-                both = torch.minimum(p, logits_ops.pad_probs(q, p.shape[-1]))
-                found += both.sum(dim=-1).clamp(0, 1).tolist()
-        return sum(found) / len(found) if found else None
-
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
         """Returns the costs of the method's rounds with these settings; the first call for a shape measures them.
 
         The signals that the length policy reads are part of a shape's costs too.
         """
-        if _is_simple(method, settings):
+        if method.recorded and not method.drafts_trees(settings):
             return self.costs[method.cost_kind]
         shape = {key: settings.values[key] for key in _SHAPE_SETTINGS if key in settings.values}
-        key = (method.name, signals_of(settings), *shape.values())
+        signals = signals_of(settings)
+        key = (method.name, signals, *shape.values())
         if key not in self._shape_costs:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
-            fixed, common = {**shape, **_WITHOUT_STOP.get(method.name, {})}, (prompt, self._sampling)
-            probe = self._probe(self.pair, method.name, *common, lengths=_LENGTHS, signals=signals_of(settings), settings=fixed)
-            plain = self._probe(self.pair, PLAIN, *common, lengths=(0,), drafter=RepeatDrafter())
-            for timed, seconds in ((plain, _PLAIN_SECONDS), (probe, _SHAPE_SECONDS), (plain, _PLAIN_SECONDS)):
-                timed.run(Deadline.after(seconds, self._clock))
-            ((length, now),) = plain.costs.verification_cost.curves.items()
-            earlier = self.costs["echo"].verification_cost.at(1, length)
-            self._shape_costs[key] = probe.costs.times(earlier / now.at(1))
+            fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
+
+            def timed(method: str, lengths: Sequence[int], seconds: float, **more: Any) -> RoundCosts:
+                deadline = Deadline.after(seconds, self._clock)
+                return costs_of(time_rounds(self.pair, method, prompt, self._sampling, deadline, lengths, **more))
+
+            ((length, now),) = timed(PLAIN, (0,), _PLAIN_SECONDS, drafter=RepeatDrafter()).verification_cost.curves.items()
+            costs = timed(method.name, _LENGTHS, _SHAPE_SECONDS, signals=signals, settings=fixed)
+            self._shape_costs[key] = costs.times(self.costs["echo"].verification_cost.at(1, length) / now.at(1))
         return self._shape_costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:
         """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""
-        reference, clock, models = self.references[number], SimulatedClock(), self._models_of(method, number)
-        seed = run_seed(number, self._sampling.seed or 0)
-        is_drawn = models.drawn is not None and method.verifier is None and not method.drafts_trees(settings)
-        setup = Setup(
-            cast("DraftRunner", models.drawn) if is_drawn else models.draft,
-            replace(self._sampling, temperature=0.0) if is_drawn else self._sampling,
-            reference.eos_ids,
-            models.target.vocab_size,
-            seed,
-            cast("ModelRunner", models.target),
-            acceptance_predictor=models.predictor,
-        )
+        reference, clock, models = self.references[number], SimulatedClock(costs), self._models_of(method, number)
+        setup = replace(models.setup, sampling=self._sampling, seed=run_seed(number, self._sampling.seed or 0))
+        if models.drawn is not None and method.verifier is None and not method.drafts_trees(settings):
+            drawn: Any = models.drawn
+            setup = replace(setup, draft=drawn, sampling=replace(self._sampling, temperature=0.0))
         if learned is not None:
             decided = DraftingCosts.of_rounds(costs, _length(reference))
             setup = replace(setup, adaptive=AdaptiveInputs(decided, learned, in_parallel=method.is_parallel))
         if settings.values.get("window") == "auto":  # by the rule and the times of a real run
             passes = pass_costs(self.pair, _length(self.references[0]), self._sampling)
             setup = replace(setup, window=passes.run_window(is_flexible=has_flexible_window(self.pair, self._sampling)))
-        target = PricedTarget(reference, costs, clock)
+        target: Any = PricedTarget(reference, clock)
         if method.is_parallel:
-            policy = runs.make_policy(settings, seed, setup.adaptive)
-            parallel = PricedParallelDrafter(ModelDrafter(setup), policy, target, costs, clock)
+            policy = runs.make_policy(settings, setup.seed, setup.adaptive)
+            parallel = PricedParallelDrafter(ModelDrafter(setup), policy, target, clock)
             setup = replace(setup, worker=SimpleNamespace(drafter=lambda *_: parallel))
         run = runs.make_run(method, settings, setup, Context(reference.prompt_ids), reference.limit, None, clock)
-        learns, is_lossless = isinstance(run.drafter, LearningDrafter), method.lossless
+        memoised: Any = models.setup.draft
+        drafter = PricedDrafter(run.drafter, memoised, clock, models.prefill_seconds)
+        run = replace(run, target=target, drafter=drafter)
+        keeps_reference = method.lossless and not drafter.learns
         if not self._sampling.greedy:  # other verifiers draw, and the reference is one draw of many
-            is_lossless = method.verifier is None and not settings.values.get("cape")
-        if learns or not is_lossless:
-            target.runner = models.target
-        else:
-            run = replace(run, verifier=ReferenceVerifier())
-        drafter = PricedDrafter(run.drafter, models.draft, costs, clock, models.prefill_seconds)
-        return replace(run, target=cast("ModelRunner", target), drafter=drafter)
+            keeps_reference &= method.verifier is None and not settings.values.get("cape")
+        if keeps_reference:
+            return replace(run, verifier=target)
+        target.runner = models.setup.target
+        return run
 
     def _models_of(self, method: Method, number: int) -> _Models:
         """Returns the models on prompt number `number`, whose outputs are kept for all methods that need the same parts."""
         key = method.needs, number
         if key not in self._models:
-            reference, (target, draft), of_exit = self.references[number], runners(self.pair), None
-            plain = self._models_of(methods.find(PLAIN), number).target if method.name != PLAIN else None
-            if method.needs_exit_layer or method.head:
-                target, draft, _, of_exit = self.pair.parts.runners(method)
-            if draft is None and method.needs_draft_model:
-                raise method.without_part(None)
-            runner = MemoisedRunner(target, self._kept) if plain is None or method.head or of_exit else plain
-            predictor = None if of_exit is None else ExitAcceptancePredictor(cast("ModelRunner", runner), of_exit.predictor)
-            memoised, drawn, prefill_seconds = None, None, 0.0
-            if draft is not None and method.runs_model:
-                prefill_seconds = draft_prefill_seconds(target, draft, reference)
-                memoised = MemoisedRunner(draft, self._kept, joins=not method.head)
-                if not self._sampling.greedy:
-                    drawn = DrawnRunner(memoised, plain or runner, reference, self._sampling, self._sampling.seed or 0)
-            self._models[key] = _Models(runner, memoised, drawn, predictor, prefill_seconds)
+            self._models[key] = self._make_models(method, number)
         return self._models[key]
 
-
-def _is_simple(method: Method, settings: Settings) -> bool:
-    """Whether a round costs what was measured for all methods of its `cost_kind`."""
-    return method.recorded and not method.drafts_trees(settings)
+    def _make_models(self, method: Method, number: int) -> _Models:
+        reference, (target, draft), part = self.references[number], runners(self.pair), None
+        if method.needs_exit_layer or method.head:
+            target, draft, _, part = self.pair.parts.runners(method)
+        plain: Any = None if method.name == PLAIN else self._models_of(methods.find(PLAIN), number).setup.target
+        is_own = plain is None or method.needs_exit_layer or method.head
+        memoised: Any = MemoisedRunner(target, self._kept) if is_own else plain
+        predictor = None if part is None else ExitAcceptancePredictor(memoised, part.predictor)
+        setup = Setup(
+            None,
+            eos_ids=reference.eos_ids,
+            vocab_size=memoised.vocab_size,
+            target=memoised,
+            acceptance_predictor=predictor,
+        )
+        if draft is None or not method.runs_model:
+            return _Models(setup)
+        prefill_seconds = draft_prefill_seconds(target, draft, reference)
+        drafting: Any = MemoisedRunner(draft, self._kept, joins=not method.head)
+        drawn = None
+        if not self._sampling.greedy:
+            drawn = DrawnRunner(drafting, plain, reference, self._sampling, self._sampling.seed or 0)
+        context, known = Context(reference.prompt_ids), reference.token_ids
+        context.extend(known[:1])
+        if not method.head and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
+            for runner in (drafting, memoised):
+                runner.logits(context, known[1:-1])
+        return _Models(replace(setup, draft=drafting), prefill_seconds, drawn)
 
 
 def run_seed(number: int, seed: int) -> int:

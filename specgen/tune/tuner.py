@@ -1,7 +1,8 @@
 """Tunes a pair of target and draft model: finds the fastest method and settings on this machine.
 
-The steps: record the target's output, measure the costs of rounds, simulate all settings, run the most promising methods on the
-real models, choose. Each step takes a share of the time that is left.
+The steps: record the target's output, measure the costs of rounds, simulate settings, run the most promising methods on the real
+models, choose. Each step takes a share of the time that is left. Sets of layers to skip cannot be simulated, so they are tried in
+real runs.
 
 A draft with rounded weights (`--draft-dtype int8`) is tried too: rounding makes a draft pass shorter where it is bound by memory,
 and some of what it drafts worse. Both are measured, and simulated runs of one method say which draft gives the larger speedup
@@ -10,43 +11,54 @@ over plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.types import SamplingParams
+from specgen.base.settings import written
+from specgen.compare.method_specs import parse_spec
+from specgen.compare.results import BenchmarkConfig, method_results
+from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
+from specgen.methods import METHODS
 from specgen.pair.figures import Figures
-from specgen.tune.method_readiness import obstacle
+from specgen.pair.pair import skipping_speed
+from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
     PLAIN,
     SEARCHED,
     SIMPLE,
     Candidate,
-    Deadline,
     TuningOutcome,
-    by_speed,
+    combinations,
     counted,
     grid,
+    nearest_to_default,
     plain_of,
-    searched_grid,
     shortlist,
 )
+from specgen.tune.pair_inspection import obstacle
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference
-from specgen.tune.settings_search import FEWEST_PROMPTS, SOME, best_of_each, confirm, expected, search, tuned_skips
 from specgen.tune.simulator import Simulator, run_seed
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
-    from specgen.tune.outcome import TuningObserver, TuningRequest
+    from specgen.tune.outcome import Deadline, GivenSettings, Objective, TuningObserver, TuningRequest
 
+Grids = Mapping[str, Sequence["GivenSettings"]]
+Tried = Mapping[str, Sequence[Candidate]]
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SEARCH_ALONE, SKIPS, ROUNDED, COMPARED = 0.15, 0.28, 0.3, 0.5, 0.6, 0.4, 0.7, 0.1
+RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, ROUNDED, COMPARED = 0.15, 0.28, 0.3, 0.5, 0.4, 0.7, 0.1
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
+FEWEST_PROMPTS = 2  # a method is really run on at least this many prompts
+MOST_REPEATS = 50  # a method is really run at most this many times on each prompt
+MARGIN = 1.2  # real runs may take this many times the expected seconds
 LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
+SOME = "some settings"  # the key in `left_out` that says that not all settings were simulated
+TIME_WAS_SHORT = "time was short (a larger --budget helps)"
 _DRAFTERS = {"model": ("sd", "the draft's"), "exit": ("eesd-fixed", "the exit layer's")}  # a method that drafts so, and in words
 
 
@@ -56,62 +68,26 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: 
     Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
     mostly before anything is measured.
     """
-    names, left_out = select_methods(pair, request.names)
-    _check_named(request.names, left_out)
-    references = record_references(pair, request, observer)
-    simulator, acceptance, failures = measure_pair(pair, names, references, request, request.deadline, observer)
-    names, left_out = [name for name in names if name not in failures], {**left_out, **failures}
-    _check_named(request.names, left_out)
-    draft_dtype, with_draft = None, [name for name in names if methods.METHODS[name].needs_draft_model and name in SIMPLE]
-    if rounded is not None and with_draft:
-        assert rounded.draft is not None
+    tuner = Tuner(pair, request, observer)
+    names = tuner.select()
+    references = tuner.record()
+    simulator, acceptance = tuner.measure(pair, names, references, request.deadline)
+    names = [name for name in names if name not in tuner.left_out]
+    tuner.check_named()
+    with_draft, draft_dtype = [name for name in names if METHODS[name].needs_draft_model and name in SIMPLE], None
+    if rounded is not None and rounded.draft is not None and with_draft:
         dtype = rounded.draft.dtype_name
         try:
             deadline = request.deadline.share(ROUNDED)
-            other, share, _ = measure_pair(rounded, [PLAIN, *with_draft], references, request, deadline, observer)
-            if is_faster(other, simulator, (share, acceptance), with_draft, request.deadline.share(COMPARED), observer, dtype):
+            other, share = tuner.measure(rounded, [PLAIN, *with_draft], references, deadline)
+            if tuner.is_faster(other, simulator, with_draft, dtype):
                 other.costs = {**simulator.costs, **other.costs}
-                pair, simulator, draft_dtype, acceptance = rounded, other, dtype, share
+                simulator, acceptance, draft_dtype = other, share, dtype
         except SpecgenError as error:
-            left_out[f"{dtype} draft"] = error.message
-    candidates, reasons = choose_settings(pair, request, names, simulator, observer)
-    left_out |= reasons
-    _check_named(request.names, left_out)
-    return replace(outcome_of(simulator, candidates, request.sampling, left_out, acceptance), draft_dtype=draft_dtype)
-
-
-def _check_named(names: Sequence[str] | None, left_out: Mapping[str, str]) -> None:
-    """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
-    named = [name for name in names or () if name != PLAIN]
-    if named and all(name in left_out for name in named):
-        reasons = {reason: [name for name in named if left_out[name] == reason] for reason in map(left_out.get, named) if reason}
-        why = "; ".join(f"{', '.join(methods_)}: {reason}" for reason, methods_ in reasons.items())
-        raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
-
-
-def select_methods(pair: Pair, names: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
-    """Returns which of the methods `names` (None: all) can be tuned for this pair, and why others cannot.
-
-    Plain decoding is always included.
-    """
-    wanted = [name for name in methods.METHODS if names is None or name in (PLAIN, *names)]
-    reasons = {name: reason for name in wanted if (reason := _obstacle(pair, name, named=names is not None)) is not None}
-    return [name for name in wanted if name not in reasons and not methods.METHODS[name].stands_for], reasons
-
-
-def _obstacle(pair: Pair, name: str, *, named: bool) -> str | None:
-    """Returns why this method cannot be tuned, None if it can. `named`: whether the user named the methods to tune."""
-    method = methods.METHODS[name]
-    if method.is_yardstick:
-        return "it is always slower than plain decoding" if named else None
-    if method.skips_layers and not named:
-        return f"its layers are searched for only with --methods {name}"
-    if method.uses_draft_model and pair.draft is None:  # also if copying would do
-        return "there is no draft model"
-    if method.uses_draft_model and pair.draft is not None and pair.draft.refusal is not None:
-        return pair.draft.refusal.message
-    error = obstacle(pair, name)
-    return None if error is None else error.message
+            tuner.left_out[f"{dtype} draft"] = error.message
+    candidates = tuner.confirm(simulator.pair, tuner.choose(simulator, names))
+    tuner.check_named()
+    return replace(outcome_of(simulator, candidates, request, tuner.left_out, acceptance), draft_dtype=draft_dtype)
 
 
 def worth_rounding(pair: Pair) -> bool:
@@ -121,177 +97,288 @@ def worth_rounding(pair: Pair) -> bool:
     return sum(path.stat().st_size for path in pair.draft.folder.glob("*.safetensors")) >= LEAST_BYTES
 
 
-def is_faster(
-    rounded: Simulator,
-    stored: Simulator,
-    accepted: tuple[float | None, float | None],
-    names: Sequence[str],
-    deadline: Deadline,
-    observer: TuningObserver,
-    dtype: str,
-) -> bool:
-    """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
+class Tuner:
+    """The steps of one tuning. `left_out` has the reason for each method (or settings) that is not tuned."""
 
-    `accepted` are the shares of the rounded and of the stored draft's tokens that the target accepts. One of the methods `names`
-    is simulated with both drafts and the same settings, and compared by its largest speedups over plain decoding.
-    """
-    name, both, best = "sd" if "sd" in names else names[0], (rounded, stored), [0.0, 0.0]
-    plain = [expected(each, PLAIN, {}).predicted for each in both]
-    for tried, settings in enumerate(grid(name)):
-        if tried and deadline.left < 0:
-            break
-        best = [max(known, expected(each, name, settings).predicted) for known, each in zip(best, both, strict=True)]
-    speedups = [speed / slow for speed, slow in zip(best, plain, strict=True)]
-    better = AS_FAST * speedups[0] > speedups[1]
-    figures = [
-        f"{speedup:.2f}× expected with {share or 0:.0%} accepted" for speedup, share in zip(speedups, accepted, strict=True)
-    ]
-    observer.done(f"{dtype} draft: {figures[0]}, else {figures[1]}: {'taken' if better else 'not taken'}")
-    return better
+    def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver) -> None:
+        self.pair, self.request, self.observer = pair, request, observer
+        self.left_out: dict[str, str] = {}
 
+    def check_named(self) -> None:
+        """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
+        named = [name for name in self.request.names or () if name != PLAIN]
+        if named and all(name in self.left_out for name in named):
+            reasons = {
+                self.left_out[name]: [other for other in named if self.left_out[other] == self.left_out[name]] for name in named
+            }
+            why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+            raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
-def record_references(pair: Pair, request: TuningRequest, observer: TuningObserver) -> list[ReferenceOutput]:
-    """Returns the target's output, by plain decoding, for as many prompts as there is time for. Each prompt has its own seed.
+    def select(self) -> list[str]:
+        """Returns which of the requested methods can be tuned for this pair; plain decoding always is. Raises SpecgenError."""
+        names = self.request.names
+        wanted = [name for name in METHODS if names is None or name in (PLAIN, *names)]
+        for name in wanted:
+            if (reason := self._obstacle(name)) is not None:
+                self.left_out[name] = reason
+        self.check_named()
+        return [name for name in wanted if name not in self.left_out and not METHODS[name].stands_for]
 
-    Raises SpecgenError, with the prompt's name, if decoding fails.
-    """
-    references: list[ReferenceOutput] = []
-    tokenizer, sampling, deadline = pair.tokenizer, request.seeded_sampling, request.deadline.share(RECORDING)
-    for number, prompt in enumerate(request.prompts):
-        if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
-            break
-        observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
-        ids = tokenizer.chat(prompt.text, None) if request.chat else tokenizer.encode(prompt.text)
-        try:
-            if not references:
-                record_reference(pair, ids, sampling)  # warms up
-            references.append(record_reference(pair, ids, replace(sampling, seed=run_seed(number, sampling.seed or 0))))
-        except SpecgenError as error:
-            raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
-    tokens, seconds = sum(len(each.token_ids) for each in references), sum(each.seconds for each in references)
-    observer.done(f"plain decoding gives {tokens / seconds:.1f} tokens/s on {counted(len(references), 'prompt')}")
-    return references
+    def _obstacle(self, name: str) -> str | None:
+        method, draft, is_named = METHODS[name], self.pair.draft, self.request.names is not None
+        if method.is_yardstick:
+            return "it is always slower than plain decoding" if is_named else None
+        if method.skips_layers and not is_named:
+            return f"its layers are searched for only with --methods {name}"
+        if method.uses_draft_model and draft is None:  # also if copying would do
+            return "there is no draft model"
+        error = draft.refusal if method.uses_draft_model and draft is not None else None
+        error = error or obstacle(self.pair, name)
+        return None if error is None else error.message
 
+    def record(self) -> list[ReferenceOutput]:
+        """Returns the target's output, by plain decoding, for as many prompts as there is time for. Each prompt has its own seed.
 
-def measure_pair(
-    pair: Pair,
-    names: Sequence[str],
-    references: Sequence[ReferenceOutput],
-    request: TuningRequest,
-    deadline: Deadline,
-    observer: TuningObserver,
-) -> tuple[Simulator, float | None, dict[str, str]]:
-    """Measures the costs of rounds of the methods `names`.
-
-    Returns what simulates runs with these costs, the mean probability that the target accepts a drafted token (None without
-    drafts), and why methods could not be measured.
-    """
-    sampling, failures = request.seeded_sampling, dict[str, str]()
-    kinds = list(dict.fromkeys(methods.METHODS[name].cost_kind for name in names if name in SIMPLE))
-    kinds = list(dict.fromkeys(["echo", *kinds]))
-    if "parallel" in kinds:  # a draft process that starts during a measurement would slow it
-        observer.doing("waiting for the draft's process")
-        try:
-            pair.prepare(pair.request([1], "pearl", SamplingParams(max_new_tokens=1), window=1))
-        except SpecgenError as error:
-            kinds.remove("parallel")
-            failures["parallel"] = error.message
-    observer.doing("running the draft model on the target's output")
-    simulator = Simulator(pair, references, sampling, {}, clock=request.deadline.clock)
-    accepted: dict[str, float] = {}
-    for drafter in dict.fromkeys(methods.METHODS[name].drafts for name in names if name in SIMPLE):
-        if drafter in _DRAFTERS:
+        Raises SpecgenError, with the prompt's name, if decoding fails.
+        """
+        pair, request, references = self.pair, self.request, list[ReferenceOutput]()
+        sampling, deadline = request.sampling, request.deadline.share(RECORDING)
+        for number, prompt in enumerate(request.prompts):
+            if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
+                break
+            self.observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
+            ids = pair.tokenizer.chat(prompt.text, None) if request.chat else pair.tokenizer.encode(prompt.text)
             try:
-                if (share := simulator.acceptance(_DRAFTERS[drafter][0])) is not None:
-                    accepted[drafter] = share
+                if not references:
+                    record_reference(pair, ids, sampling)  # warms up
+                seeded = replace(sampling, seed=run_seed(number, sampling.seed or 0))
+                references.append(record_reference(pair, ids, seeded))
             except SpecgenError as error:
-                failures[drafter] = error.message
-    if shares := [f"{share:.0%} of {_DRAFTERS[drafter][1]} tokens" for drafter, share in accepted.items()]:
-        observer.done(f"the target accepts {' and '.join(shares)}")
-    timed = [kind for kind in kinds if kind not in failures]
-    simulator.costs, not_timed = measure_costs(pair, timed, references, sampling, deadline.share(COSTS), observer.doing)
-    target = simulator.costs["echo"].verification_cost
-    length = min(target.curves)
-    wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
-    observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
-    pair.measurements.tuned_costs = simulator.costs
-    failures |= not_timed
-    rows = {name: methods.METHODS[name] for name in names if name in SIMPLE}
-    reasons = {name: failures[kind] for name, row in rows.items() for kind in (row.cost_kind, row.drafts) if kind in failures}
-    return simulator, next(iter(accepted.values()), None), reasons
+                raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
+        speed = 1 / _token_seconds(references)
+        self.observer.done(f"plain decoding gives {speed:.1f} tokens/s on {counted(len(references), 'prompt')}")
+        return references
+
+    def measure(
+        self, pair: Pair, names: Sequence[str], references: Sequence[ReferenceOutput], deadline: Deadline
+    ) -> tuple[Simulator, float | None]:
+        """Measures the costs of rounds of the methods `names`; those that cannot be measured go to `left_out`.
+
+        Returns what simulates runs with these costs, and the share of drafted tokens that the target accepts when it judges them
+        one by one, None without drafts.
+        """
+        sampling, observer = self.request.sampling, self.observer
+        rows = [METHODS[name] for name in names if name in SIMPLE]
+        kinds = list(dict.fromkeys(["echo", *(row.cost_kind for row in rows)]))
+        costs, failures = measure_costs(pair, kinds, references, sampling, deadline.share(COSTS), observer.doing)
+        self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
+        target = costs["echo"].verification_cost
+        length = min(target.curves)
+        wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
+        observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
+        pair.measurements.tuned_costs = costs
+        simulator = Simulator(pair, references, sampling, costs, self.request.deadline.clock)
+        observer.doing("running the draft model on the target's output")
+        accepted: dict[str, float] = {}
+        for kind, (method, whose) in _DRAFTERS.items():
+            if kind in costs and (share := simulator.run(method, {"k": 1}).acceptance_rate) is not None:
+                accepted[whose] = share
+        if accepted:
+            shares = " and ".join(f"{share:.0%} of {whose} tokens" for whose, share in accepted.items())
+            observer.done(f"the target accepts {shares}")
+        return simulator, next(iter(accepted.values()), None)
+
+    def is_faster(self, rounded: Simulator, stored: Simulator, names: Sequence[str], dtype: str) -> bool:
+        """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
+
+        One of the methods `names` is simulated with both drafts, and compared by its largest speedups over plain decoding.
+        """
+        name, speedups = "sd" if "sd" in names else names[0], []
+        for simulator in (rounded, stored):
+            deadline = self.request.deadline.share(COMPARED)
+            tried = self.search(simulator, {PLAIN: grid(PLAIN), name: grid(name)}, deadline, is_needed=True)
+            speedups.append(max(each.predicted for each in tried[name]) / tried[PLAIN][0].predicted)
+        is_faster = AS_FAST * speedups[0] > speedups[1]
+        found = f"{dtype} draft: {speedups[0]:.2f}× expected, else {speedups[1]:.2f}×"
+        self.observer.done(f"{found}: {'taken' if is_faster else 'not taken'}")
+        return is_faster
+
+    def search(
+        self,
+        simulator: Simulator,
+        grids: Grids,
+        deadline: Deadline,
+        numbers: Sequence[int] | None = None,
+        *,
+        is_needed: bool = False,
+    ) -> dict[str, list[Candidate]]:
+        """Simulates the settings in `grids` (method: settings to try) until the deadline, on prompts with these `numbers`.
+
+        Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
+        automatically. With `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried,
+        by method, with the speed that is expected on all prompts.
+        """
+        tried: dict[str, list[Candidate]] = {name: [] for name in grids}
+        lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
+        lossy = {name: settings for name, settings in grids.items() if name not in lossless}
+        scale = 1.0 if numbers is None else _expected(simulator, PLAIN, {}).predicted
+        scale /= 1.0 if numbers is None else _expected(simulator, PLAIN, {}, numbers).predicted
+        for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
+            if deadline.left < 0 and (tried[name] or not is_needed):
+                self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
+                break
+            if name in self.left_out:
+                continue
+            self.observer.doing(f"simulating {written(name, settings)}")
+            try:
+                found = _expected(simulator, name, settings, numbers)
+            except SpecgenError as error:
+                if name == PLAIN:
+                    raise
+                self.left_out[name] = error.message
+                continue
+            tried[name].append(replace(found, predicted=scale * found.predicted))
+        return tried
+
+    def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:
+        """Simulates settings of the methods `names`, and returns each method with its best ones, the fastest expected one first.
+
+        Trees, several drafts and beams run on a few of the prompts, evenly spread over the categories.
+        """
+        deadline, prompts = self.request.deadline, len(simulator.references)
+        chains = {name: grid(name) for name in names if name in SIMPLE}
+        shapes = {name: combinations(METHODS[name].searched_grids) for name in chains if METHODS[name].searched_grids}
+        shapes |= {name: grid(name) for name in names if name in SEARCHED}
+        tried = self.search(simulator, chains, deadline.share(SIMULATION), is_needed=True)
+        self._report(tried, "setting", "simulated")
+        numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
+        if shapes:
+            found = self.search(simulator, shapes, deadline.share(SEARCH), numbers)
+            self._report(found, "shape", "of trees, drafts and beams simulated")
+            tried = {name: [*tried.get(name, ()), *found.get(name, ())] for name in (*tried, *found)}
+        is_lossy = any(settings for name, settings in tried.items() if not METHODS[name].lossless)
+        perplexity = plain_perplexity(simulator, numbers) if is_lossy else None
+        best = {name: self._best(name, settings, perplexity) for name, settings in tried.items()}
+        candidates = [each for each in best.values() if each is not None]
+        if perplexity is not None:
+            candidates = [replace(each, perplexity=perplexity) if each.name == PLAIN else each for each in candidates]
+        if "selfsd" in names:
+            self.observer.doing("searching for layers to skip")
+            try:
+                candidates.append(tuned_skips(simulator, SKIPS * deadline.left))
+            except SpecgenError as error:
+                self.left_out["selfsd"] = error.message
+        return sorted(candidates, key=lambda candidate: -candidate.predicted)
+
+    def _report(self, tried: Tried, noun: str, what: str) -> None:
+        found = [each for candidates in tried.values() for each in candidates if each.name != PLAIN]
+        if found:
+            best = max(found, key=lambda each: each.predicted)
+            of = counted(len({each.name for each in found}), "method")
+            self.observer.done(f"{counted(len(found), noun)} of {of} {what}; fastest: {best.written}")
+
+    def _best(self, name: str, tried: Sequence[Candidate], plain_perplexity: float | None) -> Candidate | None:
+        """Returns the best of the settings that were tried of one method; None, with a reason in `left_out`, without any."""
+        if not tried:
+            self.left_out.setdefault(name, TIME_WAS_SHORT)
+            return None
+        self.left_out.pop(name, None)  # only its trees failed
+        if METHODS[name].lossless:
+            return nearest_to_default(tried)
+        found = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
+        if found is None:
+            self.left_out[name] = f"none of {counted(len(tried), 'setting')} has a perplexity that --max-perplexity allows"
+        return found
+
+    def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Decodes with plain decoding and as many of the most promising candidates as the time allows.
+
+        Returns all `candidates`, with measured speeds where they ran.
+        """
+        request, named = self.request, self.request.names or ()
+        selected = shortlist([each for each in candidates if each.name != PLAIN and (each.lossless or each.name in named)])
+        listed, seconds = self._affordable(candidates, selected)
+        measured: dict[str, Candidate] = {}
+        if listed:
+            by_spec = {each.written: each for each in (plain_of(candidates), *listed)}
+            specs = [parse_spec(spec) for spec in by_spec]
+            runner = Runner(pair, BenchmarkConfig(specs, request.prompts, MOST_REPEATS, request.sampling, request.chat))
+            for step in runner.steps():
+                self.observer.doing(f"really running {'' if step.spec is None else step.spec.written}")
+                if request.deadline.left < seconds:
+                    break
+            self.left_out |= {spec: error.message for spec, error in runner.results.failures.items()}
+            for found in method_results(runner.results):
+                if found.prompts and found.summary.new_tokens:
+                    each, speed = by_spec[found.spec.written], found.summary.tokens_per_second
+                    measured[each.name] = replace(each, measured=speed, speedup=found.speedup, low=found.low, high=found.high)
+            turns = counted(len(runner.results.complete_repeats()), "turn")
+            self.observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, {turns}")
+        if selected and not measured:
+            self.left_out["confirmation"] = f"{TIME_WAS_SHORT}: the figures are expected ones"
+        return [measured.get(each.name, each) for each in candidates]
+
+    def _affordable(self, candidates: Sequence[Candidate], selected: Sequence[Candidate]) -> tuple[Sequence[Candidate], float]:
+        """Returns the first of the `selected` candidates that the remaining time is enough for, and the seconds of one run.
+
+        Each can run on `FEWEST_PROMPTS` prompts, after one warm-up.
+        """
+        for count in range(len(selected), 0, -1):
+            slowest = min(each.predicted for each in (plain_of(candidates), *selected[:count]))
+            seconds = MARGIN * self.request.sampling.max_new_tokens / slowest
+            if self.request.deadline.left >= (1 + FEWEST_PROMPTS) * (count + 1) * seconds:
+                return selected[:count], seconds
+        return [], 0.0
 
 
-def choose_settings(
-    pair: Pair, request: TuningRequest, names: Sequence[str], simulator: Simulator, observer: TuningObserver
-) -> tuple[Sequence[Candidate], dict[str, str]]:
-    """Simulates settings of the methods `names`, and runs the most promising methods on the real models.
+def _in_turn(grids: Grids) -> Iterator[tuple[str, GivenSettings]]:
+    """Yields (method, settings): the first settings of every method, then the second of every method, and so on."""
+    for turn in zip_longest(*grids.values()):
+        yield from ((name, settings) for name, settings in zip(grids, turn, strict=True) if settings is not None)
 
-    Returns each method with its best settings, the fastest expected one first, and why methods or settings were left out.
+
+def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers: Sequence[int] | None = None) -> Candidate:
+    """Simulates the method on the prompts with these `numbers` (None: all) and returns it with its expected speed."""
+    found = simulator.run(name, settings, numbers)
+    return Candidate(name, settings, found.tokens_per_second or 0.0, perplexity=found.perplexity)
+
+
+def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: Objective) -> Candidate | None:
+    """Returns the best of the candidates `tried`, which are all of one lossy method, the fastest of equally good ones.
+
+    None if no perplexity is at most the objective's limit. Perplexities that agree to three decimals are equally good.
     """
-    deadline, objective = request.deadline, request.objective
-    tried, failed = search(
-        simulator,
-        {name: grid(name) for name in names if name in SIMPLE},
-        deadline.share(SIMULATION),
-        observer.doing,
-        at_least_one=True,
-    )
-    candidates, left_out = best_of_each(tried, failed, None, objective)
-    left_out |= {SOME: failed[SOME]} if SOME in failed else {}
-    if speculating := len(candidates) - 1:  # without plain decoding, which has one setting
-        count = sum(map(len, tried.values())) - 1
-        observer.done(f"{counted(count, 'setting')} of {counted(speculating, 'method')} simulated; best: {candidates[0].written}")
-    candidates, reasons = _search_shapes(request, names, simulator, candidates, observer)
-    left_out |= reasons
-    if "selfsd" in names:
-        observer.doing("searching for layers to skip")
-        try:
-            found = tuned_skips(pair, simulator.references, SKIPS * deadline.left)
-            candidates = by_speed([*candidates, found])
-            observer.done(f"{counted(found.tried, 'set')} of layers to skip really run; best: {found.written}")
-        except SpecgenError as error:
-            left_out["selfsd"] = error.message
-    eligible = [each for each in candidates if each.name != PLAIN and (each.lossless or each.name in (request.names or ()))]
-    confirmed, failures = confirm(pair, request, candidates, shortlist(eligible), observer)
-    return confirmed, {**left_out, **failures}
+    limit = objective.limit(plain_perplexity)
+    kept = [each for each in tried if each.perplexity is not None and each.perplexity <= limit]
+
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        perplexity = round(candidate.perplexity or 0.0, 3) if objective.lowest_perplexity else 0.0
+        return -perplexity, candidate.predicted
+
+    return max(kept, key=rank, default=None)
 
 
-def _search_shapes(
-    request: TuningRequest, names: Sequence[str], simulator: Simulator, candidates: Sequence[Candidate], observer: TuningObserver
-) -> tuple[list[Candidate], dict[str, str]]:
-    """Simulates settings of draft trees, several drafts and beams on a few of the prompts, evenly spread over the categories.
+def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
+    """Searches for about `seconds` for the layers to skip when the target itself drafts, and returns the fastest set found.
 
-    Returns all candidates (methods with settings), those found here included, and why methods have none.
+    Each set is run on the beginnings of some prompts. Raises SpecgenError if the target's layers cannot be run one by one, or if
+    the time is too short to try one set.
     """
-    grids = {name: settings for name in names if name in SIMPLE and (settings := searched_grid(name))}
-    grids |= {name: grid(name) for name in names if name in SEARCHED}
-    if not grids:
-        return list(candidates), {}
-    objective, count = request.objective, len(simulator.references)
-    numbers = range(0, count, max(1, count // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
-    share = SEARCH_ALONE if not set(names) & set(SIMPLE) - {PLAIN} else SEARCH
-    tried, failed = search(simulator, grids, request.deadline.share(share), observer.doing, numbers=numbers)
-    any_lossy = any(tried[name] for name in grids if not methods.METHODS[name].lossless)
-    perplexity = plain_perplexity(simulator, numbers) if any_lossy else None
-    best, left_out = best_of_each(tried, failed, perplexity, objective)
-    merged = {candidate.name: candidate for candidate in candidates}
-    scale = plain_of(candidates).predicted / expected(simulator, PLAIN, {}, numbers).predicted
-    for found in best:
-        found = replace(found, predicted=found.predicted * scale)
-        if (known := merged.get(found.name)) is not None:  # sd: chains were simulated before
-            together = known.tried + found.tried
-            found = replace(max(known, found, key=lambda candidate: candidate.predicted), tried=together)
-        merged[found.name] = found
-    merged[PLAIN] = replace(merged[PLAIN], perplexity=perplexity)
-    if total := sum(map(len, tried.values())):
-        lossy = "" if perplexity is None else f", lossy ones by {objective.in_words(perplexity)}"
-        named = f"; best: {best[0].written}" if best else ""
-        observer.done(f"{counted(total, 'shape')} of trees, drafts and beams simulated{lossy}{named}")
-    reasons = {f"{name} with width" if name == "sd" else name: why for name, why in left_out.items()}
-    return by_speed(list(merged.values())), reasons
+    pair, references = simulator.pair, simulator.references
+    pair.target.model.check_layers("layer skipping")
+    prompts = [reference.prompt_ids[:PROMPT_TOKENS] for reference in references[:PROMPTS]]
+    if len(prompts) * NEW_TOKENS * _token_seconds(references) > seconds:
+        raise SpecgenError(TIME_WAS_SHORT)
+    speeds = search_skips(pair.target.model.shape.num_layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
+    fastest = max(speeds, key=lambda skips: speeds[skips])
+    return Candidate("selfsd", {"skip": fastest}, speeds[fastest])
 
 
-def plain_perplexity(simulator: Simulator, numbers: Sequence[int]) -> float:
+def _token_seconds(references: Sequence[ReferenceOutput]) -> float:
+    return sum(each.seconds for each in references) / sum(len(each.token_ids) for each in references)
+
+
+def plain_perplexity(simulator: Simulator, numbers: Iterable[int]) -> float:
     """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
     figures = Figures(PLAIN)
     for reference in (simulator.references[number] for number in numbers):
@@ -303,7 +390,7 @@ def plain_perplexity(simulator: Simulator, numbers: Sequence[int]) -> float:
 def outcome_of(
     simulator: Simulator,
     candidates: Sequence[Candidate],
-    sampling: SamplingParams,
+    request: TuningRequest,
     left_out: Mapping[str, str],
     acceptance: float | None = None,
 ) -> TuningOutcome:
@@ -315,4 +402,4 @@ def outcome_of(
         widths = {width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
         model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
     saved = {kind: cost.as_dict() for kind, cost in costs.items()}
-    return TuningOutcome(candidates, sampling, len(simulator.references), saved, model, acceptance, left_out)
+    return TuningOutcome(candidates, request.sampling, len(simulator.references), saved, model, acceptance, left_out)

@@ -173,7 +173,7 @@ class StaticForward:
     def __init__(self, forward: NativeForward, captures: Captures) -> None:
         self._eager, self._captures, self._is_exact = forward, captures, forward.model.exact
         self._widths = captures.widths[-1:] if self._is_exact else captures.widths
-        self._choosers: dict[Hashable, TokenChooser] = {}
+        self.choosers: dict[Hashable, TokenChooser] = {}
         self._data: torch.Tensor | None = None  # the buffer that the static passes are made for
         self._passes: dict[tuple[int, int, bool], StaticPass] = {}
         self._replays: dict[Hashable, Work] = {}
@@ -232,16 +232,16 @@ class StaticForward:
             work: Work = static.run
             state: list[torch.Tensor] = []
             if rule is not None:
-                chooser = self._choosers[rule]
+                chooser = self.choosers[rule]
                 work, state = partial(_step, static, chooser), [*chooser.state, chooser.token]
             self._replays[static, rule] = self._captures.captured(work, state)
         self._replays[static, rule]()
 
     def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
         """Returns the chooser for this rule, which `feed` uses: made by `make`, and the same one for equal rules."""
-        if rule not in self._choosers:
-            self._choosers[rule] = make()
-        return self._choosers[rule]
+        if rule not in self.choosers:
+            self.choosers[rule] = make()
+        return self.choosers[rule]
 
     def feed(self, rule: Hashable, cache: KVBuffer, position: int, *, long_rope: bool) -> None:
         """Runs the token that the rule's chooser chose last, after `position` others, and chooses the next one."""

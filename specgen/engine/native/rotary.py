@@ -2,7 +2,8 @@
 
 Settings are in `rope_scaling` of older files, in `rope_parameters` of newer ones. Frequencies and angles are computed in float32,
 operation by operation as transformers does it, so that the angles of far positions agree too: there, one unit in the last place
-of a frequency is a visible angle.
+of a frequency is a visible angle. Transformers' own functions are taken but for the two commonest variants, because importing
+them takes half a second.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -20,10 +22,18 @@ from specgen.engine.native.architecture import Fields, Rotary, UnsupportedConfig
 ALL_LAYERS = "all"  # the key in `Architecture.rotary` of models that rotate all their layers alike
 FULL, SLIDING = "full_attention", "sliding_attention"  # the keys of models that do not
 _ORIGINAL = "original_max_position_embeddings"
-_KEYS = (
-    "rope_type type rope_theta partial_rotary_factor factor attention_factor beta_fast beta_slow short_factor long_factor"
-    " low_freq_factor high_freq_factor mscale mscale_all_dim truncate " + _ORIGINAL
-).split()  # a type ignores the keys of other types
+_NUMBERS = [
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+]
+_OTHER_KEYS = f"rope_type type rope_theta partial_rotary_factor short_factor long_factor truncate {_ORIGINAL}".split()
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +52,6 @@ class RotaryDefaults:
     aliases: Mapping[str, str] | None = None
 
 
-class _Set(NamedTuple):
-    """What one set of frequencies for `size` rotated numbers per head is computed from. `length` is `max_position_embeddings`."""
-
-    section: Fields
-    theta: float
-    size: int
-    original: int
-    length: int
-
-    def denominators(self, growth: float = 1.0) -> torch.Tensor:
-        """Returns (theta * growth)^(2i / size) for i = 0 to size / 2 - 1, [size / 2] float32."""
-        powers = torch.arange(0, self.size, 2, dtype=torch.int64).float() / self.size
-        return (self.theta if growth == 1.0 else self.theta * growth) ** powers
-
-
 def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
     """Reads a config's rotary settings. `length` is its `max_position_embeddings`.
 
@@ -67,8 +62,7 @@ def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length
     for key, section, theta in _sections(fields, defaults):
         size = _rotated(fields, section, defaults, head_size)
         original = fields.integer(_ORIGINAL, defaults.original or section.integer(_ORIGINAL, length))
-        settings = _Set(section, section.positive("rope_theta", theta), size, original, length)
-        kind, rotary[key] = _rotary(settings, defaults.aliases)
+        kind, rotary[key] = _rotary(section, defaults.aliases, section.positive("rope_theta", theta), size, original, length)
         # Dynamic RoPE changes the frequencies with every token beyond this length; cached keys would keep the old ones.
         limit = min(limit, original) if kind == "dynamic" else limit
     return rotary, size, limit
@@ -106,119 +100,65 @@ def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_siz
     return size
 
 
-def _rotary(settings: _Set, aliases: Mapping[str, str] | None) -> tuple[str, Rotary]:
-    """Returns the type of the frequencies and the frequencies."""
-    section = settings.section
-    section.ignore(*_KEYS)
+def _rotary(
+    section: Fields, aliases: Mapping[str, str] | None, theta: float, size: int, original: int, length: int
+) -> tuple[str, Rotary]:
+    """Returns the type of the frequencies and the frequencies, for `size` rotated numbers per head.
+
+    `original` is the context length in pre-training, `length` is `max_position_embeddings`.
+    """
+    section.ignore(*_NUMBERS, *_OTHER_KEYS)  # a type ignores the keys of other types
     section.refuse_unknown()
     kind = section.raw("rope_type", section.raw("type", "default"))
     if aliases is not None:
         kind = aliases.get(kind, "") if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in _TYPES:
         raise section.refuse("rope_type" if "rope_type" in section else "type")
+    settings: dict[str, Any] = {name: section.optional(section.positive, name) for name in _NUMBERS}
+    settings |= {"rope_theta": theta, _ORIGINAL: original, "truncate": section.flag("truncate", True)}
+    is_long = kind == "longrope"
+    if is_long:
+        settings |= {name: section.numbers(name, size // 2) for name in ("short_factor", "long_factor")}
     try:
-        rotary = _TYPES[kind](settings)
-    except ArithmeticError as error:
-        raise section.refuse("rope_type") from error
-    if not all(map(math.isfinite, (rotary.factor, *rotary.inverse_frequencies, *(rotary.long_inverse_frequencies or ())))):
+        frequencies, factor = _frequencies(kind, settings, size, length)
+        long = tuple(_frequencies(kind, settings, size, length, original + 1)[0]) if is_long else None
+    except (ArithmeticError, TypeError) as error:  # TypeError: a number that the type needs is missing
+        raise section.refuse("factor" if settings["factor"] is None else "rope_type") from error
+    if not all(map(math.isfinite, (factor, *frequencies, *(long or ())))):
         raise section.refuse("rope_type")
-    return kind, rotary
+    return kind, Rotary(tuple(frequencies), factor, long, original if is_long else None)
 
 
-def _default(settings: _Set) -> Rotary:
-    """The frequencies of RoFormer (arXiv:2104.09864)."""
-    return Rotary(_tuple(1.0 / settings.denominators()))
+def _frequencies(
+    kind: str, settings: Mapping[str, Any], size: int, length: int, tokens: int | None = None
+) -> tuple[list[float], float]:
+    """Returns the inverse frequencies [`size` / 2] for runs of so many tokens, and the factor of cos and sin."""
+    plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)  # arXiv:2104.09864
+    if kind == "default":
+        return plain.tolist(), 1.0
+    if kind == "llama3":
+        return _llama3(plain, settings).tolist(), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    of_whole_heads = {"head_dim": size, "hidden_size": size, "num_attention_heads": 1}
+    config = SimpleNamespace(
+        rope_parameters=settings, max_position_embeddings=length, standardize_rope_params=lambda: None, **of_whole_heads
+    )
+    found, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), tokens)
+    return found.tolist(), factor
 
 
-def _linear(settings: _Set) -> Rotary:
-    """Position interpolation (arXiv:2306.15595): all frequencies divided by `factor`."""
-    return Rotary(_tuple((1.0 / settings.denominators()) / settings.section.positive("factor")))
-
-
-def _dynamic(settings: _Set) -> Rotary:
-    """Dynamic NTK scaling in runs of at most `length` tokens, the length from which on theta grows.
-
-    Until then the frequencies are those of `default`, but for the rounding of theta.
-    """
-    factor, length, size = settings.section.positive("factor"), settings.length, settings.size
-    growth: float = ((factor * length / length) - (factor - 1)) ** (size / (size - 2))
-    return Rotary(_tuple(1.0 / settings.denominators(growth)))
-
-
-def _llama3(settings: _Set) -> Rotary:
-    """The frequencies of Llama 3.1: wavelengths above original / `low` tokens are stretched by `factor`, those below
+def _llama3(frequencies: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the frequencies of Llama 3.1: wavelengths above original / `low` tokens are stretched by `factor`, those below
     original / `high` stay as they are, and those between are blended. `original` is the context length in pre-training.
     """
-    low, high, factor = (settings.section.positive(name) for name in ("low_freq_factor", "high_freq_factor", "factor"))
-    frequencies, original = 1.0 / settings.denominators(), settings.original
-    wavelengths = 2 * math.pi / frequencies
+    low, high, factor = (settings[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    original, wavelengths = settings[_ORIGINAL], 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
     share = (original / wavelengths - low) / (high - low)
     blended = (1 - share) * stretched / factor + share * stretched
     between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
-    return Rotary(_tuple(torch.where(between, blended, stretched)))
-
-
-def _yarn(settings: _Set) -> Rotary:
-    """YaRN (arXiv:2309.00071): high frequencies stay as they are, low ones are divided by `factor`, with a ramp between.
-
-    The ramp goes from the frequency with `beta_fast` rotations in `original` tokens to the one with `beta_slow`; `truncate`
-    rounds these bounds outward. cos and sin are multiplied by `attention_factor`. If it is null, the factor follows from `mscale`
-    and `mscale_all_dim`; if one of these is null too, it is 0.1 ln(factor) + 1.
-    """
-    section, theta, size, original, length = settings
-    factor = section.optional(section.positive, "factor") or length / original
-
-    def bound(rotations: float) -> float:
-        return (size * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    first, last = (
-        bound(section.optional(section.positive, name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1))
-    )
-    if section.flag("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    if first == last:
-        last += 0.001
-    denominators = settings.denominators()
-    kept = 1 - torch.clamp((torch.arange(size // 2, dtype=torch.float32) - first) / (last - first), 0, 1)
-    frequencies = 1.0 / (factor * denominators) * (1 - kept) + 1.0 / denominators * kept
-    attention_factor = section.optional(section.positive, "attention_factor")
-    if attention_factor is None and section.raw("mscale") and section.raw("mscale_all_dim"):
-        attention_factor = scale(section.positive("mscale")) / scale(section.positive("mscale_all_dim"))
-    return Rotary(_tuple(frequencies), scale(1) if attention_factor is None else attention_factor)
-
-
-def _longrope(settings: _Set) -> Rotary:
-    """LongRoPE (arXiv:2402.13753): each frequency is divided by its number in `short_factor`, or in `long_factor` if a run is
-    longer than `original` tokens. cos and sin are multiplied by `attention_factor`, by default
-    sqrt(1 + ln(factor) / ln(original)).
-    """
-    section, _, size, original, length = settings
-    factor = section.optional(section.positive, "factor") or length / original
-    divisors = (section.numbers(name, size // 2) for name in ("short_factor", "long_factor"))
-    short, long = (_tuple(1.0 / (torch.tensor(each, dtype=torch.float32) * settings.denominators())) for each in divisors)
-    attention_factor = section.optional(section.positive, "attention_factor")
-    if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return Rotary(short, attention_factor, long, original)
-
-
-_TYPES = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
-
-
-def _tuple(frequencies: torch.Tensor) -> tuple[float, ...]:
-    return tuple(frequencies.tolist())
+    return torch.where(between, blended, stretched)
 
 
 class RotaryTable:
