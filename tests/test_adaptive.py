@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -283,13 +284,13 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     """The same seed gives the same tokens, whatever was learned meanwhile, and in a later process."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     shared = pair_of("llama", "near")
+    no_trial: Any = lambda _: pytest.fail("costs are known, or learned")  # noqa: E731
     seeded = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     free = replace(seeded, seed=None)
     first = Pair(shared.target, shared.draft)
     outputs = [first.generate(PROMPT, "adaptive", seeded)]
     assert list(measurements._stored()) == ["drafting"], "a trial has found the costs"
     [timed] = first._knowledge._timed.values()
-    assert timed.guess == timed.costs
     for sampling in (free, replace(free, temperature=0.0)):
         before = timed.rounds
         first.generate(PROMPT, "adaptive", sampling)
@@ -300,20 +301,23 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], "costs hold for all settings"
     timed.costs = DraftingCosts(9.0, 9.0)
     later = Pair(shared.target, shared.draft)
-    monkeypatch.setattr(later._knowledge, "after_trial", lambda *_: pytest.fail("costs are stored"))
+    monkeypatch.setattr(later, "_trial", lambda *_: pytest.fail("costs are stored"))
     outputs.append(later.generate(PROMPT, "adaptive", seeded))
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert lengths(outputs[0].rounds) == lengths(outputs[1].rounds) == lengths(outputs[2].rounds)
     first.close()
     last = Pair(shared.target, None)
-    assert last._knowledge.inputs(last.request(PROMPT, "lookup"), None).costs.draft == 0
+    assert last._knowledge.inputs(last.request(PROMPT, "lookup"), None, no_trial).costs.draft == 0
     again = Pair(shared.target, shared.draft)
-    costs = again._knowledge.inputs(again.request(PROMPT, "adaptive"), None).costs
+    costs = again._knowledge.inputs(again.request(PROMPT, "adaptive"), None, no_trial).costs
     assert costs.draft > 1, "what differs much is stored when the pair is closed"
-    given = again._knowledge.inputs(again.request(PROMPT, "adaptive", verify_cost=0.5), None)
+    given = again._knowledge.inputs(again.request(PROMPT, "adaptive", verify_cost=0.5), None, no_trial)
     assert (given.costs.verify, given.costs.draft) == (0.5, costs.draft)
     (tmp_path / "measurements.json").write_text('{"drafting": 7}')
-    assert Pair(shared.target, shared.draft)._knowledge.needs_trial(again.request(PROMPT, "adaptive", seeded))
+    tried: list[object] = []
+    request = again.request(PROMPT, "adaptive", seeded)
+    Pair(shared.target, shared.draft)._knowledge.inputs(request, None, tried.append)
+    assert tried == [request]
 
 
 # runs
@@ -336,6 +340,10 @@ def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
             assert accepted or TokenStatus.REJECTED in round_.statuses
             found.append((scores({"entropy": entropy, "top_prob": top_prob, "prob": top_prob})[0], accepted))
     return found
+
+
+def _ends_at_random(rng: Random, *_: int) -> bool:
+    return rng.random() < 0.7
 
 
 @pytest.mark.parametrize(
@@ -364,6 +372,7 @@ def test_each_judged_token_of_a_run_is_learned_once(
             if window is not None:
                 assert isinstance(run.schedule, Parallel)
                 run.schedule = replace(run.schedule, window=window)
+                worker.ready().show = partial(_ends_at_random, Random(seed))  # as if the target's pass had ended
             rounds = list(run.rounds())
         found = judged(rounds)
         assert [score for score, _ in learned[5.0]] == pytest.approx([score for score, _ in found], abs=1e-3)

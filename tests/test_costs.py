@@ -23,7 +23,6 @@ from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import METHODS, resolve
 from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
-from specgen.pair import preparation
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
 from specgen.tune.outcome import grid
@@ -181,7 +180,7 @@ def simulated_window(pair: Pair) -> Window:
 def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool) -> None:
     """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
     costs = timed(monkeypatch)
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: costs)
+    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: costs)
     for place in ("pair.pair", "tune.simulator"):
         monkeypatch.setattr(f"specgen.{place}.has_flexible_window", lambda *_: flexible)
     alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
@@ -240,11 +239,11 @@ def test_tuning_tries_the_default_window_first() -> None:
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
     """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
     costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
-    clock = SimulatedClock()
+    clock = SimulatedClock(costs)
     reference: Any = SimpleNamespace(token_ids=[], prefill_seconds=0.0)
-    target = PricedTarget(reference, costs, clock)
+    target = PricedTarget(reference, clock)
     drafted: Any = SimpleNamespace(propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length"))
-    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, costs, clock)
+    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, clock)
     context = Context([1, 2])
     context.extend([3])
     drafter.start(context, (), 20)

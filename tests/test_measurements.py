@@ -19,10 +19,10 @@ import specgen
 from specgen import demo
 from specgen.base.types import SamplingParams
 from specgen.methods.pearl import ParallelCosts
-from specgen.pair import measurements, preparation
+from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs
-from specgen.pair.preparation import SKIPS, find_skips
+from specgen.pair.skip_search import find_skips
 from specgen.tune.pair_inspection import measure_parallel
 
 COSTS = ParallelCosts(0.002, 0.0176, 0.012, 9, 64)
@@ -54,18 +54,14 @@ class Source:
 
 
 def got(store: Measurements, kind: str = "numbers", key: tuple[Any, ...] = (1,), source: Any = None, **given: Any) -> Any:
-    read = given.pop("read", float)
-    return store.get(kind, key, source or (lambda: pytest.fail("measured again")), read, float, **given)
+    return store.get(kind, key, source or (lambda: pytest.fail("measured again")), float, **given)
 
 
 def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, source = near.measurements, Source()
-    assert store.find("numbers", (1,)) is None
     found = [got(store, source=source), got(store), got(store, key=(2,), source=source), got(store, "others", source=source)]
     assert found == [1, 1, 2, 3]
-    assert (store.find("numbers", (2,)), store.find("others", (2,))) == (2, None)
     other = fresh(near).measurements
-    assert other.find("numbers", (1,)) is None, "not read yet"
     assert [got(other), got(other, key=(2,)), got(other, "others")] == [1, 2, 3]
     assert {path.name for path in tmp_path.iterdir()} == {"measurements.json", "measurements.lock"}
     monkeypatch.setattr(measurements, "_MOST", 2)
@@ -109,7 +105,6 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
     assert got(other, "alone", with_draft=False, source=Source(8.0)) == 8
     assert got(Measurements(target, None), "alone") == 8
     assert got(Measurements(target, None), source=Source(9.0)) == 9, "without a draft model"
-    assert got(Measurements(target, near.draft), about="head", source=Source(10.0)) == 10, "of another trained part"
 
 
 # ------------------------------------------------------------------ PEARL's pass times
@@ -122,7 +117,7 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
 )
 def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     timed = Source(COSTS, replace(COSTS, draft_pass=0.004))
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
+    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
     arguments: dict[str, Any] = {"context_length": 40, "sampling": {}} | given
     sampling = SamplingParams(**arguments.pop("sampling"))
     for _ in range(2):
@@ -135,13 +130,12 @@ def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.
 def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
     timed = Source(replace(COSTS, context_length=256))
-    monkeypatch.setattr(preparation, "time_parallel_passes", lambda *_: timed())
+    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
     prompt, sampling = [5] * 60, SamplingParams(max_new_tokens=40)
     announced = measure_parallel(near, lambda _: None)
     assert announced is not None
     for pair in (near, near, fresh(near)):
         request = pair.request(prompt, "pearl", sampling)
-        pair.prepare(request)
         run = pair.run(request)
         assert run.settings.values["window"] == announced.window.size == 9
         assert run.costs == announced
@@ -154,10 +148,9 @@ def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch
 
 def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Source()
-    monkeypatch.setattr(preparation, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(skip_search, "SEARCH_SECONDS", 0.0)
     found = find_skips(near.measurements, near.target, lambda *_: float(tried()))
     assert tried.count
-    assert near.measurements.find(SKIPS, ()) == found
     never: Any = lambda *_: pytest.fail("searched again")  # noqa: E731
     for pair in (near, fresh(near), Pair(near.target, None)):
         assert find_skips(pair.measurements, pair.target, never) == found
@@ -171,8 +164,8 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         pair.prepare(pair.request("def f(x):", "sd"))
         for started in (
             "workers.process.DraftProcess.__init__",
-            "pair.preparation.time_parallel_passes",
-            "pair.preparation.search_skips",
+            "pair.pair.time_parallel_passes",
+            "pair.skip_search.search_skips",
         ):
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a run runs a model"))
@@ -180,7 +173,4 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         for name, method in specgen.METHODS.items():
             if not method.head or demo.head_folder(method.head).is_dir():
                 pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
-        for name in settings:
-            with pytest.raises(specgen.SpecgenError, match=f"{name} is not prepared"):
-                pair.run(pair.request("def f(x):", name))
         assert cast(Any, pair._worker)._channel is None

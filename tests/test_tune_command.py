@@ -13,7 +13,7 @@ from tuning_helpers import CURVES, outcome
 from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import SpeedupModel
-from specgen.pair import preparation
+from specgen.pair import skip_search
 from specgen.tune.outcome import Candidate
 
 
@@ -59,4 +59,4 @@ def test_tune_and_compare_take_different_examples() -> None:
     )
     first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
     target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
-    assert first <= {"".join(prompt) for prompt in preparation.example_prompts(target)}  # type: ignore[arg-type]
+    assert first <= {"".join(prompt) for prompt in skip_search.example_prompts(target)}  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from specgen.cli.train import train as run_training
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Objective
+from specgen.view import pair_report as view
 from specgen.view import theme
-from specgen.view import tune_report as view
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _tune(
     except RunError as error:
         failure = error
     if not output.quiet:
-        view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
+        view.show_tuning(err, outcome, path, is_default=folder.resolve() == default.resolve())
     if asked.export is not None:
         _export(asked.export, pair, profile, err, output.quiet)
     elif output.json:
@@ -208,7 +208,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
         "settings": {each.name: dict(each.settings) for each in tuned},
         "acceptance": outcome.acceptance_probability,
-        "pays_from": outcome.break_even_acceptance,
+        "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "draft_dtype": outcome.draft_dtype,

@@ -64,49 +64,20 @@ def load(
         raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
     check_backend(backend)
     check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
-    devices = _devices(device, draft_device, exact=exact)
     sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
-    sources = [replace(source, on_mps=each.type == "mps") for source, each in zip(sources, devices, strict=False)]
     try:
-        pair = _load(sources, devices, (device, draft_device), (dtype, draft_dtype), announce, process)
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
-    try:
+        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process)
         pair.parts.is_bundled = target is None
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
             pair.parts.name(head_folder(head, offline, announce), is_exit=False)
     except BaseException:
-        pair.close()
+        if process is not None:
+            process.close()
         raise
     return pair
-
-
-def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
-    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` needs another.
-
-    Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
-    """
-    launched = machine.launch()
-    if launched is not None:
-        from specgen.engine.spread import ranks
-
-        ranks.follow_unless_first()
-        device = ranks.device_of_rank(launched, device)
-    target_device = pick_device(device)
-    if exact and target_device.type not in ("cpu", "cuda"):
-        raise _not_exact(f"the target would run on {target_device}")
-    if exact and target_device.type == "cuda" and launched is not None:
-        raise _not_exact("torchrun splits the target over several")
-    return target_device, pick_draft_device(draft_device, device, target_device)
-
-
-def _not_exact(why: str) -> SpecgenError:
-    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
 
 
 def model_sources(
@@ -132,7 +103,6 @@ def model_sources(
 
 def _load(
     sources: Sequence[ModelSource],
-    devices: tuple[torch.device, torch.device],
     named: tuple[str, str | None],
     dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
@@ -142,25 +112,27 @@ def _load(
 
     `dtypes` are that of both models and that of the draft model, if it has one of its own.
     """
-    prepared = [prepare(source, announce) for source in sources]
-    choices = choose_dtypes(prepared, devices, dtypes)
-    placement = place(named[0], prepared, choices, named[1])
+    devices = _devices(*named, exact=sources[0].exact)
+    on_device = zip(sources, devices, strict=False)
+    target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
+    choices = choose_dtypes([target, *drafts], devices, dtypes)
+    placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
     if placement is not None:
-        if sources[0].exact and placement.layer_devices is not None:
-            raise _not_exact(f"{prepared[0].name} needs several devices")
+        layer_devices = placement.layer_devices
+        if target.source.exact and layer_devices is not None:
+            raise _not_exact(f"{target.name} needs several devices")
         devices = placement.device, placement.draft_device or devices[1]
-        choices = choose_dtypes(prepared, devices, dtypes)
-    target, *drafts = prepared
-    draft, chosen = None, choices[-1]
-    for model in drafts:
+        choices = choose_dtypes([target, *drafts], devices, dtypes)
+    draft = None
+    if drafts:
         translation, refusal = None, None
         try:
-            translation = translation_between(target, model)
+            translation = translation_between(target, drafts[0])
         except NoTokenBytes as error:
             refusal = error
-        draft = LoadedModel(as_chosen(model, chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        chosen = choices[-1]
+        draft = LoadedModel(as_chosen(drafts[0], chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
     worker = _worker(process, draft, devices[0])
-    layer_devices = None if placement is None else placement.layer_devices
     load_target: Loader | None = None
     if machine.launch() is not None:
         if placement is not None:
@@ -170,6 +142,29 @@ def _load(
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     return Pair(loaded, draft, worker)
+
+
+def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
+    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` needs another.
+
+    Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
+    """
+    launched = machine.launch()
+    if launched is not None:
+        from specgen.engine.spread import ranks
+
+        ranks.follow_unless_first()
+        device = ranks.device_of_rank(launched, device)
+    target_device = pick_device(device)
+    if exact and target_device.type not in ("cpu", "cuda"):
+        raise _not_exact(f"the target would run on {target_device}")
+    if exact and target_device.type == "cuda" and launched is not None:
+        raise _not_exact("torchrun splits the target over several")
+    return target_device, pick_draft_device(draft_device, device, target_device)
+
+
+def _not_exact(why: str) -> SpecgenError:
+    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
 
 
 def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
@@ -184,8 +179,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
-    worker = _worker(process, rounded, target.device)
-    other = Pair(target, rounded, worker)
+    other = Pair(target, rounded, _worker(process, rounded, target.device))
     other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
     return other
 

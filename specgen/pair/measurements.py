@@ -1,6 +1,8 @@
 """What was measured on this machine for a pair of models: in memory, and in one file of the user's cache folder.
 
-The file may be deleted at any time. If it is damaged, it is ignored and written anew.
+The file may be deleted at any time. If it is damaged, it is ignored and written anew. A part of it is what the length policy
+`adaptive` knows about a pair's drafters: what drafting costs here. Costs begin with those of a profile (the result of
+`specgen tune`), with those that an earlier process has stored, or with a guess. Runs learn them from the times of their rounds.
 """
 
 from __future__ import annotations
@@ -19,15 +21,29 @@ from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
+from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
+from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCosts
+from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
     from specgen.engine.devices import ThreadChoice
+    from specgen.methods.method import Method
+    from specgen.methods.pearl import ParallelCosts
+    from specgen.pair.request import Request
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
 _MOST = 500  # values of a kind in the file; the oldest ones leave first
 _PATIENCE = 5.0  # seconds to wait for another process that writes the file
+
+DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
+_FEWEST_ROUNDS = 8  # from which learned costs are stored
+_LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
+_GUESS = DraftingCosts(0.15, 0.03)
+_COST_SETTINGS = ("draft_cost", "verify_cost")
+# Settings that change how long a draft takes.
+_SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
 
 
 class Measurements:
@@ -45,47 +61,40 @@ class Measurements:
         self._target, self._draft = target, draft
         self._known: dict[tuple[str, Key], Any] = {}
 
-    def find(self, kind: str, key: Key) -> Any:
-        """Returns the value in memory, None if `get` was not called with this kind and key."""
-        return self._known.get((kind, key))
-
-    def get(
-        self,
-        kind: str,
-        key: Key,
-        measure: Callable[[], T],
-        read: Callable[[Any], T],
-        write: Callable[[T], Any],
-        *,
-        with_draft: bool = True,
-        about: object = None,
-    ) -> T:
+    def get(self, kind: str, key: Key, measure: Callable[[], Any], read: Callable[[Any], T], *, with_draft: bool = True) -> T:
         """Returns the value in memory, or else the one in the file, or else what `measure` returns, which is then stored.
 
-        `write` converts a value to JSON, `read` converts it back; a stored value that `read` refuses (TypeError, ValueError,
-        KeyError) is measured again, and one that is not finite stays in memory only. Without `with_draft` the value does not
-        depend on the draft model. `about` identifies what the key names, such as the weights of a trained part.
+        The file holds JSON values, as `measure` returns them, and `read` converts them. One that `read` refuses (TypeError,
+        ValueError) is measured again. Without `with_draft` the value does not depend on the draft model.
         """
         if (kind, key) not in self._known:
-            digest = self._digest((*key, about), with_draft=with_draft)
-            try:
-                value = read(_stored()[kind][digest])
-            except (TypeError, ValueError, KeyError):
-                value = measure()
-                with suppress(ValueError):
-                    _change(kind, digest, json.dumps(write(value), allow_nan=False))
+            value = self.stored(kind, key, read, with_draft=with_draft)
+            if value is None:
+                measured = measure()
+                self.put(kind, key, measured, with_draft=with_draft)
+                value = read(measured)
             self._known[kind, key] = value
         found: T = self._known[kind, key]
         return found
 
-    def stored(self, kind: str, key: Key) -> Any:
-        """Returns the JSON value in the file; None if there is none."""
-        return _stored().get(kind, {}).get(self._digest((*key, None), with_draft=True))
+    def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
+        """Returns the value in the file; None if there is none, or if `read` refuses it."""
+        with suppress(TypeError, ValueError, KeyError):
+            return read(_stored()[kind][self._digest(key, with_draft=with_draft)])
+        return None
 
-    def put(self, kind: str, key: Key, value: Any) -> None:
-        """Stores a JSON value in the file, in place of an earlier one. Values that are not finite are left out."""
-        with suppress(ValueError):
-            _change(kind, self._digest((*key, None), with_draft=True), json.dumps(value, allow_nan=False))
+    def put(self, kind: str, key: Key, value: Any, *, with_draft: bool = True) -> None:
+        """Stores a JSON value in the file. Does nothing if it is not finite, or if the file cannot be written."""
+        digest = self._digest(key, with_draft=with_draft)
+        with suppress(OSError, Timeout, ValueError):
+            json.dumps(value, allow_nan=False)
+            _path().parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(_path().with_suffix(".lock"), timeout=_PATIENCE):
+                stored = _stored()
+                values = stored.get(kind, {})
+                values.pop(digest, None)
+                stored[kind] = dict([*values.items(), (digest, value)][-_MOST:])
+                write_whole(_path(), json.dumps(stored, indent=1))
 
     def _digest(self, key: Key, *, with_draft: bool) -> str:
         """Returns a hash of the key and of all about the models and the machine that changes how long passes take."""
@@ -118,14 +127,104 @@ def _stored() -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _change(kind: str, digest: str, value: str) -> None:
-    """Stores a value (JSON text). Does nothing if the file cannot be written."""
-    with suppress(OSError, Timeout):
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(_path().with_suffix(".lock"), timeout=_PATIENCE):
-            stored = _stored()
-            values = stored.setdefault(kind, {})
-            values.pop(digest, None)
-            values[digest] = json.loads(value)
-            stored[kind] = dict(list(values.items())[-_MOST:])
-            write_whole(_path(), json.dumps(stored, indent=1))
+class DraftingKnowledge:
+    """The costs of drafting and what `adaptive` has learned, for one pair of models. Both stay from run to run.
+
+    `has_draft_model` says whether the pair has a draft model, which `adaptive` can do without.
+    """
+
+    def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
+        self._measurements, self._has_draft_model = measurements, has_draft_model
+        self._learned: dict[Key, Learned] = {}
+        self._timed: dict[Key, LearnedCosts] = {}
+
+    @staticmethod
+    def reads_pass_costs(request: Request) -> bool:
+        """Whether the run's policy is `adaptive` in PEARL's window, and reads what the target's passes cost there."""
+        settings = request.settings
+        return request.method.is_parallel and settings.policy == Adaptive.name and settings.values["verify_cost"] == AUTO
+
+    def inputs(
+        self, request: Request, parallel_costs: ParallelCosts | None, trial: Callable[[Request], object]
+    ) -> AdaptiveInputs:
+        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
+
+        They are None for other methods, and if the setting `verify_cost` says what verification costs.
+
+        A sampled run with a seed decides by the costs that were known first in this process, and gets a copy of what else was
+        known then: its tokens depend on the lengths of drafts, and the same seed has to give the same tokens. If no costs are
+        known, `trial` decodes with the same method, to learn them.
+        """
+        method, values, timed = request.method, request.settings.values, None
+        is_frozen = not request.sampling.greedy and request.sampling.seed is not None
+        costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
+        if parallel_costs is not None:
+            single = parallel_costs.single_pass
+            costs = DraftingCosts(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
+        elif not method.is_parallel and any(values[name] == AUTO for name in _COST_SETTINGS):
+            if is_frozen:
+                costs = self._first_costs(request, trial)
+            else:
+                timed = self._timed_costs(request)
+                costs = timed.costs
+        given = (values[name] for name in _COST_SETTINGS)
+        costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
+        learned, key = Learned.prior(costs, has_model=self._drafts_with_model(method)), None
+        if not is_frozen:
+            key = _learned_key(request)
+            learned = self._learned.setdefault(key, learned)
+        return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
+
+    def save(self) -> None:
+        """Stores the costs that were learned, where they differ much from those stored. Does nothing if it fails."""
+        for key, known in self._timed.items():
+            if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
+                self._measurements.put(DRAFTING, key, [known.costs.draft, known.costs.verify])
+
+    def _first_costs(self, request: Request, trial: Callable[[Request], object]) -> DraftingCosts:
+        def measure() -> list[float]:
+            trial(request)
+            learned = self._timed_costs(request).costs
+            return [learned.draft, learned.verify]
+
+        tuned = self._tuned_costs(request)
+        return tuned or self._measurements.get(DRAFTING, self._cost_key(request), measure, _costs_of)
+
+    def _timed_costs(self, request: Request) -> LearnedCosts:
+        key = self._cost_key(request)
+        if key not in self._timed:
+            guess = _GUESS if self._drafts_with_model(request.method) else DraftingCosts(0.0, _GUESS.verify)
+            known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
+            self._timed[key] = LearnedCosts(known or guess)
+        return self._timed[key]
+
+    def _tuned_costs(self, request: Request) -> DraftingCosts | None:
+        """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
+        if request.method.drafts_trees(request.settings):
+            return None
+        tuned = self._measurements.tuned_costs.get(self._cost_key(request)[0])
+        return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
+
+    def _drafts_with_model(self, method: Method) -> bool:
+        """Whether the method's drafts, or some of them, are a model's. Otherwise they are all prompt lookup's."""
+        return method.runs_model and (self._has_draft_model or not method.uses_draft_model)
+
+    def _cost_key(self, request: Request) -> Key:
+        """Returns what distinguishes requests with different costs, apart from the models and the machine."""
+        kind = request.method.cost_kind if self._drafts_with_model(request.method) else COPYING
+        return kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
+
+
+def _costs_of(stored: Any) -> DraftingCosts:
+    draft, verify = map(float, stored)
+    return DraftingCosts(draft, verify)
+
+
+def _learned_key(request: Request) -> Key:
+    """Returns what distinguishes requests that do not share what `adaptive` learns.
+
+    These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
+    """
+    sampling = request.sampling
+    cuts = () if sampling.greedy else (sampling.top_k, sampling.top_p)
+    return request.method.name, *sorted(request.settings.values.items()), sampling.temperature, *cuts

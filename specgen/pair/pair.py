@@ -12,7 +12,6 @@ import torch
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.settings import Settings
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
@@ -27,15 +26,17 @@ from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
-from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts
+from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes
 from specgen.methods.suffix import SuffixHistory
-from specgen.pair import preparation
-from specgen.pair.drafting_knowledge import TRIAL_ROUNDS, DraftingKnowledge
+from specgen.pair import skip_search
 from specgen.pair.figures import Figures
-from specgen.pair.measurements import Key, Measurements
+from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens, prepared
+from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens
 from specgen.workers.worker import DraftWorker
+
+PASSES = "passes"  # the kind of measurements: `ParallelCosts`
+TRIAL_ROUNDS = 24
 
 
 class Pair:
@@ -78,7 +79,6 @@ class Pair:
         SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
-        self.prepare(request)
         return self.run(request).rounds()
 
     def generate(
@@ -97,7 +97,6 @@ class Pair:
         distribution always get it.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
-        self.prepare(request)
         run = self.run(request)
         rounds = list(run.rounds())
         summary = Figures(request.method.name, rounds)
@@ -132,74 +131,62 @@ class Pair:
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> None:
-        """Does the slow work that `run` needs for this request, if any.
-
-        Loads the draft model, if the method uses it, starts PEARL's process, and measures or searches for settings that
-        are `auto`. Results of earlier calls, also of other processes on this machine, are reused.
-        """
-        self._check_open()
-        method, values = request.method, request.settings.values
-        if self._drafts_here(method):
-            runners(self)
-        if method.is_parallel and self.draft is not None:
-            if values["window"] == "auto" or self._knowledge.reads_pass_costs(request):
-                pass_costs(self, request.typical_length, request.sampling, record=request.record)
+        """Does now the slow work of a first run of this request: see `run`, and starts PEARL's process."""
+        self.run(request)
+        if request.method.is_parallel and self.draft is not None:
             draft_worker(self).ready()
-        if values.get("skip") == "auto":
-            preparation.find_skips(self.measurements, self.target, partial(skipping_speed, self))
-        if self._knowledge.needs_trial(request):
-            unseeded = replace(request, sampling=replace(request.sampling, seed=None))
-            for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
-                pass
-            self._knowledge.after_trial(request)
 
     def run(self, request: Request) -> Run:
-        """Returns a run of the request, ready to start: `run(request).rounds()` decodes. Decodes and measures nothing itself.
+        """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
-        Without a seed in the request, each run has one of its own. Raises SpecgenError if `prepare` has to be called first,
-        because a setting is `auto`.
+        Loads the draft model, if the method uses it in this process, and measures or searches for settings that are `auto`;
+        results of earlier calls, also of other processes on this machine, are reused. Without a seed in the request, each run has
+        one of its own.
         """
         self._check_open()
         method, settings, sampling = request.method, request.settings, request.sampling
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        eos_ids = frozenset[int]() if sampling.ignore_eos else self.target.eos_ids
-        components = self._components(method, sampling, request.capacity)
-        components = replace(components, seed=seed, eos_ids=eos_ids, record=request.record)
-        passes = None
-        is_measured = method.is_parallel and settings.values["window"] == "auto"
-        if method.needs_exit_layer or method.head:
-            components = self._with_trained_part(components, method, settings)
-        elif method.skips_layers:
-            if settings.values["skip"] == "auto":
-                skips = prepared(method, self.measurements.find(preparation.SKIPS, ()))
-                settings = settings.with_value("skip", skips)
-            components = replace(components, draft=self._skipping_runner(str(settings.values["skip"])))
-        elif method.is_parallel and self.draft is not None:
-            components = replace(components, worker=draft_worker(self))
-            key = self._passes_key(request.typical_length, sampling, record=request.record)
-            if is_measured or self._knowledge.reads_pass_costs(request):
-                passes = prepared(method, self.measurements.find(preparation.PASSES, key))
-        if is_measured and passes is not None:
-            window = passes.run_window(is_flexible=has_flexible_window(self, sampling))
-            components, settings = replace(components, window=window), settings.with_value("window", passes.window.size)
-        if settings.values.get("history"):
-            components = replace(components, history=self._history)
+        passes = adaptive = window = None
+        if settings.values.get("skip") == "auto":
+            skips = skip_search.find_skips(self.measurements, self.target, partial(skipping_speed, self))
+            settings = settings.with_value("skip", skips)
+        if method.is_parallel and self.draft is not None:
+            is_auto = settings.values["window"] == "auto"
+            if is_auto or self._knowledge.reads_pass_costs(request):
+                passes = pass_costs(self, request.typical_length, sampling, record=request.record)
+            if is_auto and passes is not None:
+                window = passes.run_window(is_flexible=has_flexible_window(self, sampling))
+                settings = settings.with_value("window", passes.window.size)
         if settings.policy == Adaptive.name:
-            components = replace(components, adaptive=self._knowledge.inputs(request, passes))
-        prompt_ids = request.prompt_ids
-        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(prompt_ids).push) if sampling.stop else None
-        clock, costs = Clock(device_timer(self.target.device)), passes if is_measured else None
-        given = components, Context(prompt_ids), request.limit, stops, clock
-        return runs.make_run(method, settings, *given, costs=costs)
+            adaptive = self._knowledge.inputs(request, passes, self._trial)
+        setup = replace(
+            self._setup(method, sampling, request.capacity),
+            seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
+            eos_ids=frozenset() if sampling.ignore_eos else self.target.eos_ids,
+            record=request.record,
+            window=window,
+            adaptive=adaptive,
+            history=self._history if settings.values.get("history") else None,
+        )
+        if method.needs_exit_layer or method.head:
+            parts = self.parts.runners(method, name_in(settings.values))
+            parts.reserve(setup.capacity)
+            setup = replace(setup, target=parts.target, draft=parts.draft, acceptance_predictor=parts.predictor)
+        elif method.skips_layers:
+            setup = replace(setup, draft=self._skipping_runner(str(settings.values["skip"])))
+        elif method.is_parallel and self.draft is not None:
+            setup = replace(setup, worker=draft_worker(self))
+        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
+        clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
+        return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
 
-    def _with_trained_part(self, components: Setup, method: Method, settings: Settings) -> Setup:
-        """Returns the components with the target's and the draft's runner of the method's exit layer or head."""
-        runners = self.parts.runners(method, name_in(settings.values))
-        runners.reserve(components.capacity)
-        return replace(components, target=runners.target, draft=runners.draft, acceptance_predictor=runners.predictor)
+    def _trial(self, request: Request) -> None:
+        """Decodes some rounds of the request without its seed, so that they learn what drafting costs."""
+        unseeded = replace(request, sampling=replace(request.sampling, seed=None))
+        for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
+            pass
 
-    def _components(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
-        """Returns what every run is assembled from: the model runners and the sampling, without seed and end-of-sequence ids.
+    def _setup(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
+        """Returns what every run is made from: the model runners and the sampling, without seed and end-of-sequence ids.
 
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
@@ -215,10 +202,6 @@ class Pair:
         """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
         in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
         return self.draft is not None and method.uses_draft_model and not in_worker
-
-    def _passes_key(self, length: int, sampling: SamplingParams, *, record: bool) -> Key:
-        has_penalties = self.target.has_penalties
-        return preparation.passes_key(draft_worker(self), sampling, length, record=record, has_penalties=has_penalties)
 
     def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.
@@ -338,9 +321,10 @@ def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[
 
     `prompts` are token ids; the speed is measured on all of them together.
     """
-    sampling = SamplingParams(max_new_tokens=preparation.NEW_TOKENS, ignore_eos=True)
-    made = (pair.run(pair.request(ids, "selfsd", sampling, skip=str(skips))) for ids in prompts)
-    return preparation.speed_without_prefill(round_ for run in made for round_ in run.rounds())
+    sampling = SamplingParams(max_new_tokens=skip_search.NEW_TOKENS, ignore_eos=True)
+    rounds = [round_ for ids in prompts for round_ in list(pair.rounds(ids, "selfsd", sampling, skip=str(skips)))[1:]]
+    seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
+    return sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
 
 
 def draft_worker(pair: Pair) -> DraftWorker:
@@ -361,16 +345,26 @@ def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
 def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False) -> ParallelCosts:
     """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
-    `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `Pair.rounds`. Measured once. The pair must
-    have a draft model.
+    `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `Pair.rounds`. The pair must have a draft
+    model. Measured once for what changes the times: the length rounded up to a power of two, which processing the logits get
+    (temperature, top-k, top-p, penalties), where the draft model runs, and whether its logits are passed on (`record`). Infinite
+    if the draft model cannot follow the context.
     """
+    draft, worker = pair.draft, draft_worker(pair)
+    assert draft is not None
     sampling = SamplingParams() if sampling is None else sampling
 
-    def measure() -> ParallelCosts:
-        assert pair.draft is not None
-        components = pair._components(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW)
-        worker, components = draft_worker(pair), replace(components, record=record)
-        return preparation.measure_passes(pair.target, pair.draft, worker, components, context_length)
+    def measure() -> dict[str, object]:
+        worker.ready()
+        shortest = min(pair.target.max_tokens(context_length), draft.context_limit)
+        length = max(1, min(context_length, max(shortest - LONGEST_WINDOW, shortest // 2)))
+        widest = max(1, min(LONGEST_WINDOW, shortest - length))
+        setup = replace(pair._setup(methods.METHODS["pearl"], sampling, context_length + LONGEST_WINDOW), record=record)
+        drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), setup, LONGEST_WINDOW)
+        assert setup.target is not None
+        timer, context = device_timer(pair.target.device), Context([1] * length)
+        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest, not worker.is_process))
 
-    key = pair._passes_key(context_length, sampling, record=record)
-    return pair.measurements.get(preparation.PASSES, key, measure, lambda stored: ParallelCosts(**stored), asdict)
+    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
+    key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
+    return pair.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))

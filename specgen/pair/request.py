@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.method import Method
 
-T = TypeVar("T")
 RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
 
 
@@ -86,18 +85,13 @@ def typical_length(prompt_length: int, limit: int) -> int:
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
     """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id without embedding."""
-    ids = []
-    for token in prompt_ids:
-        try:
-            id_ = index(token)
-        except TypeError:
-            id_ = -1
-        if not 0 <= id_ < num_embeddings:
-            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}")
-        ids.append(id_)
-    if not ids:
+    given = list(prompt_ids)
+    if not given:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")
-    return ids
+    for token in given:
+        if not hasattr(token, "__index__") or not 0 <= index(token) < num_embeddings:
+            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}")
+    return [index(token) for token in given]
 
 
 def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
@@ -109,19 +103,7 @@ def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
     room = limit - prompt_length
     if room >= 1:
         return min(wanted, room)
-    is_given = limit < target.model.shape.context_limit and limit == target.context_limit
     raise SpecgenError(
-        f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over "
-        + (f"--context {limit:,}" if is_given else f"the target's {limit:,}"),
-        "Shorten the prompt" + (", or give a larger --context" if is_given else "") + "; a smaller -n alone is not enough",
+        f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over {limit:,}",
+        "Shorten the prompt, or give a larger --context where the model allows it; a smaller -n alone is not enough",
     )
-
-
-def prepared(method: Method, value: T | None) -> T:
-    """Returns `value`, which `Pair.prepare` has found for a setting that the user left at `auto`.
-
-    None means that `Pair.prepare` has not been called with the request; then raises SpecgenError.
-    """
-    if value is None:
-        raise SpecgenError(f"{method.name} is not prepared for this run", "Call pair.prepare with the same request first")
-    return value

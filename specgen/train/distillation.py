@@ -107,7 +107,7 @@ class DraftObjective(Objective):
         self.settings = {"the draft model": weights_fingerprint(draft.folder)}
         self.saved_dtype = DTYPES.get(str(draft.prepared.shape.dtype), torch.float32)
         self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-        self._module = load_module(draft.prepared.checkpoint, torch.float32, self.device).requires_grad_(True)
+        self._module = load_module(draft.prepared, torch.float32, self.device).requires_grad_(True)
         self._masks = AttentionMasks(self._module)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]

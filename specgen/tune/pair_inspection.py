@@ -32,7 +32,7 @@ from specgen.methods.method import EXIT, HEADS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
-from specgen.pair.preparation import example_prompts
+from specgen.pair.skip_search import example_prompts
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",

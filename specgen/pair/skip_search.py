@@ -1,0 +1,113 @@
+"""Finds the layers that Self-SD skips (`skip=auto`) by measuring on this machine.
+
+They are the set with the highest measured decoding speed (Zhang et al. 2023, section 3.3). A set says of each layer whether its
+attention, its MLP or both are skipped. The authors run 1,000 trials of a Bayesian optimiser. This search ends within seconds: it
+measures good guesses (layers evenly spread, or in the middle of the model), then changes one or two layers of the best set at a
+time and keeps what is faster.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+from specgen.base import schema
+from specgen.base.errors import SpecgenError
+from specgen.base.files import examples_file
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.parts.own_layers import SkippedLayers
+from specgen.pair.measurements import Measurements
+
+SKIPS = "skips"  # the kind of measurements, in the notation of the `skip` setting
+SEARCH_SECONDS = 10.0
+# To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
+# 8 prompts of 32 tokens.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
+
+
+def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
+    """Returns the layers to skip for the fastest layer skipping, in the notation of the `skip` setting, such as `3+5a+7m`.
+
+    Searches them if they are not known yet. `speed` measures the tokens per second of decoding with some skipped layers on
+    prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
+    """
+
+    def search() -> str:
+        target.model.check_layers("layer skipping")
+        prompts, layers = example_prompts(target), target.model.shape.num_layers
+        speeds = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS)
+        return max(speeds, key=lambda skips: speeds[skips])
+
+    return measurements.get(SKIPS, (), search, str, with_draft=False)
+
+
+def example_prompts(target: LoadedModel) -> list[list[int]]:
+    """Returns the prompts (token ids) of short measurements: the first tokens of one example per category.
+
+    Takes the prompts for tuning of the first `PROMPTS` categories, and at most half of the target's context length per prompt.
+    """
+    longest = min(PROMPT_TOKENS, target.context_limit // 2)
+    texts: dict[str, str] = {}
+    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]:
+        if entry.get("tuning"):  # others are for comparisons
+            texts.setdefault(entry["category"], entry["prompt"])
+    found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]
+    if not found:
+        raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")
+    return found
+
+
+def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: float, seed: int = 0) -> dict[str, float]:
+    """Searches the fastest set of skipped layers of a model with `layers` layers, for about `seconds`.
+
+    `speed` measures the decoded tokens per second with a set of layers skipped. Returns the speeds of the sets that were tried,
+    at least one, in the notation of the `skip` setting. `seed` is for the random changes.
+    """
+    deadline = time.perf_counter() + seconds
+    rng = random.Random(seed)
+    speeds: dict[str, float] = {}
+    for skips in _guesses(layers):
+        if speeds and time.perf_counter() >= deadline:
+            break
+        speeds[str(skips)] = speed(skips)
+    while time.perf_counter() < deadline and len(speeds) < 4**layers - 1:
+        best = SkippedLayers.parse(max(speeds, key=lambda text: speeds[text]), layers)
+        tried = _flipped(best, layers, rng)
+        if not str(tried) or str(tried) in speeds:
+            continue
+        speeds[str(tried)] = speed(tried)
+        if speeds[str(tried)] > speeds[str(best)]:  # measure both again, so that noise does not decide
+            speeds[str(best)] = max(speeds[str(best)], speed(best))
+            speeds[str(tried)] = min(speeds[str(tried)], speed(tried))
+    return speeds
+
+
+def _guesses(layers: int) -> Iterator[SkippedLayers]:
+    """Yields the sets that are measured first: half, a third, two thirds or all of the layers between the first and the last.
+
+    Each choice of layers comes twice: with the whole layers skipped, and with only their attention skipped.
+    """
+    inner = range(1, layers - 1) if layers > 2 else range(layers)
+    middle = len(inner) // 2
+    central = inner[middle - middle // 2 : middle + middle // 2 + 1]
+    two_thirds = [number for number in inner if number % 3]
+    for numbers in (inner[::2], inner[1::2], inner[::3], central, two_thirds, inner):
+        chosen = frozenset(numbers)
+        if chosen:
+            yield SkippedLayers(chosen, chosen)
+            yield SkippedLayers(chosen, frozenset())
+
+
+def _flipped(skips: SkippedLayers, layers: int, rng: random.Random) -> SkippedLayers:
+    """Returns `skips` with one or two random layers changed: the attention, the MLP or both are skipped if they were not, and run
+    if they were skipped."""
+    attention, mlp = set(skips.attention), set(skips.mlp)
+    for _ in range(rng.choice((1, 1, 2))):
+        number = rng.randrange(layers)
+        kind = rng.randrange(3)
+        if kind != 1:
+            attention ^= {number}
+        if kind != 0:
+            mlp ^= {number}
+    return SkippedLayers(frozenset(attention), frozenset(mlp))
