@@ -127,7 +127,9 @@ def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     assert bug is not None
     assert (rounding.is_broken, bug.is_broken) == (False, True)
     assert judge(pair, 0, 0, [1], [0], [0], exact=True) is None
-    chains = {written for written in ("sd:k=3", "pearl", "eesd", "eesd-tree", "transformers") if parse_spec(written).drafts_chains}
+    chains = {
+        written for written in ("sd:k=3", "pearl", "eesd", "eesd-tree", "transformers") if parse_spec(written).drafts_chains
+    }
     assert chains == {"sd:k=3", "pearl", "eesd"}
 
 
