@@ -208,7 +208,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
         "settings": {each.name: dict(each.settings) for each in tuned},
         "acceptance": outcome.acceptance_probability,
-        "pays_from": outcome.break_even_acceptance,
+        "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "draft_dtype": outcome.draft_dtype,

@@ -75,7 +75,7 @@ def picture(report: Report) -> str:
 def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
     """Shows the table of a comparison that is still running, cut to the console's height, with a line of progress below it.
 
-    The line is such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`.
+    The line is such as `▸ ━━━━━━  5 of 48 runs  ~9 s left  svip, prompt 3 (code-retry)`.
     """
     console, name = progress.console, "" if step.spec is None else step.spec.written
     if step.prompt is not None:

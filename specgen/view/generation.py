@@ -38,7 +38,7 @@ _STYLES: dict[Kind, str] = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("shares", "runs", "ties", "name", "a pass", "accepted", "energy", "perplexity", "speed")
+_DROPPED_FIRST = ("runs", "ties", "shares", "name", "a pass", "accepted", "energy", "perplexity", "speed")
 
 
 class Detokenizer(Protocol):
@@ -279,9 +279,8 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = F
     """
     energy, rate = summary.energy, summary.acceptance_rate
     own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
-    draft, policy, verify = (summary.share_of_time(phase) for phase in ("draft", "policy", "verify"))
+    draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
-    also = f" and {policy:.0%} length policy" if policy >= 0.01 else ""
     idle = energy.idle_watts or 0.0 if energy else 0.0
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
@@ -293,7 +292,7 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = F
         "a pass": _figure("{:.2f} tokens a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
-        "shares": "" if rate is None else f"{draft:.0%} {drafting}{also}, {verify:.0%} verifying",
+        "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
     styles = {"name": "strong", "shares": "quiet"}
     for left_out in (None, *_DROPPED_FIRST):

@@ -365,10 +365,10 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
-    if outcome.relative_draft_cost is None:
+    if outcome.speedup_model is None:
         return []
-    text = f"a draft token costs {outcome.relative_draft_cost:.2f} of a target pass"
-    needed = outcome.break_even_acceptance
+    text = f"a draft token costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
+    needed = outcome.speedup_model.break_even_acceptance(1)
     text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
     if outcome.acceptance_probability is not None:
         text += f", here {outcome.acceptance_probability:.0%}"
@@ -377,13 +377,13 @@ def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
 
 def _help(outcome: TuningOutcome) -> str:
     """Returns what would make speculation pay."""
-    ways = []
-    cost, cost_needed = outcome.relative_draft_cost, outcome.break_even_draft_cost
-    if cost is not None and cost_needed is not None and cost_needed < cost:
-        ways.append(f"a faster draft (under {cost_needed:.2f} of a target pass)")
-    acceptance, acceptance_needed = outcome.acceptance_probability, outcome.break_even_acceptance
-    if acceptance is not None and acceptance_needed is not None and acceptance < acceptance_needed:
-        ways.append(f"one closer to the target (an acceptance above {acceptance_needed:.0%})")
-    if outcome.speedup_model is None:
+    model, acceptance, ways = outcome.speedup_model, outcome.acceptance_probability, list[str]()
+    if model is None:
         ways.append("a draft model of the target's family: --draft MODEL")
+    elif acceptance is not None:
+        cost, needed = model.break_even_draft_cost(acceptance), model.break_even_acceptance(1)
+        if cost is not None and cost < model.relative_draft_cost:
+            ways.append(f"a faster draft (under {cost:.2f} of a target pass)")
+        if needed is not None and acceptance < needed:
+            ways.append(f"one closer to the target (an acceptance above {needed:.0%})")
     return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"
