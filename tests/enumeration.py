@@ -165,6 +165,11 @@ class Uniforms:
         scaled._scale = self._scale * scale
         return scaled
 
+    def __getitem__(self, index: int) -> Uniforms:
+        part = copy.copy(self)  # the intervals are the same
+        part._numbers = self._numbers[index]
+        return part
+
     def __lt__(self, bound: torch.Tensor) -> torch.Tensor:
         scale = self._scale.double() if isinstance(self._scale, torch.Tensor) else self._scale
         numbers, thresholds = torch.broadcast_tensors(self._numbers, bound.double() / scale)

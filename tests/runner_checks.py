@@ -144,23 +144,13 @@ class _CountedLayer:
         return getattr(self._layer, name)
 
 
-BUFFERS = tuple(
-    f"engine/{name}.py"
-    for name in (
-        "transformers/kv_cache",
-        "native/kv_buffer",
-        "native/rotary",
-    )
-)
-TRACED = BUFFERS + tuple(
+TRACED = tuple(
     f"engine/{name}.py"
     for name in (
         "model_runner",
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
         "transformers/transformers_model",
-        "native/inputs",
-        "native/native_model",
-        "native/layer",
+        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer")),
     )
 )
 

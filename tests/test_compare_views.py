@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 from comparisons import comparison, report_of, results_of, run, shown, usual
 
 from specgen.compare.results import method_results, ranked
 from specgen.compare.verdict import Difference
-from specgen.view import theme
 from specgen.view.comparison import picture, speed_table
 from specgen.view.pages import comparison_page
+from specgen.view.theme import BACKGROUNDS
 
 
 @pytest.mark.parametrize(
@@ -58,50 +57,17 @@ def test_only_the_best_lossless_method_is_bold_and_broken_output_is_red() -> Non
 
 
 def test_the_bar_is_heavy_to_the_low_end_and_light_to_the_high_end() -> None:
-    table = "\n".join(line.plain for line in speed_table(method_results(usual()), 100)[0])
-    bars = dict(re.findall(r"^(\S+) .*?([━╾╸─╴]+)$", table, flags=re.MULTILINE))
+    table = "\n".join(line.plain for line in speed_table(method_results(usual()), 120)[0])
+    bars = dict(re.findall(r"^(\S+) .*?([━─]+)$", table, flags=re.MULTILINE))
     wild = next(made for made in method_results(usual()) if made.spec.written == "wild")
     assert wild.high is not None
     assert len(bars["ar"]) == pytest.approx(len(bars["wild"]) / wild.high, abs=1)
-    assert set(bars["ar"]) <= set("━╸")
-    assert bars["svip"].startswith("━")
-    assert set(bars["svip"]) & set("╾─╴")
+    assert set(bars["ar"]) == {"━"}
+    assert re.fullmatch("━+─+", bars["svip"])
 
 
 def test_a_picture_of_the_table_hides_no_column() -> None:
     svg = picture(comparison()).replace("&#160;", " ")
     assert "lexity" in svg
     assert "A wider terminal" not in svg
-    assert all(each.background_color.hex in svg for each in theme.BACKGROUNDS.values())
-
-
-class Page(HTMLParser):
-    """Checks that tags match, and collects tags, links and text."""
-
-    def __init__(self, content: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text, self.links, self.tags = "", [""], [""]
-        self.feed(content)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        self.open += [tag] * (tag not in ("meta", "link", "input", "br"))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert not self.open or self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_fetches_nothing_and_text_in_it_is_text() -> None:
-    html = "".join(comparison_page(comparison(), [("Machine", "a <fast> one\x1b")], "specgen 1", "specgen compare"))
-    found = Page(html)
-    assert not found.open
-    assert "script" not in found.tags
-    assert set(found.links) <= {"", "data:,"}
-    assert "\x1b" not in html
-    for text in ("<script>alert(1)</script>␛", "a <fast> one␛"):
-        assert text in found.text, text
+    assert all(each.background_color.hex in svg for each in BACKGROUNDS.values())

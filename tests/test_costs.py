@@ -239,11 +239,11 @@ def test_tuning_tries_the_default_window_first() -> None:
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
     """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
     costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
-    clock = SimulatedClock()
+    clock = SimulatedClock(costs)
     reference: Any = SimpleNamespace(token_ids=[], prefill_seconds=0.0)
-    target = PricedTarget(reference, costs, clock)
+    target = PricedTarget(reference, clock)
     drafted: Any = SimpleNamespace(propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length"))
-    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, costs, clock)
+    drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, clock)
     context = Context([1, 2])
     context.extend([3])
     drafter.start(context, (), 20)

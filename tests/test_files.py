@@ -150,7 +150,7 @@ def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.Mo
     for command in app.registered_commands:
         for name, parameter in signature(command.callback).parameters.items():  # type: ignore[arg-type]
             if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
-                given.append([command.callback.__name__, *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
+                given.append([str(command.name), *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
     monkeypatch.chdir(tmp_path)
     for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
         for arguments, ended in zip(given, one_by_one(*([*each, value] for each in given)), strict=True):

@@ -134,7 +134,7 @@ def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect
     alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
-    assert re.search(r"✓ sd +ready; with translation=text", out)
+    assert re.search(r"✓ sd.*: ready; with translation=text", out)
     measured, _ = inspect("-t", strangers[0], "-d", strangers[1], "--measure", width=200)
     assert "--methods sd:translation=text,lookup,suffix" in " ".join(measured.split())
     line = json_report(inspect, "-t", strangers[0], "-d", strangers[1])
@@ -153,7 +153,6 @@ def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: 
     out, _ = inspect(*both)
     assert "✓ tokenizer  the same" in out
     assert "but they split “Where is Oslo? It's in Norway" in out
-    assert "from token 1 on" in out
 
 
 def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:

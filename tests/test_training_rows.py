@@ -19,11 +19,10 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts import eagle, glide, medusa
 from specgen.engine.parts.own_layers import ExitLayers
-from specgen.train import layers
+from specgen.train import heads
 from specgen.train.corpus import Part
 from specgen.train.heads import HEADS, HeadObjective
-from specgen.train.loop import IGNORED, Training, TrainingBatches
-from specgen.train.measures import RANKS, held_out_agreement
+from specgen.train.loop import IGNORED, RANKS, Training, TrainingBatches, held_out_agreement
 from specgen.train.texts import Text, predicted
 
 RUNNERS: dict[str, Any] = {"eagle": eagle, "glide": glide, "medusa": medusa}
@@ -125,7 +124,7 @@ def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: 
 
 def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The divergence from the target's distribution over the head's tokens; none where its likeliest token is not among them."""
-    monkeypatch.setattr(layers, "_LARGEST_VOCABULARY", 8)
+    monkeypatch.setattr(heads, "_LARGEST_VOCABULARY", 8)
     texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Part.HELD_OUT)]
     head = started("eagle", saved("llama", tmp_path, num_hidden_layers=8), texts=texts)
     ids = [0, 1, 2, 3, 4, 5, 9, 60]  # the tokens of the text, and the lowest others

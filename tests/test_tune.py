@@ -33,17 +33,17 @@ from specgen.tune.outcome import (
     Objective,
     TuningOutcome,
     TuningRequest,
+    combinations,
     distance_from_defaults,
     grid,
     nearest_to_default,
-    searched_grid,
     shortlist,
 )
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
 from specgen.tune.simulator import Simulator
 from specgen.tune.tuner import Tuner, best_lossy, outcome_of, tune
 
-PLAIN = Candidate("ar", {}, 100.0, 1, 100.0, 1.0)
+PLAIN = Candidate("ar", {}, 100.0, 100.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def request(readings: float, names: list[str] | None = None, **given: Any) -> Tu
 @pytest.mark.parametrize("name", [*SIMPLE, *SEARCHED])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
     """Settings near the defaults come first: a search that is short of time has then tried other policies too."""
-    settings = [*grid(name), *searched_grid(name)]
+    settings = [*grid(name), *combinations(METHODS[name].searched_grids)]
     assert len({written(name, given) for given in settings}) == len(settings)
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)
@@ -151,7 +151,8 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert found.chosen.name == found.methods[0].name == "ar"
     assert found.speedup_of(found.best) < 0.9
     assert (found.acceptance_probability or 0) < 0.5
-    assert found.relative_draft_cost == 1
+    assert found.speedup_model is not None
+    assert found.speedup_model.relative_draft_cost == 1
     confirmed = [replace(each, measured=each.predicted, speedup=each.predicted / found.plain.predicted) for each in found.methods]
     assert (found.verdict, replace(found, methods=confirmed).verdict) == ("unconfirmed", "does not pay")
 
@@ -189,7 +190,7 @@ def of(*candidates: Candidate) -> TuningOutcome:
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
-    best = Candidate("sd", {"k": 3}, 100.0, 1, 100.0, speedup, low, high)
+    best = Candidate("sd", {"k": 3}, 100.0, 100.0, speedup, low, high)
     found = of(best, PLAIN)
     assert (found.chosen, found.verdict) == (best if verdict == "pays" else PLAIN, verdict)
 
@@ -198,7 +199,7 @@ def test_how_a_method_is_chosen() -> None:
     for predicted, chosen in ((300.0, "sd"), (105.0, "ar")):  # expected speeds alone confirm nothing
         found = of(Candidate("sd", {"k": 3}, predicted), replace(PLAIN, measured=None, speedup=None))
         assert (found.chosen.name, found.verdict) == (chosen, "unconfirmed")
-    steady, moody = (Candidate(name, {}, 150.0, 1, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
+    steady, moody = (Candidate(name, {}, 150.0, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)  # fast on some prompts only
     assert of(moody, steady, PLAIN).best.name == "svip"
     assert of(replace(moody, low=None, high=None), steady, PLAIN).best.name == "lookup", (
@@ -222,9 +223,9 @@ def test_defaults_are_kept_where_other_settings_are_hardly_better() -> None:
         Candidate("svip", {"threshold": threshold, "c": 0.15, "max_draft": longest}, speed)
         for threshold, longest, speed in ((0.4, 40, 98.0), (0.5, 8, 100.0), (0.4, 8, 99.0), (0.7, 4, 40.0))
     ]
-    assert nearest_to_default(tried) == replace(tried[0], tried=4)
-    assert nearest_to_default(tried[1:]) == replace(tried[2], tried=3)
-    assert nearest_to_default([replace(tried[0], predicted=90.0), tried[1]]) == replace(tried[1], tried=2)
+    assert nearest_to_default(tried) == tried[0]
+    assert nearest_to_default(tried[1:]) == tried[2]
+    assert nearest_to_default([replace(tried[0], predicted=90.0), tried[1]]) == tried[1]
     for fixed, chosen in ((99.0, {"ngram": 3}), (120.0, {"k": 6, "ngram": 2})):  # lookup adapts its length, or has a fixed one
         speeds = {written("lookup", {"ngram": 3}): 98.0, written("lookup", {"k": 6, "ngram": 2}): fixed}
         tried = [Candidate("lookup", given, speeds.get(written("lookup", given), 90.0)) for given in grid("lookup")]
@@ -267,7 +268,7 @@ def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.Mon
 
     def tuned(pair: Pair, task: TuningRequest, observer: object, rounded: object) -> TuningOutcome:
         objectives.append((task.objective, {prompt.for_tuning for prompt in task.prompts}))
-        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, 9, perplexity=1.07)
+        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, perplexity=1.07)
         return replace(outcome(), methods=[lossy, Candidate("ar", {}, 80.0, perplexity=1.12)])
 
     monkeypatch.setattr(tuner, "tune", tuned)

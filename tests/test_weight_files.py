@@ -129,7 +129,7 @@ def test_missing_and_further_tensors_and_wrong_shapes_are_refused_by_name_before
     monkeypatch.setattr(WeightFiles, "take", lambda *_: pytest.fail("read a tensor"))
     for name in whole:
         change(tmp_path, lambda _, left=name: {key: tensor for key, tensor in whole.items() if key != left})
-        assert f"lacks 1 of its tensors (the first: {name})" in refusal(tmp_path)
+        assert f"lacks 1 of its tensors (the first: {name.removeprefix('model.')})" in refusal(tmp_path)
         wrong = torch.cat((whole[name], whole[name][:1]))
         change(tmp_path, lambda _, name=name, wrong=wrong: {**whole, name: wrong})
         sizes = " x ".join(map(str, wrong.shape))

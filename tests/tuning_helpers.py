@@ -39,11 +39,11 @@ CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012
 def outcome() -> TuningOutcome:
     """Of a tuning in which svip and plain decoding were really run."""
     methods = [
-        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 40, 118.0, 1.4, 1.2, 1.6),
-        Candidate("sd", {"k": 3}, 100.0, 16),
-        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0, 45),
-        Candidate("lookup", {"k": 4, "ngram": 2}, 85.0, 32),
-        Candidate("ar", {}, 80.0, 1, 84.0, 1.0),
+        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 118.0, 1.4, 1.2, 1.6),
+        Candidate("sd", {"k": 3}, 100.0),
+        Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0),
+        Candidate("lookup", {"k": 4, "ngram": 2}, 85.0),
+        Candidate("ar", {}, 80.0, 84.0, 1.0),
     ]
     costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
     return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8)

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
-from typing import Annotated, ParamSpec, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -24,32 +23,12 @@ from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
 from specgen.base.text import one_line
-from specgen.cli.commands import grouped
-from specgen.cli.options import (
-    COMPARE_ROWS,
-    GENERATE_ROWS,
-    INSPECT_ROWS,
-    TUNE_ROWS,
-    CompareOptions,
-    CompareOutput,
-    DecodingOptions,
-    GenerateOptions,
-    GenerateOutput,
-    GenerateSampling,
-    ModelOptions,
-    OutputOptions,
-    PairOptions,
-    SamplingOptions,
-    TraceOptions,
-    TrainingOptions,
-    TuneOptions,
-    TuneSampling,
-)
+from specgen.cli.commands import command
+from specgen.cli.options import COMMANDS
 
 INTERRUPTED = 130
 _LONGEST = 1000  # characters of a message
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-P = ParamSpec("P")
 
 
 def program() -> None:
@@ -119,21 +98,21 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def reported(command: Callable[P, None]) -> Callable[P, None]:
+def reported(command: Callable[..., None]) -> Callable[..., None]:
     """Returns the command so that it ends the program with an exit code.
 
     If it raises an error that users can cause, one message goes to stderr and the exit code is the error's.
     """
 
     @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run(**options: Any) -> None:
         code = 0
         try:
             with interrupts.watched():
-                command(*args, **kwargs)
+                command(**options)
             sys.stdout.flush()
         except SpecgenError as error:
-            code = _report(error, no_color=bool(kwargs.get("no_color")))
+            code = _report(error, no_color=bool(options.get("no_color")))
         except KeyboardInterrupt:
             code = INTERRUPTED
         except OSError as error:
@@ -219,59 +198,8 @@ app = typer.Typer(
 )
 
 
-def generate(
-    prompt: str | None = None,
-    *,
-    asked: GenerateOptions,
-    models: DecodingOptions,
-    sampling: GenerateSampling,
-    output: GenerateOutput,
-) -> None:
-    """Continue a prompt. The tokens that the draft proposed are green, the target's own plain."""
-    from specgen.cli.generate import generate
-
-    generate(prompt, asked, models, sampling, output)
-
-
-def compare(*, asked: CompareOptions, models: DecodingOptions, sampling: SamplingOptions, output: CompareOutput) -> None:
-    """Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?"""
-    from specgen.cli.compare import compare
-
-    compare(asked, models, sampling, output)
-
-
-def inspect(
-    traces: list[Path] | None = None,
-    *,
-    list_methods: bool = False,
-    shown: TraceOptions,
-    pair: PairOptions,
-    models: ModelOptions,
-    output: OutputOptions,
-) -> None:
-    """Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods)."""
-    from specgen.cli.inspect import inspect
-
-    inspect(traces or [], list_methods, shown, pair, models, output)
-
-
-def tune(
-    called: typer.Context,
-    *,
-    tuning: TuneOptions,
-    training: TrainingOptions,
-    sampling: TuneSampling,
-    models: ModelOptions,
-    output: OutputOptions,
-) -> None:
-    """Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target."""
-    from specgen.cli.tune import tune
-
-    tune(called, tuning, sampling, training, models, output)
-
-
-for command, rows in ((generate, GENERATE_ROWS), (compare, COMPARE_ROWS), (inspect, INSPECT_ROWS), (tune, TUNE_ROWS)):
-    app.command()(reported(grouped(command, rows)))
+for _name, _parts in COMMANDS.items():
+    app.command(_name, help=_parts[0])(reported(command(_name)))
 
 
 def _version(requested: bool) -> None:

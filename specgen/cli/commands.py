@@ -1,12 +1,12 @@
-"""Makes commands for typer from functions that take groups of options, and checks the paths that a user names."""
+"""Makes commands for typer from groups of options, and checks the paths that a user names."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import wraps
+from dataclasses import Field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,46 +14,33 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
-from specgen.cli.options import ROWS, ModelOptions, Rows
+from specgen.cli.options import ARGUMENTS, COMMANDS, ROWS, ModelOptions
 
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
 _NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
 _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
 
 
-def grouped(command: Callable[..., None], own: Rows) -> Callable[..., None]:
-    """Returns the command for typer: each parameter whose type is a dataclass becomes one option per field, in its place.
+def command(name: str) -> Callable[..., None]:
+    """Returns the command `name` for typer: each field of its groups is an option. It calls the function of this name in the
+    module of this name, which is only imported then, with the groups."""
+    _, own, groups = COMMANDS[name]
+    parameters = [
+        _parameter(each, get_type_hints(group)[each.name], own.get(each.name) or ROWS[each.name], group.panel)
+        for group in groups
+        for each in fields(group)
+    ]
 
-    `own` are the rows of options that only this command has. A dataclass's class attribute `panel` heads its options in the help.
-    """
-    signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, Any] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        kind, is_argument = parameter.annotation, parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if is_dataclass(kind):
-            groups[name] = kind
-            types = get_type_hints(kind)
-            rows = [(each.name, types[each.name], each.default) for each in fields(kind)]
-        else:
-            rows = [(name, kind, parameter.default)]
-        for option, type_, default in rows:
-            row, panel = own.get(option) or ROWS.get(option), getattr(kind, "panel", None)
-            annotation = type_ if row is None else Annotated[type_, _described(option, type_, row, panel, is_argument)]
-            parameters.append(inspect.Parameter(option, parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    def run(**values: Any) -> None:
+        made = [group(**{each.name: values[each.name] for each in fields(group)}) for group in groups]
+        getattr(import_module(f"specgen.cli.{name}"), name)(*made)
 
-    @wraps(command)
-    def with_groups(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
-
-    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return with_groups
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
-def _described(name: str, kind: Any, row: tuple[str, str], panel: str | None, is_argument: bool) -> Any:
-    """Returns typer's description of an option or argument, with a check of paths and models."""
+def _parameter(field: Field[Any], kind: Any, row: tuple[str, str], panel: str | None) -> inspect.Parameter:
+    """Returns the option or argument of a field for typer, with a check of paths and models."""
     words = row[0].split()
     names = [word for word in words if word.startswith("-")]
     metavar = " ".join(word for word in words if word not in names) or None
@@ -62,11 +49,21 @@ def _described(name: str, kind: Any, row: tuple[str, str], panel: str | None, is
         more["parser"] = lambda text: Path(_name(text))
     elif metavar in ("MODEL", "REV"):
         more["parser"] = _name
-    if is_argument:
-        return typer.Argument(show_default=False, **more)
     if not any(each.startswith("--") for each in names):
-        names.insert(0, f"--{name.replace('_', '-')}")
-    return typer.Option(*names, **more)
+        names.insert(0, option_of(field.name))
+    is_argument = field.name in ARGUMENTS
+    described = typer.Argument(show_default=False, **more) if is_argument else typer.Option(*names, **more)
+    annotation = Annotated[kind, described]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def given(group: Any) -> list[str]:
+    """The options of a group that do not have their default."""
+    return [option_of(each.name) for each in fields(group) if getattr(group, each.name) != each.default]
 
 
 def _name(text: str) -> str:
@@ -123,4 +120,4 @@ def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
         yield from (("the bundled model", folder) for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()))
     for option in ("target", "draft", "head", "exit_layer", "profile"):
         if (path := getattr(models, option, None)) is not None:
-            yield f"--{option.replace('_', '-')}", Path(os.path.expanduser(path))
+            yield option_of(option), Path(os.path.expanduser(path))

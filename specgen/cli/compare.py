@@ -33,14 +33,13 @@ from specgen.compare.results import (
     method_results,
     with_predictions,
 )
-from specgen.compare.runner import RecordedComparison, Runner, read_comparison
+from specgen.compare.runner import Runner, read_comparison
 from specgen.pair.records import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
 
 
@@ -70,47 +69,32 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
             output.perplexity or (recorded is not None and recorded.has("perplexity")),
             output.energy or (recorded is not None and recorded.has("energy")),
         )
-        choices = [spec.choice for spec in specs]
-        parallel = any(choice.method.is_parallel for choice in choices)
-        in_turn = [choice for choice in choices if choice.method.needs_draft_model and not choice.method.is_parallel]
-        sequential = not all(choice.settings.drafts_text for choice in in_turn)
+        parallel = any(spec.choice.method.is_parallel for spec in specs)
+        in_turn = [spec.choice for spec in specs if spec.choice.method.needs_draft_model and not spec.choice.method.is_parallel]
+        sequential = any(not choice.settings.drafts_text for choice in in_turn)
         loading = open_pair(models, err, quiet=output.quiet, parallel=parallel, sequential=sequential, tuned_for=sampling)
         pair, profile = loading
         opened.enter_context(pair)
-        is_new = recorded is None  # a resumed comparison keeps the settings of its trace
-        if is_new and not output.quiet and (parallel or sequential):
+        if recorded is None and not output.quiet and (parallel or sequential):
             show_overlap(pair, err)
         if profile is not None:
-            specs, taken = tuned_specs(profile, specs, keep=not is_new)
+            specs, taken = tuned_specs(profile, specs, keep=recorded is not None)  # a resumed one keeps its settings
             config = replace(config, specs=specs)
             if taken and not output.quiet:
                 err.print(Text(f"tuned: {taken}"), soft_wrap=True)
-        Comparison(pair, config, recorded, trace, output).run()
+        runner = Runner(pair, config, trace)
+        runner.check()
+        if recorded is not None and trace is not None:
+            runner.resume(recorded)
+            trace.keep = recorded.end
+        Comparison(runner, output).run()
 
 
 class Comparison:
-    """One comparison on a loaded pair of models. `recorded` contains the finished runs of the trace that is resumed, None for a
-    new comparison. Each finished run is written to `trace`.
+    """One comparison: measures what `runner` has not measured yet, and writes the results."""
 
-    Raises SpecgenError if a prompt does not fit into the context or if the resumed trace was made with other settings.
-    """
-
-    def __init__(
-        self,
-        pair: Pair,
-        config: BenchmarkConfig,
-        recorded: RecordedComparison | None,
-        trace: TraceWriter | None,
-        output: CompareOutput,
-    ) -> None:
-        self._pair, self._config, self._output = pair, config, output
-        self._runner = Runner(pair, config, trace)
-        self._results = self._runner.results
-        self._runner.check()
-        if recorded is not None:
-            self._runner.resume(recorded)
-            if trace is not None:
-                trace.keep = recorded.end
+    def __init__(self, runner: Runner, output: CompareOutput) -> None:
+        self._runner, self._results, self._output = runner, runner.results, output
         self._err = theme.console(stderr=True, no_color=output.no_color)
 
     def run(self) -> None:
@@ -120,20 +104,19 @@ class Comparison:
         made = method_results(self._results)
         if costs is not None:
             made = with_predictions(made, self._results, costs)
-        notes = self._energy_notes()
-        if isinstance(ended, KeyboardInterrupt):
-            notes.insert(0, self._interruption())
-        shown = self._report(made, " ".join(notes))
+        is_interrupted = isinstance(ended, KeyboardInterrupt)
+        shown = self._report(made, " ".join([self._interruption()] * is_interrupted + self._energy_notes()))
         with interrupts.held():
             try:
                 self._print(shown, costs)
             finally:  # also if the reader has closed the pipe
                 unwritten = self._write_files(shown)
-        errors = [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
-        if isinstance(ended, KeyboardInterrupt) and not errors:
-            raise ended
-        errors = [*self._differences(made), *errors]
-        errors = errors or [each for result in made if (each := _failure(result)) is not None]
+        if is_interrupted and not unwritten:
+            raise KeyboardInterrupt
+        errors = [*self._differences(made), *([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
+        if not errors:  # of the methods that failed while running, and not of those that lack something, such as a head
+            failed = [(result.name, result.failure) for result in made if isinstance(result.failure, RunError)]
+            errors = [RunError(f"{name}: {failure.message}", failure.hint) for name, failure in failed]
         if errors:
             raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
 
@@ -146,7 +129,7 @@ class Comparison:
                         if not progress.is_silent:
                             with interrupts.held():
                                 views.show_step(progress, self._report(method_results(self._results, FEW_RESAMPLES)), step)
-                return measure_costs(self._pair, self._results) if self._output.predict else None, None
+                return measure_costs(self._runner.pair, self._results) if self._output.predict else None, None
             except KeyboardInterrupt as interruption:
                 return None, interruption
             except SpecgenError as error:
@@ -155,20 +138,20 @@ class Comparison:
                 return None, error
 
     def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
-        return views.Report(
-            self._results, made, models_in_words(self._pair), self._output.by_category, self._output.phases, notes
-        )
+        where = models_in_words(self._runner.pair)
+        return views.Report(self._results, made, where, self._output.by_category, self._output.phases, notes)
 
     def _interruption(self) -> str:
         path = self._output.trace_path
-        resume = "with --trace FILE.jsonl the next one can be resumed"
-        hint = resume if path is None else f"continue with --resume {shlex.quote(str(path))}"
+        hint = "with --trace FILE.jsonl the next one can be resumed"
+        if path is not None:
+            hint = f"continue with --resume {shlex.quote(str(path))}"
         return f"Interrupted after {theme.counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:
         """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
         energy = next((run.line["energy"] for run in self._results.runs.values() if run.line.get("energy")), None)
-        if energy is None or not self._config.energy:
+        if energy is None or not self._results.config.energy:
             return []
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
@@ -182,7 +165,7 @@ class Comparison:
                 out.print(text)
             return
         for result in shown.made:
-            line = as_json(result) | {"tuned_on": self._config.tuned_on(result.spec)}
+            line = as_json(result) | {"tuned_on": self._results.config.tuned_on(result.spec)}
             print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs})
         if not self._output.quiet:
             for note in self._energy_notes():
@@ -208,38 +191,31 @@ class Comparison:
         from specgen.view.pages import comparison_page
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-        return comparison_page(shown, _machine(self._pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
+        return comparison_page(shown, _machine(self._runner.pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
 
     def _differences(self, made: Sequence[MethodResult]) -> list[SpecgenError]:
         """Returns an error for each method whose output differs from plain decoding's."""
         hint = "This is an error in the method or in a forward pass: please report it with --trace"
-        broken = [(result.spec.written, result.broken) for result in made if result.broken is not None]
-        said = [found.explanation(name, self._results.label(found.prompt_index)) for name, found in broken]
-        return [OutputDiffersError(each.rstrip("."), hint) for each in said]
-
-
-def _failure(result: MethodResult) -> SpecgenError | None:
-    """Returns the error of a method that failed while running. One that lacks something, such as a head, has not failed."""
-    failure = result.failure
-    return RunError(f"{result.name}: {failure.message}", failure.hint) if isinstance(failure, RunError) else None
+        errors: list[SpecgenError] = []
+        for result in made:
+            if (found := result.broken) is not None:
+                said = found.explanation(result.spec.written, self._results.label(found.prompt_index))
+                errors.append(OutputDiffersError(said.rstrip("."), hint))
+        return errors
 
 
 def _machine(pair: Pair) -> list[tuple[str, str]]:
-    """Returns (heading, text) pairs that describe the machine, its GPUs that are used, the devices and the CPU's threads, the
-    target and the draft model (if there is one)."""
+    """Returns (heading, text) pairs that describe the machine with its GPUs that are used, the target and the draft model."""
     import torch
 
     from specgen.pair.pair import devices
 
-    target, draft = pair.target, pair.draft
-    gpus = ", ".join(torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda")
-    apart = "" if draft is None or draft.device == target.device else f" (draft: {draft.device})"
-    device = f"{target.device}{apart}, {target.dtype_name}, {theme.counted(torch.get_num_threads(), 'CPU thread')}"
-    models = [("Target", _model(target)), *([] if draft is None else [("Draft", _model(draft))])]
-    return [("Machine", machine_in_words()), *([("GPU", gpus)] if gpus else []), ("Device", device), *models]
-
-
-def _model(loaded: LoadedModel) -> str:
-    parameters, shape = sum(loaded.prepared.parameters.values()), loaded.prepared.shape
-    size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
-    return f"{loaded.name} ({shape.model_type}, {size} parameters, {shape.num_layers} layers, {loaded.dtype_name})"
+    gpus = [torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda"]
+    threads = theme.counted(torch.get_num_threads(), "CPU thread")
+    rows = [("Machine", ", ".join([machine_in_words(), *gpus, threads]))]
+    for role, model in (("Target", pair.target), ("Draft", pair.draft)):
+        if model is not None:
+            shape, millions = model.prepared.shape, sum(model.prepared.parameters.values()) / 1e6
+            size = f"{shape.model_type}, {millions:,.1f} million parameters, {shape.num_layers} layers"
+            rows.append((role, f"{model.name} ({size}, {model.device} {model.dtype_name})"))
+    return rows

@@ -23,10 +23,8 @@ from specgen.view.progress import Progress
 LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
 
-def generate(
-    prompt: str | None, asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput
-) -> None:
-    """Continues the prompt, which is None where standard input has it. Raises SpecgenError."""
+def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
+    """Continues the prompt. Raises SpecgenError."""
     if asked.help_method:
         method_card(theme.console(no_color=output.no_color), methods.find(asked.method or methods.DEFAULT_METHOD))
         return
@@ -36,7 +34,7 @@ def generate(
     record = output.record is not None
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
-    text = _prompt(prompt, asked.system, chat=asked.chat)
+    text = _prompt(asked.prompt, asked.system, chat=asked.chat)
     check_outputs({"--trace": output.trace}, [], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text

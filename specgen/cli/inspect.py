@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,9 +11,10 @@ from rich.console import Console
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.text import print_json
+from specgen.cli.commands import given
 from specgen.cli.inspect_traces import inspect_traces
 from specgen.cli.opening import disable_hub_progress, open_pair
-from specgen.cli.options import ModelOptions, OutputOptions, PairOptions, TraceOptions
+from specgen.cli.options import InspectOptions, ModelOptions, OutputOptions, PairOptions, TraceOptions
 from specgen.view import pair_report as view
 from specgen.view import theme
 from specgen.view.progress import Progress
@@ -24,37 +23,26 @@ if TYPE_CHECKING:
     from specgen.tune.pair_inspection import PairReport
 
 
-def inspect(
-    traces: Sequence[Path],
-    list_methods: bool,
-    shown: TraceOptions,
-    pair: PairOptions,
-    models: ModelOptions,
-    output: OutputOptions,
-) -> None:
+def inspect(asked: InspectOptions, shown: TraceOptions, pair: PairOptions, models: ModelOptions, output: OutputOptions) -> None:
     """Shows traces, a pair of models or the methods. Raises SpecgenError for options that contradict each other."""
-    of_pair = next((name for group in (models, pair) for name in _given(group)), None)
-    wanted = [each for each in ("a trace" if traces else None, of_pair, "--methods" if list_methods else None) if each]
+    wanted = ["a trace"] if asked.traces else []
+    wanted += [*given(models), *given(pair)][:1]
+    wanted += ["--methods"] if asked.list_methods else []
     if not wanted:
         ways = "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the bundled one), or list the methods: "
         raise SpecgenError("nothing to inspect", f"{ways}specgen inspect --methods")
     if len(wanted) > 1:
         raise SpecgenError(f"{' and '.join(wanted)} cannot be combined", "Inspect traces, a pair of models, or the methods")
-    if not traces and (of_trace := _given(shown)):
-        raise SpecgenError(f"{of_trace[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
+    if not asked.traces and given(shown):
+        raise SpecgenError(f"{given(shown)[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
     if pair.pair and models.target is not None:
         raise SpecgenError(f"--pair is the bundled pair, and --target {models.target} is given too", "Leave one of them out")
-    if list_methods:
+    if asked.list_methods:
         _list_methods(output)
-    elif traces:
-        inspect_traces(traces, output, shown)
+    elif asked.traces:
+        inspect_traces(asked.traces, output, shown)
     else:
-        inspect_pair(models, output, measure=pair.measure)
-
-
-def _given(group: ModelOptions | TraceOptions | PairOptions) -> list[str]:
-    """The options of a group that do not have their default."""
-    return [f"--{each.name.replace('_', '-')}" for each in fields(group) if getattr(group, each.name) != each.default]
+        _inspect_pair(models, output, measure=pair.measure)
 
 
 def _list_methods(output: OutputOptions) -> None:
@@ -66,7 +54,7 @@ def _list_methods(output: OutputOptions) -> None:
             view.method_card(out, method)
 
 
-def inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
+def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
     """Shows a report on a pair of models.
 
     With `measure` the models are loaded and their forward passes timed.

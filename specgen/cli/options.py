@@ -1,6 +1,6 @@
 """What can be given on the command line: the options of the four commands, in groups, and what the help says of them.
 
-A command takes each group as one parameter (see `commands.grouped`). A row (names and value, help text) describes an option.
+A command takes each group as one parameter. A row (names and value, help text) describes an option.
 """
 
 from __future__ import annotations
@@ -15,67 +15,48 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, file_identity
 from specgen.base.types import SamplingParams, check_backend, check_draft_dtype
 
-Rows = Mapping[str, tuple[str, str]]  # by the parameter's name: a short name, another name than `--like-this`, the value; help
+Rows = Mapping[str, tuple[str, str]]  # by the field's name: a short name, another name than `--like-this`, the value; help
+ARGUMENTS = ("prompt", "traces")  # the other fields are options
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
     # models
     "target": ("-t MODEL", "The target model: a Hugging Face id or a folder. Default: the bundled demo pair."),
     "draft": ("-d MODEL", "The draft model: a Hugging Face id or a folder. Some methods need none."),
-    "device": (
-        "auto|cpu|cuda|cuda:N|mps|auto-map",
-        "The device that runs the models; auto-map: the target over all GPUs and the CPU, as far as needed.",
-    ),
+    "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
-    "dtype": (
-        "auto|float32|bfloat16|float16",
-        "The dtype of both models. auto: the dtype of the weights, on a CPU the one that is measured to be faster.",
-    ),
+    "dtype": ("auto|float32|bfloat16|float16", "The dtype of both models. auto: that of the weights, on a CPU the faster one."),
     "draft_dtype": (
         "auto|float32|...|int8|int4",
-        "The draft model's dtype; int8 and int4 round its weights. Default: what tune has found to be faster, else --dtype.",
+        "int8 and int4 round the draft. Default: the tuned one, else --dtype.",
     ),
     "revision": ("REV", "The target's branch, tag or commit on the hub."),
     "draft_revision": ("REV", "The draft model's branch, tag or commit on the hub."),
     "trust_remote_code": ("", "Allow models to run the Python code in their repository."),
     "offline": ("", "Use only models in the local cache, and never connect to the hub."),
-    "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one that was trained here for the target."),
+    "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one trained here for the target."),
     "head": (
         "FOLDER",
-        "A trained head for eagle, medusa or glide, a folder or a Hugging Face id. Default: the one trained here for the target.",
+        "A head for eagle, medusa or glide (also a hub id). Default: the one trained here for the target.",
     ),
-    "backend": (
-        "auto|native|transformers",
-        "Whose forward pass runs the models. auto: specgen's own where it supports the model, else transformers'.",
-    ),
+    "backend": ("auto|native|transformers", "Whose forward pass runs the models. auto: specgen's own where it supports them."),
     "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
-    "exact": (
-        "",
-        "Compute a token's logits alike in every pass, so that plain and speculative decoding see equal bits. For specgen's own "
-        "forward pass on a CPU or one CUDA device, and for methods that draft no trees. On CUDA a prompt takes longer: it is run "
-        "16 tokens at a time.",
-    ),
+    "exact": ("", "Make plain and speculative logits bit-equal (native backend, no draft trees). Slower for prompts on CUDA."),
     "profile": ("DIR", "Use the tuned profile in this folder. Default: the one that specgen tune saved for this pair."),
     # sampling and limits
     "max_new_tokens": ("-n N", "Generate at most N tokens."),
     "temperature": ("T", "The sampling temperature. 0: greedy decoding."),
     "top_p": ("P", "Sample from the most probable tokens whose probabilities add up to P."),
     "top_k": ("K", "Sample from the K most probable tokens. 0: from all."),
-    "seed": (
-        "N",
-        "The seed for sampling, bandit policies and training; without one, a random one. The same seed gives the same tokens; "
-        "with adaptive and pearl, for equal measured costs.",
-    ),
+    "seed": ("N", "The random seed; it gives the same tokens again, with adaptive and pearl for equal measured costs."),
     "ignore_eos": ("", "Continue after an end-of-sequence token, so that every measured run is equally long."),
+    "stop": ("TEXT", "End the output before this text (repeatable)."),
     # output
     "json": ("", "Write JSON lines to standard output instead of text."),
     "quiet": ("-q", "Show no progress and no footer."),
     "no_color": ("", "Use bold, underline and strikethrough instead of colours."),
     "trace": ("FILE.jsonl", "Write every round to this file, as JSON lines."),
-    "record": (
-        "distributions",
-        "Add to the trace the overlap and KL divergence of draft and target at each drafted token. This takes time.",
-    ),
+    "record": ("distributions", "Add to the trace how close draft and target are at each drafted token. This takes time."),
     "perplexity": ("", "Compute the output's perplexity under the target. Lossy methods always do."),
     "energy": ("", "Measure the energy above idle, in joules per token, where the hardware has counters."),
 }
@@ -85,7 +66,6 @@ GENERATE_ROWS: Rows = {
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
     "help_method": ("", "Describe --method and its settings, then exit."),
-    "stop": ("TEXT", "End the output before this text (repeatable)."),
     "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
 }
 COMPARE_ROWS: Rows = {
@@ -94,10 +74,7 @@ COMPARE_ROWS: Rows = {
         "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
         "transformers and transformers-assisted are baselines.",
     ),
-    "prompts": (
-        "FILE",
-        "The prompts: YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl.",
-    ),
+    "prompts": ("FILE", "YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."),
     "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
     "turns": ("", "Use all turns of a question, with plain decoding's answers between them, not only the first."),
     "repeats": ("N", "Run each prompt N times and use the median time."),
@@ -116,11 +93,7 @@ INSPECT_ROWS: Rows = {
     "rounds": ("N", "Show at most N rounds of each run. Default: 40 of a single run, none of several."),
     "run": ("N", "Show the rounds of each method's N-th run."),
     "pair": ("", "Inspect the bundled pair."),
-    "measure": (
-        "",
-        "Load the pair and measure its forward passes, for the acceptance rate from which speculation is faster. "
-        "Default: the bundled pair.",
-    ),
+    "measure": ("", "Load the pair and time its passes, for the acceptance rate from which speculation is faster."),
 }
 TUNE_ROWS: Rows = {
     "methods": ("-m LIST", "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."),
@@ -131,30 +104,18 @@ TUNE_ROWS: Rows = {
         "those that the target continues.",
     ),
     "limit": ("N", "Number of prompts, taken from each category in turn."),
-    "objective": (
-        "speed|perplexity",
-        "Choose the settings of lossy methods (mtad, bild) by speed under --max-perplexity, or by the lowest perplexity.",
-    ),
-    "max_perplexity": (
-        "X|P%",
-        "The largest perplexity of a lossy method's output, or its percentage of plain decoding's (100%).",
-    ),
-    "export": (
-        "ENGINE",
-        "Print the tuned settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx; uses an existing profile.",
-    ),
+    "objective": ("speed|perplexity", "Choose lossy settings by speed under --max-perplexity, or by the lowest perplexity."),
+    "max_perplexity": ("X|P%", "The largest perplexity of a lossy output, or its percentage of plain decoding's (100%)."),
+    "export": ("ENGINE", "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx, of a profile if any."),
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
     "train": (
         "",
-        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, "
-        "with -m medusa, eagle or glide a head.",
+        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, with -m medusa, eagle "
+        "or glide a head.",
     ),
     "minutes": ("M", "Total training time (10)."),
     "steps": ("S", "Optimizer steps instead of minutes: reproducible weights."),
-    "corpus": (
-        "FILE",
-        "Training text: plain, or JSON lines with text (with --chat also prompt or messages); demo: the bundled pair's own.",
-    ),
+    "corpus": ("FILE", "Plain text, or JSON lines with text (--chat: prompt or messages); demo: the bundled pair's own."),
     "layer": ("N", "Put the exit after layer N (7 % of the layers)."),
     "exit_layers": ("0|1|2", "Layers in the exit; 0: only a head."),
     "exit_head": ("own|target", "Train the exit's LM head, or use the target's."),
@@ -276,6 +237,7 @@ class GenerateOptions:
     """What `generate` decodes, and how."""
 
     panel: ClassVar[str | None] = None
+    prompt: str | None = None
     method: str | None = None
     settings: list[str] | None = None
     chat: bool = False
@@ -345,6 +307,15 @@ class CompareOutput(RecordOptions):
 
 
 @dataclass(frozen=True)
+class InspectOptions:
+    """What to inspect, if it is no pair of models."""
+
+    panel: ClassVar[str | None] = None
+    traces: list[Path] | None = None
+    list_methods: bool = False
+
+
+@dataclass(frozen=True)
 class TraceOptions:
     """What to show of recorded runs. Raises SpecgenError for a number out of range."""
 
@@ -410,3 +381,28 @@ class TrainingOptions:
     batch: int | None = None
     training_length: int | None = None
     learning_rate: float | None = None
+
+
+COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
+    "generate": (
+        "Continue a prompt. The tokens that the draft proposed are green, the target's own plain.",
+        GENERATE_ROWS,
+        (GenerateOptions, DecodingOptions, GenerateSampling, GenerateOutput),
+    ),
+    "compare": (
+        "Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?",
+        COMPARE_ROWS,
+        (CompareOptions, DecodingOptions, SamplingOptions, CompareOutput),
+    ),
+    "inspect": (
+        "Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods).",
+        INSPECT_ROWS,
+        (InspectOptions, TraceOptions, PairOptions, ModelOptions, OutputOptions),
+    ),
+    "tune": (
+        "Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target.",
+        TUNE_ROWS,
+        (TuneOptions, TrainingOptions, TuneSampling, ModelOptions, OutputOptions),
+    ),
+}
+"""By name: the help, the rows of its own options, and the groups of options that the command's function takes."""

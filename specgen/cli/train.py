@@ -57,8 +57,8 @@ EXIT = Trainable("an exit layer", "eesd", "exits.ExitObjective")
 PREDICTOR = Trainable("a predictor", "eesd", "exits.PredictorObjective")  # for the exit layer that --exit-layer names
 DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.0)  # learns from the target's own text only
 MEDUSA = Trainable("Medusa heads", "medusa", "heads.MedusaObjective", 3e-3)
-EAGLE = Trainable("an EAGLE head", "eagle", "layers.EagleObjective")
-GLIDE = Trainable("a GliDe head", "glide", "layers.GlideObjective")
+EAGLE = Trainable("an EAGLE head", "eagle", "heads.EagleObjective")
+GLIDE = Trainable("a GliDe head", "glide", "heads.GlideObjective")
 TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
 
 
@@ -103,11 +103,9 @@ def check(asked: Asked) -> None:
     rules = (
         ("--minutes", training.minutes, tiny, huge, "above 0"),
         ("--steps", training.steps, 1, huge, "above 0"),
-        ("--layer", training.layer, 1, huge, "above 0"),
         ("--batch-size", training.batch, 1, huge, "above 0"),
         ("--learning-rate", training.learning_rate, tiny, huge, "above 0"),
         ("--window", training.training_length, 8, huge, "at least 8 tokens"),
-        ("--exit-layers", training.exit_layers, 0, 2, "0 (a head alone), 1 or 2"),
         ("--self-text", training.self_text, least_share, 1, "from 0 to 1, for sd above 0"),
         ("--seed", seed, 0, 2**31 - 1, "a whole number from 0 to 2^31 - 1"),
     )
@@ -275,8 +273,8 @@ def _report(part: Trainable, path: Path, made: Mapping[str, Any]) -> tuple[dict[
     if part not in (EXIT, PREDICTOR):
         return {"head": str(path), "kind": made["kind"], **fields}, sentence
     if fit is not None:
-        sentence += f" Predictor: mean score {fit['mean_score']:.2f} where {fit['accepted']:.2f} is accepted"
-        sentence += f", area under the ROC curve {fit['ranking']:.2f}."
+        sentence += f" Predictor: mean score {fit['mean_score']:.2f} where {fit['accepted']:.2f} is accepted, cross-entropy"
+        sentence += f" {fit['loss']:.3f} (of the mean alone: {fit['base_loss']:.3f})."
     elif not made["predictor"]:
         sentence += " No predictor: too little text."
     named = {"exit_layer": str(path), "after": made["after"], "predictor": made["predictor"], "profile": str(path.parent)}
@@ -288,9 +286,6 @@ def _draft_report(path: Path, figures: Mapping[str, Any]) -> tuple[dict[str, Any
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
     agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
-    if figures.get("acceptance") is not None:
-        acceptance = f"{figures['acceptance']:.1%} (before: {figures['acceptance_before']:.1%})"
-        agreement += f" Expected acceptance at temperature 1: {acceptance}; the vocabularies allow {figures['common']:.1%}."
     advice = f"Use it: --draft {path}"
     if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
         advice = f"Agreement on greedy tokens did not rise: keep the draft you have. The new one is in {path}"

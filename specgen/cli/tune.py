@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -22,15 +20,15 @@ from specgen.base.files import data_folder, make_writable_folder
 from specgen.base.machine import launch
 from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
-from specgen.cli.commands import check_outputs
+from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap
 from specgen.cli.options import ModelOptions, OutputOptions, TrainingOptions, TuneOptions, TuneSampling
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Objective
+from specgen.view import pair_report as view
 from specgen.view import theme
-from specgen.view import tune_report as view
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
@@ -40,23 +38,23 @@ if TYPE_CHECKING:
 
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
-_ALSO_FOR_TRAINING = {"methods", "prompts", "chat", "out", "seed"}
+_ALSO_FOR_TRAINING = ("--methods", "--prompts", "--chat", "--out", "--seed")
+_IN_TURN = "Tune and train in turn: specgen tune --train, then specgen tune"
 
 
 def tune(
-    called: typer.Context,
-    tuning: TuneOptions,
-    sampling: TuneSampling,
-    training: TrainingOptions,
-    models: ModelOptions,
-    output: OutputOptions,
+    tuning: TuneOptions, training: TrainingOptions, sampling: TuneSampling, models: ModelOptions, output: OutputOptions
 ) -> None:
     """Tunes the pair, or trains what drafts for its target. Raises SpecgenError."""
     begin = time.perf_counter()
-    _check_given(called, train=training.train)
+    of_tuning = [name for name in (*given(tuning), *given(sampling)) if name not in _ALSO_FOR_TRAINING]
     if not training.train:
+        if wrong := given(training):
+            raise SpecgenError(f"{', '.join(wrong)} needs --train", _IN_TURN)
         tune_pair(models, tuning, sampling.params(), output, begin)
         return
+    if of_tuning:
+        raise SpecgenError(f"{', '.join(of_tuning)} cannot be combined with --train", _IN_TURN)
     if launch() is not None:
         raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
     if models.head is not None:
@@ -66,22 +64,6 @@ def tune(
         raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
     err = theme.console(stderr=True, no_color=output.no_color)
     run_training(models, tuning, sampling.seed or 0, training, err, quiet=output.quiet, as_json=output.json)
-
-
-def _check_given(called: typer.Context, *, train: bool) -> None:
-    """Raises SpecgenError for the options on the command line that belong to training but `train` is False, or the reverse."""
-    of_training = {field.name for field in fields(TrainingOptions)} - {"train"}
-    of_tuning = {field.name for group in (TuneOptions, TuneSampling) for field in fields(group)} - _ALSO_FOR_TRAINING
-    wrong = [
-        max(option.opts, key=len)
-        for option in called.command.params
-        if option.name in (of_tuning if train else of_training)
-        and getattr(called.get_parameter_source(option.name), "name", "") == "COMMANDLINE"
-    ]
-    if wrong:
-        named = ", ".join(wrong)
-        problem = f"{named} cannot be combined with --train" if train else f"{named} needs --train"
-        raise SpecgenError(problem, "Tune and train in turn: specgen tune --train, then specgen tune")
 
 
 def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams, output: OutputOptions, begin: float) -> None:
@@ -199,7 +181,7 @@ def _tune(
     except RunError as error:
         failure = error
     if not output.quiet:
-        view.report(err, outcome, path, is_default=folder.resolve() == default.resolve())
+        view.show_tuning(err, outcome, path, is_default=folder.resolve() == default.resolve())
     if asked.export is not None:
         _export(asked.export, pair, profile, err, output.quiet)
     elif output.json:
@@ -226,7 +208,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
         "settings": {each.name: dict(each.settings) for each in tuned},
         "acceptance": outcome.acceptance_probability,
-        "pays_from": outcome.break_even_acceptance,
+        "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "draft_dtype": outcome.draft_dtype,

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,9 +34,6 @@ from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
 from specgen.engine.weights import stored_tensors
-
-if TYPE_CHECKING:
-    from specgen.engine.transformers.loading import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +128,11 @@ class PreparedModel:
 
         Raises SpecgenError if transformers cannot load weights in their format there.
         """
-        return self.quantisation is not None and self.checkpoint.dequantises_on(device)
+        if self.quantisation is None:
+            return False
+        from specgen.engine.transformers.loading import check_quantisation
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """What transformers has to know to load the model."""
-        from specgen.engine.transformers.loading import Checkpoint
-
-        return Checkpoint(self.folder, self.name, self.source.trust_remote_code, self.transformers_config, self.quantisation)
+        return check_quantisation(self.quantisation, device, self.name)
 
 
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
@@ -266,7 +260,7 @@ class LoadedModel:
         model = self.model
         if isinstance(model, TransformersModel):
             return model.module
-        return load_module(self.prepared.checkpoint, model.dtype, model.device)
+        return load_module(self.prepared, model.dtype, model.device)
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         """Returns a runner of the model in its own token ids. Raises SpecgenError as `model` and `has_penalties` do."""
@@ -355,7 +349,7 @@ def load_weights(
         if prepared.architecture is None:
             from specgen.engine.transformers.loading import load_transformers_model
 
-            return load_transformers_model(prepared.checkpoint, dtype, device, layer_devices)
+            return load_transformers_model(prepared, dtype, device, layer_devices)
         options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
         native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
         if device.type == "cuda" and layer_devices is None:  # a graph is of one device

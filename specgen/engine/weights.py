@@ -67,20 +67,12 @@ class WeightFiles:
             self._paths = files_of_keys(path, single)
             self.bytes = sum(each.stat().st_size for each in set(self._paths.values()))
         self._keys: dict[str, str] = {}
-        self._name((name_of(key), key) for key in self._paths)
-
-    def _name(self, named: Iterable[tuple[str | None, str]]) -> None:
-        for name, key in named:
-            if name is None:
-                continue
+        for key in self._paths:
+            name = name_of(key)
             if name in self._keys:
                 raise self.refuse(f"both {shown(self._keys[name])} and {shown(key)} are its {shown(name)}")
-            self._keys[name] = key
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Changes the names of all tensors. Messages still call a tensor by its key."""
-        old, self._keys = self._keys, {}
-        self._name((new_name(name), key) for name, key in old.items())
+            if name is not None:
+                self._keys[name] = key
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys
@@ -121,22 +113,15 @@ class WeightFiles:
         check_no_extra((key for name, key in self._keys.items() if name not in known), self.owner, layers)
 
     def _check_complete(self, names: Iterable[str]) -> None:
-        if missing := sorted(self._missing_key(name) for name in names if name not in self._keys):
+        if missing := sorted(name for name in names if name not in self._keys):
             raise missing_tensors(self.owner, missing)
-
-    def _missing_key(self, name: str) -> str:
-        """Returns what a missing tensor would be called in these files: most models' have the prefix `model.`."""
-        has_prefix = any(key == f"model.{other}" for other, key in self._keys.items())
-        return f"model.{name}" if has_prefix and not name.startswith("lm_head.") else name
 
     def take(self, name: str) -> torch.Tensor:
         """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the files are small.
 
         Raises SpecgenError if it is missing or damaged, or holds no floating-point numbers.
         """
-        self._check_complete([name])
-        with reading_weights(self.owner):
-            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(self._keys[name])
+        tensor = self._stored(name)
         self._check_dtype(name, tensor.dtype)
         if self._device.type != "cpu":
             return tensor.to(self._device)
@@ -144,13 +129,17 @@ class WeightFiles:
 
     def take_integers(self, name: str) -> torch.Tensor:
         """Returns a vector of integers or booleans as int64 on the CPU. Raises SpecgenError if the tensor is something else."""
-        self._check_complete([name])
-        with reading_weights(self.owner):
-            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(self._keys[name])
+        tensor = self._stored(name)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() != 1:
             found = f"{tensor.dim()}-dimensional {str(tensor.dtype).removeprefix('torch.')}"
             raise self.refuse(f"{self.key(name)} has to be a vector of integers, not {found}")
         return tensor.to("cpu", torch.int64)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(self._keys[name])
+        return tensor
 
     def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
         """Returns some rows (`dimension` 0) or columns (1) of a tensor, those of all `ranges`, as a copy. Reads nothing else."""
@@ -211,7 +200,7 @@ def reading_weights(owner: str) -> Iterator[None]:
     """Turns errors of reading weight files into a SpecgenError that calls their owner by name."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
         reason = one_line(" ".join(str(error).split()))[:160] or type(error).__name__
         raise SpecgenError(f"cannot read the weights of {owner}: {reason}", AGAIN) from error
 
@@ -261,7 +250,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
     """
     found: dict[str, tuple[list[int], str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with _reading(path), path.open("rb") as file:
+        with reading_weights(str(path)), path.open("rb") as file:
             found |= {name: (tensor["shape"], tensor["dtype"]) for name, tensor in _header(file)[0].items()}
     return found
 
@@ -274,7 +263,7 @@ def weights_fingerprint(folder: Path) -> str:
     """
     digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
-        with _reading(path):
+        with reading_weights(str(path)):
             status = path.stat()
             digests += _tensor_digests(path, status.st_size, status.st_mtime_ns)
     return _combined(digests)
@@ -320,11 +309,3 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return header, 8 + size
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SpecgenError(f"cannot read the weights {path}", "Download or save them again") from error

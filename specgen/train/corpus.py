@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
+from io import StringIO
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -17,13 +18,15 @@ from pydantic import Field
 
 from specgen import demo
 from specgen.base.errors import SpecgenError
-from specgen.base.schema import check
+from specgen.base.schema import check, read_text
 
 if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 MAX_TOKENS = 8_000_000
+LARGEST = 1 << 28  # bytes of a file
+_HINT = f"Name a text file, or a part of it: {MAX_TOKENS:,} tokens are used at most"
 _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
 _PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
@@ -136,7 +139,7 @@ def read_corpus(path: Path, encode: Encode) -> Corpus:
     A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
     contains no text.
     """
-    texts = _pieces(path)
+    texts = _pieces(read_text(path, "corpus", _HINT, LARGEST))
     if _is_json_lines(path):
         texts = (check(line, _Document, where, _FORM).text for where, line in _lines(path))
     corpus = Corpus(map(encode, texts))
@@ -190,15 +193,21 @@ def _is_json_lines(path: Path) -> bool:
     return path.suffix in (".jsonl", ".json")
 
 
-def _pieces(path: Path) -> Iterator[str]:
-    """Yields a plain text file in pieces. A piece ends at a line break unless a line is longer.
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the lines of a text file that are not empty, after their positions in messages."""
+    for number, line in enumerate(read_text(path, "corpus", _HINT, LARGEST).split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
 
-    The pieces have about _MAX_PIECE characters, fewer in a short file, so that some of them can be held out of training.
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yields a plain text in pieces. A piece ends at a line break unless a line is longer.
+
+    The pieces have about _MAX_PIECE characters, fewer in a short text, so that some of them can be held out of training.
     """
-    size = path.stat().st_size if path.is_file() else 0
-    size = max(_MIN_PIECE, min(_MAX_PIECE, size // _PIECES))
+    size = max(_MIN_PIECE, min(_MAX_PIECE, len(text.encode()) // _PIECES))
     piece = ""
-    for _, line in _lines(path, with_empty=True):
+    for line in StringIO(text, None):
         piece += line
         while len(piece) >= size:
             end = size if len(line) > size else len(piece)
@@ -206,16 +215,3 @@ def _pieces(path: Path) -> Iterator[str]:
             piece = piece[end:]
     if piece.strip():
         yield piece
-
-
-def _lines(path: Path, *, with_empty: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields the lines of a UTF-8 text file after their positions in messages. Empty ones are left out, unless `with_empty`."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if with_empty or line.strip():
-                    yield f"{path}, line {number}", line
-    except OSError as error:
-        raise SpecgenError(f"cannot read {path}: {error.strerror}", "Name a text file") from error
-    except UnicodeDecodeError as error:
-        raise SpecgenError(f"{path} is not UTF-8", "Convert it first, for example with iconv") from error

@@ -2,7 +2,23 @@
 
 The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed before
 training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one. For a draft with
-another tokenizer see `translation`.
+another tokenizer, the target's text is translated into the draft's tokens.
+
+A drafted token can be accepted only if both vocabularies have it (token-level intersection, Timor et al. 2025, arXiv 2502.05202,
+Algorithm 4). With p the target's next-token distribution, m its probability on this overlap, and p' and q' the target's and the
+draft's distributions restricted to it and renormalized, the chance of acceptance is the sum of min(p, q') over the overlap. It
+is at most m, and because p = m p' there, it is at least m (1 - TV(p', q')) >= m (1 - sqrt(KL(p' || q') / 2)). A draft with
+KL(p' || q') = 0 therefore reaches the bound m, whatever it predicts off the overlap.
+
+This comparison is sound only where both models have read the same bytes and are about to continue them: after a draft token that
+ends at the byte at which a target token ends. There the loss is `divergence`: m KL(p' || q'), and the divergence of the draft's
+own probability of the overlap from m. After all other draft tokens, those of the prompt included but for its last, and where m
+is small, the loss is cross-entropy with the draft's next token.
+
+Drafting reads a text as `Translation` writes it: the prompt in the draft's own tokenization, then each token of the target's
+output as one draft token, or spelled by several. Training uses the same form. In the output, both have a boundary after every
+token of the target, even where the draft's tokenizer would have cut the text elsewhere, so that a distilled draft learns the
+target's tokenization.
 """
 
 from __future__ import annotations
@@ -14,31 +30,39 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 import yaml
+from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.loading import load_module
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.engine.weights import weights_fingerprint
-from specgen.train.corpus import NOT_HELD_OUT, Part
-from specgen.train.loop import IGNORED, MAX_LOGITS, Labels, Objective, PackedBatch, Taught, TrainingBatches
-from specgen.train.measures import divergence, first_shares, held_out_agreement
+from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
+from specgen.train.loop import (
+    IGNORED,
+    MAX_LOGITS,
+    Labels,
+    Objective,
+    PackedBatch,
+    Taught,
+    TrainingBatches,
+    divergence,
+    first_shares,
+    held_out_agreement,
+)
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted
-from specgen.train.translation import Comparisons, check_overlap, common_share, comparisons, off_overlap
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
@@ -48,6 +72,13 @@ _READ_FACTOR = 2  # corpus texts that the target reads, for each one that it gen
 _READ_SHARE = 0.1  # of a budget in seconds at most
 _MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
+_CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
+_CHECKED_TOKENS = 100
+_READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
+_HINT = "Take a draft with the target's tokenizer, or a method without a draft model: -m lookup"
 
 
 class DraftBatches(TrainingBatches):
@@ -62,15 +93,15 @@ class DraftBatches(TrainingBatches):
     ) -> None:
         self._translation = translation
         compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
-        self.top_k_ids = torch.cat([each.top_k_ids for each in compared]) if compared else torch.empty(0, 1).int()
-        self.top_k_log_probs = torch.cat([each.log_probs for each in compared]) if compared else torch.empty(0, 1)
+        self.top_k_ids = torch.cat([each.top_k_ids for each in compared])
+        self.top_k_log_probs = torch.cat([each.log_probs for each in compared])
         starts = accumulate((len(each.after) for each in compared), initial=0)
         taught = []
         for each, start in zip(compared, starts, strict=False):
             teacher = torch.full_like(each.ids, IGNORED)
             teacher[each.after] = torch.arange(start, start + len(each.after))
             taught.append((each.ids.tolist(), teacher.tolist()))
-        longer = sum(len(ids) for ids, _ in taught) / max(1, sum(len(each.text.ids) for each in texts))
+        longer = sum(len(ids) for ids, _ in taught) / sum(len(each.text.ids) for each in texts)
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
@@ -107,7 +138,7 @@ class DraftObjective(Objective):
         self.settings = {"the draft model": weights_fingerprint(draft.folder)}
         self.saved_dtype = DTYPES.get(str(draft.prepared.shape.dtype), torch.float32)
         self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-        self._module = load_module(draft.prepared.checkpoint, torch.float32, self.device).requires_grad_(True)
+        self._module = load_module(draft.prepared, torch.float32, self.device).requires_grad_(True)
         self._masks = AttentionMasks(self._module)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
@@ -131,21 +162,21 @@ class DraftObjective(Objective):
                 found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
         self.target.model.free_weights()
         taught = [each for each in found if each.text.part == Part.TRAIN]
-        self._held_out = {id(each.text): each for each in found if each.text.part == Part.HELD_OUT}
+        self._held_out = [each for each in found if each.text.part == Part.HELD_OUT]
         self.batches = DraftBatches(self.task, taught, self.draft.translation, self.draft.context_limit)
-        self._before = self.measure()
+        self._before = self.agreement()
         return self.batches
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
         mask = self._masks(Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype)
         with self.autocast():
-            logits: torch.Tensor = self._module(
+            logits: Tensor = self._module(
                 input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
             ).logits
         return logits.flatten(0, 1), (batch.labels.flatten(), batch.teacher.flatten())
 
-    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         tokens, teacher = labels
         logits = outputs.float()
         is_taught = (teacher != IGNORED) & (tokens != IGNORED)
@@ -157,52 +188,39 @@ class DraftObjective(Objective):
         loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
         return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
 
-    def measure(self) -> dict[str, Any]:
-        """Returns the draft's figures on the generated tokens of held-out texts. Its context is what drafting makes it.
+    def agreement(self) -> dict[str, float | None]:
+        """Returns the share of tokens for which draft and target have the same most probable token, in greedy and sampled text.
 
-        `agreement` has the share of tokens for which draft and target have the same most probable token, in greedy and in sampled
-        text; None where there are no such tokens. `acceptance`, with a translation, is the mean sum of min(p, q') over the
-        target's known probabilities in sampled text: the expected acceptance of a drafted token at temperature 1; None without
-        such text.
+        It is measured on the generated tokens of held-out texts; None where there are no such tokens. The draft's context is what
+        drafting makes it.
         """
-        accepted: list[torch.Tensor] = []
+        held_out = {id(each.text): each for each in self._held_out}
 
-        def ranks_of(text: Text) -> torch.Tensor:
-            found = self._compared(text)
-            logits = self.next_logits(found.ids)[found.after].cpu().index_fill(-1, self.off_overlap, -torch.inf)
-            if not text.greedy:
-                q = logits.softmax(dim=-1).gather(-1, found.top_k_ids.clamp_min(0).long())
-                p = torch.where(found.top_k_ids >= 0, found.log_probs.exp(), 0)
-                accepted.append(torch.minimum(p, q).sum(dim=-1))
-            return (logits.argmax(dim=-1) != found.top_k_ids[:, 0])[:, None].long()
+        def ranks_of(text: Text) -> Tensor:
+            found, limit = (
+                comparisons(self.draft.translation, held_out[id(text)], 0.0, only_generated=True),
+                self.draft.context_limit,
+            )
+            logits = self.next_logits(found.ids[:limit])
+            inside = found.after < limit
+            best = logits[found.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf).argmax(dim=-1)
+            return (best != found.top_k_ids[inside, 0])[:, None].long()
 
-        texts = [each.text for each in self._held_out.values()]
-        figures: dict[str, Any] = {"agreement": first_shares(held_out_agreement(texts, ranks_of)[0])}
-        if self.draft.translation is not None:
-            figures["acceptance"] = float(torch.cat(accepted).mean()) if accepted else None
-        return figures
-
-    def _compared(self, text: Text) -> Comparisons:
-        found = comparisons(self.draft.translation, self._held_out[id(text)], 0.0, only_generated=True)
-        inside = found.after < self.draft.context_limit
-        ids = found.ids[: self.draft.context_limit]
-        return Comparisons(ids, found.after[inside], found.top_k_ids[inside], found.log_probs[inside])
+        return first_shares(held_out_agreement([each.text for each in self._held_out], ranks_of)[0])
 
     @inference
-    def next_logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def next_logits(self, ids: Tensor) -> Tensor:
         """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
-        logits: torch.Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+        logits: Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
         return logits.float()
 
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-        """Also measures the draft as it was before training (`agreement_before`, ...). Its files are copied with new weights."""
+        """Also measures the draft as it was before training (`agreement_before`). Its files are copied with new weights."""
         out = self.task.out
         with torch.no_grad():
             for weight in self.parameters.values():
                 weight.copy_(weight.to(self.saved_dtype))
-        figures |= {f"{name}_before": value for name, value in self._before.items()} | self.measure()
-        if self.draft.translation is not None:
-            figures["common"] = common_share(self.draft.translation, [each.text for each in self._held_out.values()])
+        figures |= {"agreement_before": self._before, "agreement": self.agreement()}
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.draft.folder.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
@@ -218,3 +236,80 @@ class DraftObjective(Objective):
         }
         write_whole(out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
         return out, description
+
+
+def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -> None:
+    """Raises SpecgenError if the draft's vocabulary has too little of the training text for distillation to gain anything.
+
+    Also if it has embeddings for `num_embeddings` tokens only, and its tokenizer has more.
+    """
+    tokens = len(translation.draft.pieces)
+    if tokens > num_embeddings:
+        raise SpecgenError(f"the draft's tokenizer has {tokens:,} tokens, and its model {num_embeddings:,} embeddings", _HINT)
+    rng, ids = Random(0), list[int]()
+    for _ in range(_CHECKED):
+        ids += text.sample(rng, _CHECKED_TOKENS)
+    to_draft = translation.target_to_draft  # a model can have more ids than its tokenizer has tokens
+    common = sum(id_ < len(to_draft) and to_draft[id_] >= 0 for id_ in ids) / len(ids)
+    if common < MIN_OVERLAP:
+        shared = f"{common:.0%} of the training text's tokens"
+        raise SpecgenError(f"the draft's vocabulary has only {shared}: more could never be accepted", _HINT)
+
+
+def off_overlap(translation: Translation | None, vocabulary: int) -> Tensor:
+    """Returns the draft's ids of tokens that the target lacks, int64; none without a translation."""
+    known = range(vocabulary) if translation is None else translation.target_to_draft
+    return torch.tensor(sorted(set(range(vocabulary)).difference(known)), dtype=torch.long)
+
+
+def translate(translation: Translation, ids: Sequence[int], prompt_length: int) -> tuple[list[int], list[int]]:
+    """Returns a text of the target in the draft's tokens, as drafting reads it: the first `prompt_length` tokens are a prompt.
+
+    The second list has, for each of the draft's tokens, the index of the target's token after which both models have read the
+    same bytes, or IGNORED.
+    """
+    of_draft, positions = list[int](), list[int]()
+    pieces = [translation.prompt(ids[:prompt_length]), *map(translation.spelling, ids[prompt_length:])]
+    for index, piece in enumerate(pieces, prompt_length - 1):
+        of_draft += piece
+        positions += [*[IGNORED] * (len(piece) - 1), index][: len(piece)]
+    return of_draft, positions
+
+
+class Comparisons(NamedTuple):
+    """A text in the draft's tokens, with the target's predictions where the models are compared.
+
+    `ids` [n] are the draft's token ids. The comparisons are after its tokens number `after` [c]. `top_k_ids` [c, k] are the
+    draft's ids of the target's most probable tokens there, -1 where it has none; `log_probs` [c, k] their log-probabilities.
+    """
+
+    ids: Tensor
+    after: Tensor
+    top_k_ids: Tensor
+    log_probs: Tensor
+
+
+def comparisons(
+    translation: Translation | None, found: PredictedText, min_mass: float, *, only_generated: bool = False
+) -> Comparisons:
+    """Translates a text and finds where the models are compared: where the target's probability on the overlap is `min_mass`.
+
+    Without a translation (None) this is after each token. `only_generated`: only predictions of tokens that the target generated.
+    """
+    text, length = found.text, len(found.text.ids)
+    if translation is None:
+        first = text.prompt_length - 1 if only_generated else 0
+        after = torch.arange(first, length - only_generated)
+        return Comparisons(torch.tensor(text.ids), after, found.top_k_ids[after], found.top_k_log_probs[after])
+    is_read = text.prompt_length >= length  # a corpus text: its beginning is translated as a prompt
+    prompt_length = max(1, int(_READ_CONTEXT * length)) if is_read else text.prompt_length
+    ids, positions = translate(translation, text.ids, prompt_length)
+    chosen = [(after, before) for after, before in enumerate(positions) if 0 <= before < length - 1]
+    after, before = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
+    of_target, log_probs = found.top_k_ids[before], found.top_k_log_probs[before]
+    to_draft = torch.tensor(translation.target_to_draft, dtype=torch.int)
+    is_known = of_target < len(to_draft)
+    top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)
+    probs = log_probs.exp()
+    kept = torch.where(top_k_ids >= 0, probs, 0).sum(dim=-1) >= min_mass * probs.sum(dim=-1)
+    return Comparisons(torch.tensor(ids), after[kept], top_k_ids[kept], log_probs[kept])

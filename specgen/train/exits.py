@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.own_layers import (
     ExitLayers,
@@ -32,13 +34,9 @@ from specgen.engine.parts.own_layers import (
 from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit, under
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Part
-from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches
-from specgen.train.measures import first_shares, held_out_agreement
+from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, first_shares, held_out_agreement
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predictor
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 STEPS, BATCH = 300, 4096  # of the predictor's training
 PASSES = 4  # over each text, each with rounds of other lengths
@@ -46,7 +44,7 @@ STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 PRIOR_DEVIATION = 0.5  # of the part of a score's logit that comes from one of the two hidden states, before training
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 
-ExitOutputs = Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]]
+ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
 """A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
 
 
@@ -76,24 +74,22 @@ class ExitObjective(Objective):
             self.task.stop_if_requested()
             self._predicted.append(predicted(self.target, text, keep_hidden=tokens < wanted_for_predictor(self.target)))
             tokens += len(text.ids)
-        weights = self.initial_weights()
-        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()}
+        batches = self.begin(self.initial_weights(), texts, (Part.TRAIN,))
         self.parameters["head.weight"].requires_grad_(self.own_head)
         self.model.free_weights(self.after)
-        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
-        return TrainingBatches(self.task, taught, (Part.TRAIN,))
+        return batches
 
-    def initial_weights(self) -> dict[str, torch.Tensor]:
+    def initial_weights(self) -> dict[str, Tensor]:
         return self.model.last_layers(self.target.folder, self.layers)
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
         forward_pass = batch.forward_pass()
         hidden = self._first_layers(forward_pass)
         with self.autocast():
             found = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
         return found, (batch.labels.flatten(),)
 
-    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         with self.autocast():
             logits, _ = self._exit(0).norm_and_head(outputs)
         return F.cross_entropy(logits.float(), labels[0], ignore_index=IGNORED, reduction="sum")
@@ -104,13 +100,13 @@ class ExitObjective(Objective):
         top1 = {id(found.text): found.top_k_ids[:, 0] for found in self._predicted}
 
         @torch.no_grad()
-        def outputs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        def outputs(ids: list[int]) -> tuple[Tensor, Tensor]:
             batch = text_pass(torch.tensor(ids, device=self.device))
             with self.autocast():
                 logits, hidden = layer.norm_and_head(layer.run_layers(self._first_layers(batch), batch))
             return logits[0].float(), hidden[0].float()
 
-        def ranks_of(text: Text) -> torch.Tensor:
+        def ranks_of(text: Text) -> Tensor:
             is_wrong = outputs(text.ids)[0].argmax(dim=-1).cpu() != top1[id(text)]
             return is_wrong[text.prompt_length - 1 : -1, None].long()
 
@@ -138,7 +134,7 @@ class ExitObjective(Objective):
         return ExitLayers(self.model, count, self.parameters, trained_product)
 
     @torch.no_grad()
-    def _first_layers(self, batch: BatchPass) -> torch.Tensor:
+    def _first_layers(self, batch: BatchPass) -> Tensor:
         """Returns the hidden states [batch, n, width] after the target's first layers, which are not trained."""
         hidden = self.model.batch(batch, self.after, with_head=False).hidden_states
         assert hidden is not None
@@ -164,7 +160,7 @@ class PredictorObjective(ExitObjective):
     def start(self, texts: Sequence[Text]) -> None:
         super().start(texts)
 
-    def initial_weights(self) -> dict[str, torch.Tensor]:
+    def initial_weights(self) -> dict[str, Tensor]:
         """Returns those of the exit layer, which are not trained."""
         return self.model.last_layers(self.target.folder, 0) | under("exit.", self._part.exit_tensors())
 
@@ -234,14 +230,14 @@ class _Examples:
     are those of `judged_tokens`, with indices of rows.
     """
 
-    target_states: torch.Tensor
-    exit_states: torch.Tensor
-    begins: torch.Tensor
-    drafted: torch.Tensor
-    positions: torch.Tensor
-    accepted: torch.Tensor
+    target_states: Tensor
+    exit_states: Tensor
+    begins: Tensor
+    drafted: Tensor
+    positions: Tensor
+    accepted: Tensor
 
-    def logits(self, predictor: Predictor, chosen: torch.Tensor) -> torch.Tensor:
+    def logits(self, predictor: Predictor, chosen: Tensor) -> Tensor:
         """Returns the predictor's logits for the judged tokens with the indices `chosen`."""
         offsets = predictor.offsets(self.target_states[self.begins[chosen]].float())
         states = self.exit_states[self.drafted[chosen]].float()
@@ -250,7 +246,7 @@ class _Examples:
 
 def _examples(exit_outputs: ExitOutputs, texts: Sequence[PredictedText], part: Part, rng: Random) -> _Examples | None:
     used = [found for found in texts if found.text.part == part and found.hidden is not None]
-    top1s, agreed, exit_states, target_states = list[list[int]](), list[torch.Tensor](), [], []
+    top1s, agreed, exit_states, target_states = list[list[int]](), list[Tensor](), [], []
     for found in used:
         assert found.hidden is not None
         logits, hidden = exit_outputs(found.text.ids)
@@ -300,23 +296,17 @@ def _fit(examples: _Examples, seed: int) -> Predictor:
     return predictor
 
 
-def measure(scores: torch.Tensor, accepted: torch.Tensor) -> dict[str, float]:
+def measure(scores: Tensor, accepted: Tensor) -> dict[str, float]:
     """Returns how well predicted acceptance probabilities `scores` [n] fit the outcomes `accepted` [n] (bool).
 
     `mean_score` and `accepted` are the means. `loss` is the cross-entropy in nats, `base_loss` that of always predicting the
-    accepted share. `ranking` is the area under the ROC curve: the probability that an accepted token has a higher score than a
-    rejected one.
+    accepted share.
     """
     scores, labels = scores.double(), accepted.double()
     share = labels.mean()
-    positive = labels.sum()
-    negative = len(labels) - positive
-    ranks_of_accepted = 1 + (labels[scores.argsort()] > 0).nonzero().double()
-    above = ranks_of_accepted.sum() - positive * (positive + 1) / 2
     return {
         "mean_score": float(scores.mean()),
         "accepted": float(share),
         "loss": float(F.binary_cross_entropy(scores, labels)),
-        "base_loss": float(F.binary_cross_entropy(torch.full_like(labels, float(share)), labels)),
-        "ranking": float(above / (positive * negative)) if positive and negative else 0.5,
+        "base_loss": float(F.binary_cross_entropy(share.expand_as(labels), labels)),
     }

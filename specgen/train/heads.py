@@ -1,37 +1,63 @@
-"""Training of a head that drafts from the target's hidden states (Medusa, EAGLE) or from its keys and values (GliDe); and Medusa.
+"""Training of a head that drafts from the target's hidden states (Medusa, EAGLE) or from its keys and values (GliDe).
 
 The target runs in every step without gradients, so what a head reads is never stored. The loss is the divergence from the
 target's own predictions, on text that the target generated and on corpus text alike.
+
+Medusa-1: Cai et al. 2024, section 2.2.1. EAGLE-3 (arXiv:2503.01840, section 3.2) and GliDe (Du et al. 2024) have a decoder
+layer, which begins with the weights of the target's last one. EAGLE-3 learns from its own drafts: in its training-time test, the
+predicted features of one step are the input of the next. GliDe's layer also attends to the keys and values of the target's last
+layer. When it drafts, the target has no keys of the drafted tokens yet. So texts are divided into blocks, and each token sees the
+target's keys of earlier blocks alone: the rows of a block are those of a draft that begins after the block's first token.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor
 
-from specgen.engine.native.layer_weights import EXIT_HEAD
+from specgen.base.errors import SpecgenError
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.attention import Sight
+from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_shapes, layer_tensors
 from specgen.engine.native.native_model import NativeModel, final_logits
-from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
+from specgen.engine.native.products import trained_product
+from specgen.engine.native.rotary import RotaryTable
+from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
+from specgen.engine.parts.glide import CrossInputs, GlideLayers
+from specgen.engine.parts.own_layers import known_architecture
+from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, HeadWeights, MedusaWeights
 from specgen.engine.parts.trained_part import check_head_folder, describe_head, round_as_saved, save_head
-from specgen.train.corpus import NOT_HELD_OUT, Part
-from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, pack
-from specgen.train.measures import divergence, held_out_agreement
+from specgen.train.corpus import NOT_HELD_OUT
+from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, divergence, held_out_agreement, pack
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text, most_probable
 
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
-
 HEADS = 4  # of Medusa: as many as EESD compares with (4.1); the published trees use as many
 OWN_SHARE = 0.3  # of the target's weights, in LM heads of Medusa's own: as many as the authors' for 7 billion
+
+
+_LAYERS_FOR_DEFAULT = 7  # the least number of layers in which the authors' three features are of different layers
+_LARGEST_VOCABULARY = 32_000  # tokens that EAGLE's LM head predicts at most, as in the published heads
+_OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
+_SHORTEST, _LONGEST = 2, 10  # tokens in a block of GliDe
+_DEVIATION = 0.02  # of random initial weights
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
+_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 class TargetStates(NamedTuple):
@@ -42,9 +68,9 @@ class TargetStates(NamedTuple):
     n, head size], of the last layer, as the target's KV cache stores them; None unless the objective `reads_cache`.
     """
 
-    features: torch.Tensor
-    hidden: torch.Tensor
-    keys_values: tuple[torch.Tensor, torch.Tensor] | None = None
+    features: Tensor
+    hidden: Tensor
+    keys_values: tuple[Tensor, Tensor] | None = None
 
 
 class Predictions(NamedTuple):
@@ -56,17 +82,17 @@ class Predictions(NamedTuple):
     taken from the text. `sources - depths` is then the last token that was not drafted; rows of one draft have the same.
     """
 
-    outputs: torch.Tensor
-    sources: torch.Tensor
-    depths: torch.Tensor
+    outputs: Tensor
+    sources: Tensor
+    depths: Tensor
 
 
 class HeadObjective(Objective):
     """Trains one kind of head for a target, whose weights do not change: products in the target's dtype, results in float32.
 
     `taps` are the layers whose inputs the head reads (see `Model.forward`). `depths` is the number of drafted tokens for which it
-    is trained and measured. `decay` is the factor of the loss from each of them to the next. `begin` makes the parameters,
-    `predict` and `logits` run within autocast.
+    is trained and measured. `decay` is the factor of the loss from each of them to the next. `predict` and `logits` run within
+    autocast.
     """
 
     kind: ClassVar[HeadKind]
@@ -83,7 +109,7 @@ class HeadObjective(Objective):
         check_head_folder(task.out)
 
     @abstractmethod
-    def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
         """Returns the initial weights by name. `texts` are those that the target generated."""
 
     @abstractmethod
@@ -98,25 +124,23 @@ class HeadObjective(Objective):
     def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
         """Returns the trained weights. `ranks` are from `held_out_agreement`."""
 
-    def logits(self, outputs: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
+    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
         """Returns logits [n, vocabulary] for n rows of `Predictions`: -inf for tokens of the target that the head lacks."""
         return self.target_logits(outputs)
 
-    def row_losses(self, logits: torch.Tensor, top_k_ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
         """Returns KL(target || head) [n] in nats for n rows with the result of `logits`."""
         return divergence(logits, top_k_ids, log_probs)
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
-        made = self.begin(texts, torch.Generator().manual_seed(self.task.recipe.seed))
-        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in made.items()}
-        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
-        return TrainingBatches(self.task, taught, NOT_HELD_OUT)
+        made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
+        return self.begin(made, texts, NOT_HELD_OUT)
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
         found, labels = self.predictions(batch, None if seed is None else Random(seed))
         return found.outputs, labels
 
-    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         depths, top_k_ids, log_probs = labels
         with self.autocast():
             losses = self.decay**depths * self.row_losses(self.logits(outputs, depths), top_k_ids, log_probs)
@@ -135,7 +159,7 @@ class HeadObjective(Objective):
         return found, (found.depths, *of_rows)
 
     @torch.no_grad()
-    def ranks_of(self, text: Text) -> torch.Tensor:
+    def ranks_of(self, text: Text) -> Tensor:
         """Returns the ranks [rows, depths] that the head gives to the target's tokens; see `held_out_agreement`."""
         whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
         found, (depths, top_k_ids, _) = self.predictions(whole.part(slice(None), self.device), None)
@@ -174,11 +198,11 @@ class HeadObjective(Objective):
         return TargetStates(features, hidden, (keys, values))
 
     @torch.no_grad()
-    def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+    def embeddings(self, ids: Tensor) -> Tensor:
         """Returns the token embeddings [..., width] of `ids` [...], as the first layer gets them."""
         return self.model.embeddings(ids).float()
 
-    def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def target_logits(self, hidden: Tensor) -> Tensor:
         """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the final norm. Differentiable."""
         hidden = hidden.to(self.dtype)
         if not isinstance(self.model, NativeModel):
@@ -186,11 +210,11 @@ class HeadObjective(Objective):
         return final_logits(self.model.architecture, F.linear(hidden, self._lm_head)).float()
 
     @cached_property
-    def _lm_head(self) -> torch.Tensor:
+    def _lm_head(self) -> Tensor:
         return self.model.last_layers(self.target.folder, 0)[EXIT_HEAD].to(self.dtype)
 
 
-def reachable(batch: PackedBatch, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
     """Returns the pairs of tokens that are `distance` apart in one text, where a token follows the later one: two lists [pairs].
 
     They are indices into the flat batch: of the earlier tokens, in ascending order, and of the later ones.
@@ -213,10 +237,10 @@ class MedusaObjective(HeadObjective):
     kind = "medusa"
     depths = HEADS
 
-    def begin(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
         width = self.width
         self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
-        made = dict[str, torch.Tensor]()
+        made = dict[str, Tensor]()
         for head in range(HEADS):
             made |= {f"{head}.weight": torch.zeros(width, width), f"{head}.bias": torch.zeros(width)}
         if self._has_lm_heads:
@@ -234,7 +258,7 @@ class MedusaObjective(HeadObjective):
             rows.append((inputs + F.silu(block), source, torch.full_like(source, head)))
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
-    def logits(self, outputs: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
+    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
         if not self._has_lm_heads:
             return super().logits(outputs, depths)
         rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
@@ -246,3 +270,208 @@ class MedusaObjective(HeadObjective):
         blocks = [[(found[f"{head}.weight"], found[f"{head}.bias"])] for head in range(HEADS)]
         lm_heads = [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
         return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)
+
+
+class LayerObjective(HeadObjective):
+    """Trains a head with one decoder layer: that of a Llama with the target's sizes, or of a Qwen with its biases or norms.
+
+    `config` is its config.json, `architecture` what that describes.
+    """
+
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+        """Returns the initial weights of layer 0 and of the final norm: the target's, or random ones."""
+        self.config = layer_config(self.target)
+        self.architecture = read_architecture(self.config)
+        self.inputs = InputMaker(self.architecture, self.dtype, [self.device])
+        last, made = last_layer(self.target, self.architecture), {}
+        for name, shape in (layer_shapes(self.architecture, 0) | {FINAL_NORM: (self.width,)}).items():
+            if name in last:
+                made[name] = last[name]
+            elif len(shape) == 1:
+                made[name] = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            else:
+                made[name] = torch.randn(shape, generator=generator) * _DEVIATION
+        return made
+
+
+class EagleObjective(LayerObjective):
+    """Trains an EAGLE-3 head with one layer, and the target's embedding.
+
+    Its LM head begins as a copy of the target's, and predicts the most frequent tokens of the texts.
+    """
+
+    kind = "eagle"
+    depths = 5
+
+    def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
+        super().__init__(task, target)
+        count = self.num_layers
+        if count < 3:
+            raise SpecgenError(f"{target.name} has {count} layers, and an EAGLE head reads from three", "Train --methods medusa")
+        self.taps = (2, count // 2, count - 3) if count >= _LAYERS_FOR_DEFAULT else (0, count // 2, count - 1)
+
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+        self._ids = _vocabulary(self.vocabulary, texts, self.device)
+        made, width = super().initial_weights(texts, generator), self.width
+        names = layer_tensors(self.architecture, 0)
+        made[FC] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), dim=1)
+        for name in names.qkv:  # the embedding has no influence at first
+            made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)
+        assert names.attention_norm is not None
+        made |= {FEATURE_NORM: made[names.attention_norm], names.attention_norm: torch.ones(width)}
+        head = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
+        return {**made, HEAD: head.clone() if self._ids is None else head[self._ids.to(head.device)]}
+
+    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+        """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
+        weights = EagleWeights(self.config, self.parameters)
+        layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
+        features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.embeddings(batch.ids)
+        forward_pass, rows = batch.forward_pass(), []
+        for depth in range(self.depths):
+            at, padding = batch.positions + depth, min(1 + depth, batch.ids.shape[1])
+            following = F.pad(embeddings[:, 1 + depth :], (0, 0, 0, padding)).flatten(0, 1)
+            inputs = self.inputs.batched(forward_pass._replace(positions=at, key_positions=at))
+            features = layers(following, features, inputs)
+            pairs, sources = reachable(batch, 1 + depth)
+            rows.append((features.index_select(0, pairs), sources, torch.full_like(sources, depth)))
+        return Predictions(*map(torch.cat, zip(*rows, strict=True)))
+
+    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
+        normed = F.rms_norm(outputs, (self.width,), self.parameters[FINAL_NORM], self.architecture.norm_eps)
+        logits = F.linear(normed, self.parameters[HEAD]).float()
+        if self._ids is None:
+            return logits
+        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._ids, logits)
+
+    def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the divergence from the target's distribution over the vocabulary; 0 if its likeliest token is not there."""
+        if self._ids is None:
+            return super().row_losses(logits, top_k_ids, log_probs)
+        inside = torch.isin(top_k_ids, self._ids)
+        outside = (log_probs.exp() * ~inside).sum(-1, keepdim=True)
+        log_probs = log_probs - torch.log1p(-outside.clamp_max(1 - 1e-6))
+        log_probs = log_probs.masked_fill(~inside, _OUTSIDE)
+        return divergence(logits.clamp_min(_OUTSIDE), top_k_ids, log_probs) * inside[:, 0]
+
+    def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
+        tensors = {name: weight.detach() for name, weight in self.parameters.items()}
+        return EagleWeights(self.config, tensors, 3, tuple(self.taps), None if self._ids is None else self._ids.cpu())
+
+
+def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
+    """Returns the ids of the most frequent tokens that the target generated, ascending; None if the head can have all `size`."""
+    if size <= _LARGEST_VOCABULARY:
+        return None
+    counts = Counter[int]()
+    for text in texts:
+        counts.update(text.ids[text.prompt_length :])
+    frequent = [token for token, _ in counts.most_common(_LARGEST_VOCABULARY)]
+    others = islice((token for token in range(size) if token not in counts), _LARGEST_VOCABULARY - len(frequent))
+    return torch.tensor(sorted([*frequent, *others]), device=device)
+
+
+class GlideObjective(LayerObjective):
+    """Trains a GliDe draft model with one layer, and the target's embedding and LM head.
+
+    The size of the blocks is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's
+    first block is left out, as it sees no key.
+    """
+
+    kind = "glide"
+    depths = _LONGEST
+    reads_cache = True
+
+    def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
+        super().__init__(task, target)
+        self._theirs = theirs = known_architecture(target.model, "training glide")
+        rotary, rounded = theirs.layers[-1].rotary, None if theirs.rotary_in_float32 else self.dtype
+        self._rotations = None if rotary is None else RotaryTable(theirs.rotary[rotary], self.device, rounded)
+
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+        """Returns the initial weights by their names in `GlideWeights`. The output of the cross-attention is zero."""
+        made, cross, width = super().initial_weights(texts, generator), "layers.0.cross_attn.", self.width
+        query = made[layer_tensors(self.architecture, 0).qkv[0]]
+        return {**made, f"{cross}q_proj.weight": query.clone(), f"{cross}o_proj.weight": torch.zeros(width, len(query))}
+
+    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+        size = _LONGEST if rng is None else rng.randint(_SHORTEST, _LONGEST)
+        own_pass, block = batch.forward_pass(), batch.positions // size
+        visible = own_pass.visible & (block[:, None, :] < block[:, :, None])
+        visible |= block[:, :, None] == 0  # rows that see no key are left out below; a softmax over nothing would be NaN
+        mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.dtype)[:, None]
+        assert states.keys_values is not None
+        cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
+        layers = GlideLayers(GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_product)
+        outputs = layers(self.embeddings(batch.ids).flatten(0, 1), self.inputs.batched(own_pass), [cross])
+        sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
+        return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])
+
+    def weights(self, ranks: Sequence[Sequence[float]]) -> GlideWeights:
+        return GlideWeights(self.config, {name: weight.detach() for name, weight in self.parameters.items()}, _LONGEST)
+
+    def _rotation(self, batch: PackedBatch) -> Tensor | None:
+        """Returns the rotations of the target's last layer at the tokens' positions."""
+        if self._rotations is None:
+            return None
+        length, boundary = batch.ids.shape[1], self._rotations.long_boundary
+        is_long = boundary is not None and int(batch.positions.max()) >= boundary
+        return self._rotations.gather(batch.positions.flatten(), is_long, length)[:, None]
+
+
+def layer_config(target: LoadedModel) -> dict[str, Any]:
+    """Returns the config of a Llama with one layer of the target's sizes, or of a Qwen with its biases or norms."""
+    shape = target.model.shape
+    config = {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size or 4 * shape.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.context_limit,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    if isinstance(shape, Architecture):
+        biased_qkv = shape.qkv_bias and not shape.output_bias
+        config["model_type"] = "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
+        config["hidden_act"], config["rms_norm_eps"] = _ACTIVATIONS[shape.activation], shape.norm_eps
+        config["attention_bias"] = shape.output_bias
+        theirs = read_config(target.folder, target.name)
+        rope = {name: theirs[name] for name in _ROPE_FIELDS if theirs.get(name) is not None}
+        with suppress(UnsupportedConfig):  # a Llama cannot have all that a target can
+            read_architecture(config | rope)
+            config |= rope
+    return config
+
+
+def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
+    """Returns the weights of the target's last layer and final norm under the names of a layer `own`, as this computes with them.
+
+    Nothing unless the target's layer is like a Llama's.
+    """
+    theirs = target.model.shape
+    if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:
+        return {}
+    if theirs.post_norms or theirs.mlp_bias:
+        return {}
+    found, names, made = target.model.last_layers(target.folder, 1), layer_tensors(theirs, 0), layer_tensors(own, 0)
+
+    def split(old: Iterable[str], new: Iterable[str], rows: list[int]) -> dict[str, Tensor]:
+        stacked = torch.cat([found[name] for name in old])
+        return dict(zip(new, torch.split(stacked, rows), strict=True))
+
+    rows = [count * theirs.head_size for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)]
+    weights = split(names.qkv, made.qkv, rows)
+    weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
+    if theirs.qkv_bias:
+        weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
+    for name in layer_shapes(own, 0) | {FINAL_NORM: ()}:
+        if name not in weights:
+            weights[name] = found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
+    query, scale = made.q_norm or made.qkv[0], theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
+    factors = dict.fromkeys((made.output, bias_of(made.output), made.down), theirs.residual_scale)
+    factors |= dict.fromkeys((query, bias_of(query)), scale)
+    return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in weights.items()}

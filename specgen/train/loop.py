@@ -1,4 +1,4 @@
-"""The loop of all training: batches, optimizer steps, budget and saved state.
+"""The loop of all training: batches, optimizer steps, budget and saved state; and what all measure: divergence and agreement.
 
 The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
 and resumed therefore gives the same weights as one without interruption.
@@ -11,37 +11,37 @@ import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.forward_pass import BatchPass
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import WeightFiles
 from specgen.train.corpus import Part
 from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration
 
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
-
+RANKS = 10  # ranks that are counted: as many as the published trees of Medusa use
+_NONE = torch.empty(0, dtype=torch.long)
 IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
 _CPU_ROWS = 256  # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
 _SAVE_SECONDS = 60.0
-_MAX_SLOWDOWN = 5.0  # a step's time beyond so many times the mean is not charged to the budget
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
 
-Labels = tuple[torch.Tensor, ...]
+Labels = tuple[Tensor, ...]
 """Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs."""
 Taught = tuple[list[int], list[int]]
 """A text as token ids, and their `teacher` values (PackedBatch)."""
@@ -58,11 +58,11 @@ class PackedBatch:
     predictions after it, IGNORED where they are not known.
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    segments: torch.Tensor
-    labels: torch.Tensor
-    teacher: torch.Tensor
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    labels: Tensor
+    teacher: Tensor
 
     def part(self, sequences: slice, device: torch.device) -> PackedBatch:
         """Returns a batch of only the given sequences, copied to `device`."""
@@ -137,6 +137,12 @@ class Objective(ABC):
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
 
+    def begin(self, weights: Mapping[str, Tensor], texts: Sequence[Text], parts: Collection[Part]) -> TrainingBatches:
+        """Sets the parameters to train, and returns batches of the texts and of the corpus, of which `parts` are used."""
+        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()}
+        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
+        return TrainingBatches(self.task, taught, parts)
+
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         """Makes the initial weights and the batches; None: there is no loop. Frees what is not needed of models.
@@ -145,14 +151,14 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[torch.Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
         """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
 
         `seed` is for random numbers, the same for all parts of a step's batch; None: nothing is random.
         """
 
     @abstractmethod
-    def losses(self, outputs: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         """Returns the sum of the rows' losses in nats.
 
         The arguments are a slice of the result of the method `outputs`, and the same slice of each tensor in its labels.
@@ -229,10 +235,9 @@ class Training:
             self.task.announce(f"resuming at step {self.step}")
         saved = time.monotonic()
         while self.share < 1:
-            start, mean_seconds = time.monotonic(), self.seconds / self.step if self.seconds else math.inf
+            start = time.monotonic()
             self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
-            taken = time.monotonic() - start
-            self.seconds += min(taken, _MAX_SLOWDOWN * mean_seconds)  # the process may have been suspended
+            self.seconds += time.monotonic() - start
             if not math.isfinite(self.loss):
                 raise RunError(f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate")
             self.task.show("Training", self.share, f"step {self.step}, loss {self.loss:.3f}")
@@ -244,10 +249,15 @@ class Training:
                 raise TrainingStopped
 
     def advance(self) -> float:
-        """Does one optimizer step. Returns the mean loss in nats per token."""
-        rate = self._recipe.learning_rate * learning_rate_scale(self.step, self.share, self._recipe.steps)
+        """Does one optimizer step. Returns the mean loss in nats per token.
+
+        The learning rate has a linear warm-up, and a cosine decay to a tenth of its peak.
+        """
+        steps = self._recipe.steps  # None: the budget is a time
+        warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * self.share))  # from 1 to 0.1
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._recipe.learning_rate * (min(1.0, (self.step + 1) / warm_up) * decay)
         batch, device = self.batches.batch(self.step), self.objective.device
         labelled = int((batch.labels != IGNORED).sum())
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
@@ -261,7 +271,7 @@ class Training:
         self.tokens += batch.ids.numel()
         return float(loss)
 
-    def backward(self, batch: PackedBatch, labelled: int) -> torch.Tensor:
+    def backward(self, batch: PackedBatch, labelled: int) -> Tensor:
         """Adds the gradients of a part of a step's batch to the trained weights. Returns the part's share of the mean loss.
 
         `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
@@ -310,10 +320,80 @@ class Training:
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
 
 
-def learning_rate_scale(step: int, share: float, steps: int | None) -> float:
-    """Returns the factor of the peak learning rate at a step: a linear warm-up, times a cosine decay from 1 to 0.1.
+def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_overlap: Tensor = _NONE) -> Tensor:
+    """Computes KL(target || draft) [n] in nats at n positions.
 
-    `share` is the used share of the budget, from 0 to 1. `steps` is the budget in steps; None: the budget is a time.
+    `logits` [n, vocabulary] are the draft's. `top_k_ids` and `top_k_log_probs`, each [n, k], are the target's k most probable
+    tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
+    the divergence over the whole vocabulary.
+
+    For a draft with another vocabulary, `off_overlap` [m] are the ids of its tokens that the target does not have, and
+    `top_k_ids` are the draft's ids, -1 where it lacks a token; in each row it has at least one. The outcomes are then each of the
+    k tokens that the draft has, all other tokens on the overlap, and all tokens off it. The target's probability outside the k is
+    divided between the last two like that of the k. With m the target's probability on the overlap, this is m KL(p' || q') +
+    KL(m || the draft's probability on the overlap), in which p' and q' are the two distributions restricted to the overlap and
+    renormalized. Without tokens off the draft's overlap the second part is left out.
     """
-    warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
-    return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+    tiny = torch.finfo(torch.float32).eps
+    off_overlap = off_overlap.to(logits.device)
+    is_common = top_k_ids >= 0
+    ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))  # gather and scatter need ids
+    common_logits = logits.gather(-1, ids)
+    target_probs = top_k_log_probs.exp()
+    common_probs, total = torch.where(is_common, target_probs, 0), target_probs.sum(dim=-1)
+    on_overlap = common_probs.sum(dim=-1) / total  # m
+    has_rest = logits.shape[-1] - len(off_overlap) > top_k_ids.shape[-1]  # there are other tokens on the overlap
+    if has_rest:
+        # The sum over all other tokens, not 1 minus a sum: for a confident draft that and its gradient would vanish.
+        others = torch.cat((ids, off_overlap.expand(len(ids), -1)), dim=-1)
+        rest_total = logits.scatter(-1, others, -torch.inf).logsumexp(dim=-1)
+        common_total = common_logits.masked_fill(~is_common, -torch.inf).logsumexp(dim=-1)
+        overlap_total = torch.logaddexp(common_total, rest_total)
+    else:
+        overlap_total = logits.index_fill(-1, off_overlap, -torch.inf).logsumexp(dim=-1)
+    log_q = common_logits - overlap_total[:, None]
+    result = (common_probs * (top_k_log_probs - on_overlap.log()[:, None] - log_q)).sum(dim=-1)
+    if has_rest:
+        rest = ((1 - total) * on_overlap).clamp_min(tiny)
+        result = result + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
+    if len(off_overlap):
+        outside_total = logits.index_select(-1, off_overlap).logsumexp(dim=-1)
+        all_total, outside = torch.logaddexp(overlap_total, outside_total), (1 - on_overlap).clamp_min(tiny)
+        result = result + on_overlap * (on_overlap.log() - overlap_total + all_total)
+        result = result + outside * (outside.log() - outside_total + all_total)
+    return result
+
+
+def held_out_agreement(
+    texts: Sequence[Text], ranks_of: Callable[[Text], Tensor]
+) -> tuple[dict[str, list[float] | None], list[list[float]]]:
+    """Measures how often the target's most probable token is predicted: on the generated tokens of the held-out texts.
+
+    `ranks_of(text)` [rows, depths], int64, has for the drafts that begin after each generated token the ranks that they give to
+    the target's tokens, 0 for a right prediction, and -1 where nothing was predicted.
+
+    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
+    (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
+    before it were right (EAGLE's n-alpha), up to the last that was ever reached. It is None if there are no such texts.
+    `ranks[n][r]` is the share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of both
+    kinds of text, empty without texts.
+    """
+    agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
+    tables: list[Tensor] = []
+    own = [text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)]
+    for name, is_greedy in (("greedy", True), ("sampled", False)):
+        if found := [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]:
+            table = torch.cat(found)
+            is_right = (table == 0).cumprod(dim=1)
+            is_reached = torch.nn.functional.pad(is_right[:, :-1], (1, 0), value=1) * (table >= 0)
+            counts = zip(is_right.sum(dim=0).tolist(), is_reached.sum(dim=0).tolist(), strict=True)
+            agreement[name] = [right / reached for right, reached in counts if reached]
+            columns = [column[column >= 0].clamp_max(RANKS) for column in table.T]
+            by_rank = torch.stack([torch.bincount(column, minlength=RANKS + 1) for column in columns])
+            tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
+    return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
+
+
+def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:
+    """Returns the shares of right first tokens from the agreement of `held_out_agreement`."""
+    return {name: shares[0] if shares else None for name, shares in agreement.items()}

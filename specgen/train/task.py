@@ -7,17 +7,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.base.machine import versions
 from specgen.base.schema import parse_json, read_text
+from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Corpus
-
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
 
 
 class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an error
@@ -71,25 +69,10 @@ class TrainingTask:
             raise TrainingStopped
 
     def begin(self, target: LoadedModel, settings: dict[str, Any]) -> None:
-        """Stores the run's settings in its folder: those of the task by the names of their options, and `settings`.
-
-        Raises SpecgenError if there is unfinished work that was begun with others.
-        """
-        recipe, path = self.recipe, self.folder / "settings.json"
-        now = {
-            "--steps": recipe.steps,
-            "--minutes": None if recipe.seconds is None else recipe.seconds / 60,
-            "--learning-rate": recipe.learning_rate,
-            "--batch-size": recipe.batch,
-            "--window": recipe.window,
-            "--self-text": recipe.self_text,
-            "--seed": recipe.seed,
-            "--dtype": target.dtype_name,
-            "--corpus": self.corpus and self.corpus.digest(),
-            "--prompts": self.prompts and self.prompts.digest(),
-            "the target model": weights_fingerprint(target.folder),
-            **settings,
-        }
+        """Stores the settings of the run in its folder. Raises SpecgenError if there is unfinished work with others."""
+        path, now = self.folder / "settings.json", {**asdict(self.recipe), **settings, "dtype": target.dtype_name}
+        now["corpus"], now["prompts"] = (text and text.digest() for text in (self.corpus, self.prompts))
+        now["the target model"] = weights_fingerprint(target.folder)
         hint = f"Give the same options, or delete {self.folder} to start again"
         if not path.exists():
             write_whole(path, json.dumps(now))

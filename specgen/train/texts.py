@@ -10,26 +10,23 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specgen.base.errors import SpecgenError, nan_logits
 from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_loading import LoadedModel
 from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part
 from specgen.train.task import TrainingTask
 
-if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
-
 TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
-_LOGITS_AT_ONCE = 256  # positions whose logits are normalized in one piece
 MAX_BATCH = 64  # texts that are generated at once
 _MIN_BATCH = 2
 _BUDGET_SHARE = 0.2  # of a budget in seconds, two thirds of it where nothing but a predictor is trained
@@ -42,8 +39,7 @@ PREDICTOR_TOKENS = 100_000  # in texts for the predictor and held-out ones, whos
 _PREDICTOR_BYTES = 1 << 28  # and the most memory for these
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A text that the target wrote, but for its first `prompt_length` tokens; or corpus text (all of it is the prompt then).
 
     `greedy` tells whether the target chose its tokens greedily; it is False for sampled text and for corpus text. `part` says
@@ -64,19 +60,18 @@ class PredictedText(NamedTuple):
     """
 
     text: Text
-    top_k_ids: torch.Tensor
-    top_k_log_probs: torch.Tensor
-    hidden: torch.Tensor | None = None
+    top_k_ids: Tensor
+    top_k_log_probs: Tensor
+    hidden: Tensor | None = None
 
 
-def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the most probable tokens for logits [n, vocabulary], and their log-probabilities in float32.
 
     Both results are [n, TOP_K], or [n, vocabulary] for a smaller vocabulary, in descending order of probability.
     """
     top = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
-    totals = torch.cat([piece.float().logsumexp(dim=-1) for piece in torch.split(logits, _LOGITS_AT_ONCE)])
-    return top.indices, top.values.float() - totals[:, None]
+    return top.indices, top.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
 
 
 @inference
@@ -99,8 +94,8 @@ class TextGeneration:
     """Generates and stores the training text of a task. Batches that an interrupted process has stored are reused.
 
     Batches of greedy and of sampled text alternate. What a text is used for (its part) is decided by its prompt: `parts` are the
-    parts that the training uses. Text for the predictor is generated first, until there is enough (`wanted_for_predictor`). With
-    no other part but the held-out one, nothing else is generated.
+    parts that the training uses, the first one in place of the others. Text for the predictor is generated first, until there is
+    enough (`wanted_for_predictor`). With no other part but the held-out one, nothing else is generated.
 
     `seconds` is the time spent on generation, including the time before an interruption. With a budget in steps, the texts depend
     only on the seed and the number of texts generated at once, which stays the same for an interrupted process.
@@ -108,7 +103,7 @@ class TextGeneration:
 
     def __init__(self, target: LoadedModel, task: TrainingTask, parts: Sequence[Part]) -> None:
         self._target, self._task, recipe = target, task, task.recipe
-        self._only_predictor, self._has_predictor = Part.TRAIN not in parts, Part.PREDICTOR in parts
+        self._parts, self._only_predictor = parts, Part.TRAIN not in parts
         self._max_tokens = min(recipe.window, target.context_limit)
         self.texts, self._number, self.seconds = list[Text](), 0, 0.0
         self._at_once = largest_batch(target, self._max_tokens)
@@ -132,7 +127,7 @@ class TextGeneration:
             start = time.monotonic()
             made = self._batch(start)
             self.seconds += time.monotonic() - start
-            self._store(made)
+            write_whole(self._path(), json.dumps({"seconds": self.seconds, "at_once": self._at_once, "texts": made}))
             self.texts += made
             self._number += 1
             self._show(self._share() if self._has_next() else 1.0)
@@ -163,7 +158,7 @@ class TextGeneration:
 
     def _sources(self, part: Part) -> tuple[Part, ...]:
         """Returns the parts of the documents from which the texts for a part begin."""
-        return NOT_HELD_OUT if part == Part.TRAIN and not self._has_predictor else (part,)
+        return NOT_HELD_OUT if part == Part.TRAIN and Part.PREDICTOR not in self._parts else (part,)
 
     def _batch(self, start: float) -> list[Text]:
         seed = self._task.recipe.seed * 1_000_003 + self._number
@@ -202,12 +197,8 @@ class TextGeneration:
     def _part_of(self, index: int) -> Part:
         """Returns what text number `index` of its kind is used for."""
         part = CYCLE[index % len(CYCLE)]
-        if self._is_split and part == Part.HELD_OUT:
-            return part
-        if self._only_predictor:
-            return Part.PREDICTOR
-        is_needed = self._is_split and self._has_predictor and self._predictor_share < 1
-        return part if is_needed else Part.TRAIN
+        is_needed = part in self._parts and (part != Part.PREDICTOR or self._predictor_share < 1)
+        return part if self._is_split and is_needed else self._parts[0]
 
     def _beginnings(self, parts: Sequence[Part], seed: int) -> list[list[int]]:
         """Returns a prompt from the corpus for each part, mostly the beginning of a document.
@@ -227,10 +218,6 @@ class TextGeneration:
 
     def _path(self) -> Path:
         return self._task.folder / f"texts-{self._number:04d}.json"
-
-    def _store(self, texts: Sequence[Text]) -> None:
-        rows = [(text.ids, text.prompt_length, text.greedy, text.part) for text in texts]
-        write_whole(self._path(), json.dumps({"seconds": self.seconds, "at_once": self._at_once, "texts": rows}))
 
     def _load(self) -> None:
         """Reads what an interrupted process stored. Raises SpecgenError if a file is damaged."""

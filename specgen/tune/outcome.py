@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -141,17 +141,12 @@ def grid(name: str) -> list[GivenSettings]:
     if grids is None:
         assert method.policy is not None
         grids = [{setting: known.tuned for setting, known in POLICIES[method.policy].settings.items() if known.tuned}]
-    found = _combinations(grids)
+    found = combinations(grids)
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
 
 
-def searched_grid(name: str) -> list[GivenSettings]:
-    """Returns the settings of trees that are searched besides for a method whose other drafts are chains."""
-    return _combinations(METHODS[name].searched_grids)
-
-
-def _combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
+def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
     return [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
 
 
@@ -164,31 +159,19 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
     return (policy != method.policy) + sum(own)
 
 
-def round_robin(grids: Mapping[str, Sequence[GivenSettings]]) -> Iterator[tuple[str, GivenSettings]]:
-    """Yields (method, settings): the first settings of every method, then the second of every method, and so on.
-
-    A search that runs out of time has then tried some settings of every method.
-    """
-    for position in range(max(map(len, grids.values()), default=0)):
-        for name, settings in grids.items():
-            if position < len(settings):
-                yield name, settings[position]
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A method with settings and its speed in tokens per second.
 
-    `predicted` is the speed expected from a simulation. `tried` is the number of settings from which these were selected.
-    `measured` is the speed on the real models; `speedup` is measured against plain decoding on the same prompts, with the 95 %
-    interval `low` to `high`. These four are None if the method was not run on the real models. `perplexity` is the perplexity of
-    a lossy method's output under the target, and where there are such methods also of plain decoding's; otherwise None.
+    `predicted` is the speed expected from a simulation. `measured` is the speed on the real models; `speedup` is measured against
+    plain decoding on the same prompts, with the 95 % interval `low` to `high`. These four are None if the method was not run on
+    the real models. `perplexity` is the perplexity of a lossy method's output under the target, and where there are such methods
+    also of plain decoding's; otherwise None.
     """
 
     name: str
     settings: GivenSettings
     predicted: float
-    tried: int = 1
     measured: float | None = None
     speedup: float | None = None
     low: float | None = None
@@ -207,11 +190,6 @@ class Candidate:
 def counted(count: int, noun: str) -> str:
     """Returns a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def by_speed(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates sorted by expected speed, the fastest first."""
-    return sorted(candidates, key=lambda candidate: -candidate.predicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,25 +263,6 @@ class TuningOutcome:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""
         return 1.0 if method.name == PLAIN else method.speedup or method.predicted / self.plain.predicted
 
-    @property
-    def break_even_acceptance(self) -> float | None:
-        """The lowest acceptance rate with which drafts of one token beat plain decoding. None: no rate is, or no drafter."""
-        return None if self.speedup_model is None else self.speedup_model.break_even_acceptance(1)
-
-    @property
-    def break_even_draft_cost(self) -> float | None:
-        """The largest time of a draft pass, as a fraction of a target pass, with which drafting beats plain decoding.
-
-        It holds for `acceptance_probability`. None: no draft pass is short enough, or there is no drafter.
-        """
-        model, probability = self.speedup_model, self.acceptance_probability
-        return None if model is None or probability is None else model.break_even_draft_cost(probability)
-
-    @property
-    def relative_draft_cost(self) -> float | None:
-        """The time of a draft pass as a fraction of the time of a target pass over one token; None without a drafter."""
-        return None if self.speedup_model is None else self.speedup_model.relative_draft_cost
-
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == PLAIN)
@@ -317,8 +276,7 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
     """
     best = max(candidate.predicted for candidate in tried)
     fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
-    chosen = min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
-    return replace(chosen, tried=len(tried))
+    return min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
 
 
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:

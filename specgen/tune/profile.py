@@ -76,8 +76,8 @@ class Tuned(_StrictModel):
     speedup: Positive | None
     low: Positive | None = Field(alias="speedup_low")
     high: Positive | None = Field(alias="speedup_high")
-    tried: Count
     perplexity: Positive | None = None
+    tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 
 def _costs(saved: Any) -> RoundCosts:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
 from specgen.tune.outcome import PLAIN, Deadline
-from specgen.tune.round_timing import TimedRound, costs_of, draft_prefill_seconds, time_rounds
+from specgen.tune.round_timing import costs_of, draft_prefill_seconds, time_rounds
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -58,7 +58,7 @@ MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are 
 _NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
 _SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
-_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.05  # for timing a shape, and for timing plain passes before and after it
+_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.1  # for timing a shape, and for timing plain passes before it
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
     "bild": {"fallback": 0.0},
     "eesd-tree": {"depth": 64},
@@ -66,16 +66,22 @@ _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
 
 
 class SimulatedClock(Clock):
-    """Measures no time: the priced target and drafters add their expected seconds."""
+    """Measures no time: the priced target and drafters add the seconds that they are expected to take, by `costs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: RoundCosts) -> None:
         super().__init__(None)
+        self.costs = costs
 
     def start(self) -> None:
         self._phases = dict.fromkeys(PHASES, 0.0)
 
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] += seconds
+
+    def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
+        """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
+        signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
+        return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
 
     def lap(self, phase: str, *, on_device: bool = False) -> None:
         """Does nothing: time advances by `add` only."""
@@ -163,8 +169,7 @@ class DrawnRunner:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        assert parents is None, "only chains are drawn"
-        assert start == len(draft), "token by token"
+        assert parents is None, "only chains are drawn, token by token"
         output, key = self._draft.logits(context, draft, start=start), self._draft.key(context, draft)
         if key not in self._drawn:
             self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
@@ -202,25 +207,23 @@ class PricedTarget:
     the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
     """
 
-    def __init__(self, reference: ReferenceOutput, costs: RoundCosts, clock: SimulatedClock) -> None:
-        self._token_ids, self._costs, self._clock = reference.token_ids, costs, clock
-        self._prefill_seconds, self.pass_seconds = reference.prefill_seconds, 0.0
-        self._generated = self._rows = 0
+    def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
+        self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
         self.runner: MemoisedRunner | None = None
         self.device = torch.device("cpu")  # nothing waits for it
 
     def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
         self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
         if self._generated == 0:
-            self._clock.add("prefill", self._prefill_seconds)
+            self._clock.add("prefill", self._reference.prefill_seconds)
         else:
-            self.pass_seconds = self._costs.verification_cost.at(len(draft) + 1, len(context))
+            self.pass_seconds = self._clock.costs.verification_cost.at(len(draft) + 1, len(context))
             self._clock.add("verify", self.pass_seconds)
         return None if self.runner is None else self.runner.logits(context, draft, parents)
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
         positions = [self._generated, *(self._generated + depth + 1 for depth in depths(draft.parents))]
-        known = self._token_ids
+        known = self._reference.token_ids
         return match_path(draft, lambda row: known[positions[row]] if positions[row] < len(known) else _NO_TOKEN, self._rows)
 
 
@@ -232,30 +235,22 @@ class PricedDrafter(LearningDrafter):
     the first draft.
     """
 
-    def __init__(
-        self, drafter: Drafter, runner: MemoisedRunner | None, costs: RoundCosts, clock: SimulatedClock, prefill_seconds: float
-    ) -> None:
-        self._drafter, self._runner, self._costs, self._clock = drafter, runner, costs, clock
-        self._prefill_seconds, self.learns = prefill_seconds, isinstance(drafter, LearningDrafter)
+    def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
+        self._drafter, self._runner, self._clock, self._prefill_seconds = drafter, runner, clock, prefill_seconds
+        self.learns = isinstance(drafter, LearningDrafter)
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
         passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
         if passes:
-            self._clock.add("draft", self._prefill_seconds + _draft_seconds(self._costs, passes, policy, context))
+            self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
             self._prefill_seconds = 0.0
         return draft
 
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         if isinstance(self._drafter, LearningDrafter):
             self._drafter.learn(draft, output, verdict)
-
-
-def _draft_seconds(costs: RoundCosts, length: int, policy: LengthPolicy, context: Context) -> float:
-    """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
-    signal_seconds = costs.signal_cost * length if policy.signals else 0.0
-    return costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
 
 
 class PricedParallelDrafter:
@@ -265,11 +260,8 @@ class PricedParallelDrafter:
     target's. `seconds` is the cost of the last draft.
     """
 
-    def __init__(
-        self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, costs: RoundCosts, clock: SimulatedClock
-    ) -> None:
-        self._drafter, self.policy, self._target, self._costs, self._clock = drafter, policy, target, costs, clock
-        self.seconds = 0.0
+    def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
+        self._drafter, self.policy, self._target, self._clock, self.seconds = drafter, policy, target, clock, 0.0
 
     def prefill(self, context: Context) -> None: ...
 
@@ -295,26 +287,23 @@ class PricedParallelDrafter:
     def finish(self) -> Draft:
         self.seconds = self._seconds(len(self._draft.tokens))
         waiting = max(0.0, self.seconds - self._lead_seconds - self._target.pass_seconds)
-        self._clock.add("draft", waiting + self._costs.synchronisation_overhead)
+        self._clock.add("draft", waiting + self._clock.costs.synchronisation_overhead)
         return self._draft
 
     def _seconds(self, length: int) -> float:
-        return _draft_seconds(self._costs, length, self.policy, self._context)
+        return self._clock.draft_seconds(length, self.policy, self._context)
 
 
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """The models on one prompt. `target` and `draft` (None: no model drafts) are runners that keep their outputs.
+class _Models(NamedTuple):
+    """The models on one prompt, as runners that keep their outputs, in the setup of a run.
 
-    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as `draft`, None in greedy
-    decoding.
+    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as the setup's `draft`, None
+    in greedy decoding.
     """
 
-    target: Any
-    draft: Any = None
-    drawn: Any = None
-    predictor: ExitAcceptancePredictor | None = None
+    setup: Setup
     prefill_seconds: float = 0.0
+    drawn: DrawnRunner | None = None
 
 
 class Simulator:
@@ -375,52 +364,43 @@ class Simulator:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
             fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
 
-            def plain() -> list[TimedRound]:
-                deadline = Deadline.after(_PLAIN_SECONDS, self._clock)
-                return time_rounds(self.pair, PLAIN, prompt, self._sampling, deadline, (0,), drafter=RepeatDrafter())
+            def timed(method: str, lengths: Sequence[int], seconds: float, **more: Any) -> RoundCosts:
+                deadline = Deadline.after(seconds, self._clock)
+                return costs_of(time_rounds(self.pair, method, prompt, self._sampling, deadline, lengths, **more))
 
-            rounds = plain()
-            deadline = Deadline.after(_SHAPE_SECONDS, self._clock)
-            timed = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=fixed)
-            ((length, now),) = costs_of(rounds + plain()).verification_cost.curves.items()
-            earlier = self.costs["echo"].verification_cost.at(1, length)
-            self._shape_costs[key] = costs_of(timed).times(earlier / now.at(1))
+            ((length, now),) = timed(PLAIN, (0,), _PLAIN_SECONDS, drafter=RepeatDrafter()).verification_cost.curves.items()
+            costs = timed(method.name, _LENGTHS, _SHAPE_SECONDS, signals=signals, settings=fixed)
+            self._shape_costs[key] = costs.times(self.costs["echo"].verification_cost.at(1, length) / now.at(1))
         return self._shape_costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:
         """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""
-        reference, clock, models = self.references[number], SimulatedClock(), self._models_of(method, number)
-        seed = run_seed(number, self._sampling.seed or 0)
-        is_drawn = models.drawn is not None and method.verifier is None and not method.drafts_trees(settings)
-        setup = Setup(
-            models.drawn if is_drawn else models.draft,
-            replace(self._sampling, temperature=0.0) if is_drawn else self._sampling,
-            reference.eos_ids,
-            models.target.vocab_size,
-            seed,
-            models.target,
-            acceptance_predictor=models.predictor,
-        )
+        reference, clock, models = self.references[number], SimulatedClock(costs), self._models_of(method, number)
+        setup = replace(models.setup, sampling=self._sampling, seed=run_seed(number, self._sampling.seed or 0))
+        if models.drawn is not None and method.verifier is None and not method.drafts_trees(settings):
+            drawn: Any = models.drawn
+            setup = replace(setup, draft=drawn, sampling=replace(self._sampling, temperature=0.0))
         if learned is not None:
             decided = DraftingCosts.of_rounds(costs, _length(reference))
             setup = replace(setup, adaptive=AdaptiveInputs(decided, learned, in_parallel=method.is_parallel))
         if settings.values.get("window") == "auto":  # by the rule and the times of a real run
             passes = pass_costs(self.pair, _length(self.references[0]), self._sampling)
             setup = replace(setup, window=passes.run_window(is_flexible=has_flexible_window(self.pair, self._sampling)))
-        target: Any = PricedTarget(reference, costs, clock)
+        target: Any = PricedTarget(reference, clock)
         if method.is_parallel:
-            policy = runs.make_policy(settings, seed, setup.adaptive)
-            parallel = PricedParallelDrafter(ModelDrafter(setup), policy, target, costs, clock)
+            policy = runs.make_policy(settings, setup.seed, setup.adaptive)
+            parallel = PricedParallelDrafter(ModelDrafter(setup), policy, target, clock)
             setup = replace(setup, worker=SimpleNamespace(drafter=lambda *_: parallel))
         run = runs.make_run(method, settings, setup, Context(reference.prompt_ids), reference.limit, None, clock)
-        drafter = PricedDrafter(run.drafter, models.draft, costs, clock, models.prefill_seconds)
+        memoised: Any = models.setup.draft
+        drafter = PricedDrafter(run.drafter, memoised, clock, models.prefill_seconds)
         run = replace(run, target=target, drafter=drafter)
         keeps_reference = method.lossless and not drafter.learns
         if not self._sampling.greedy:  # other verifiers draw, and the reference is one draw of many
             keeps_reference &= method.verifier is None and not settings.values.get("cape")
         if keeps_reference:
             return replace(run, verifier=target)
-        target.runner = models.target
+        target.runner = models.setup.target
         return run
 
     def _models_of(self, method: Method, number: int) -> _Models:
@@ -431,32 +411,33 @@ class Simulator:
         return self._models[key]
 
     def _make_models(self, method: Method, number: int) -> _Models:
-        reference, (target, draft), predictor = self.references[number], runners(self.pair), None
+        reference, (target, draft), part = self.references[number], runners(self.pair), None
         if method.needs_exit_layer or method.head:
-            target, draft, _, exit_predictor = self.pair.parts.runners(method)
-            memoised: Any = MemoisedRunner(target, self._kept)
-            if exit_predictor is not None:
-                predictor = ExitAcceptancePredictor(memoised, exit_predictor.predictor)
-        elif method.name == PLAIN:
-            memoised = MemoisedRunner(target, self._kept)
-        else:
-            memoised = self._models_of(methods.find(PLAIN), number).target
+            target, draft, _, part = self.pair.parts.runners(method)
+        plain: Any = None if method.name == PLAIN else self._models_of(methods.find(PLAIN), number).setup.target
+        is_own = plain is None or method.needs_exit_layer or method.head
+        memoised: Any = MemoisedRunner(target, self._kept) if is_own else plain
+        predictor = None if part is None else ExitAcceptancePredictor(memoised, part.predictor)
+        setup = Setup(
+            None,
+            eos_ids=reference.eos_ids,
+            vocab_size=memoised.vocab_size,
+            target=memoised,
+            acceptance_predictor=predictor,
+        )
         if draft is None or not method.runs_model:
-            return _Models(memoised, predictor=predictor)
-        prefill_seconds, drawn = draft_prefill_seconds(target, draft, reference), None
-        drafting = MemoisedRunner(draft, self._kept, joins=not method.head)
-        plain = self._models_of(methods.find(PLAIN), number).target
+            return _Models(setup)
+        prefill_seconds = draft_prefill_seconds(target, draft, reference)
+        drafting: Any = MemoisedRunner(draft, self._kept, joins=not method.head)
+        drawn = None
         if not self._sampling.greedy:
             drawn = DrawnRunner(drafting, plain, reference, self._sampling, self._sampling.seed or 0)
         context, known = Context(reference.prompt_ids), reference.token_ids
         context.extend(known[:1])
         if not method.head and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
-            drafting.logits(context, known[1:-1])
-            if drawn is not None:
-                plain.logits(context, known[1:-1])
-            if predictor is not None:
-                memoised.logits(context, known[1:-1])
-        return _Models(memoised, drafting, drawn, predictor, prefill_seconds)
+            for runner in (drafting, memoised):
+                runner.logits(context, known[1:-1])
+        return _Models(replace(setup, draft=drafting), prefill_seconds, drawn)
 
 
 def run_seed(number: int, seed: int) -> int:

@@ -11,9 +11,9 @@ over plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
@@ -33,13 +33,11 @@ from specgen.tune.outcome import (
     SIMPLE,
     Candidate,
     TuningOutcome,
-    by_speed,
+    combinations,
     counted,
     grid,
     nearest_to_default,
     plain_of,
-    round_robin,
-    searched_grid,
     shortlist,
 )
 from specgen.tune.pair_inspection import obstacle
@@ -225,7 +223,7 @@ class Tuner:
         lossy = {name: settings for name, settings in grids.items() if name not in lossless}
         scale = 1.0 if numbers is None else _expected(simulator, PLAIN, {}).predicted
         scale /= 1.0 if numbers is None else _expected(simulator, PLAIN, {}, numbers).predicted
-        for name, settings in chain(round_robin(lossless), round_robin(lossy)):
+        for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
             if deadline.left < 0 and (tried[name] or not is_needed):
                 self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
                 break
@@ -249,7 +247,7 @@ class Tuner:
         """
         deadline, prompts = self.request.deadline, len(simulator.references)
         chains = {name: grid(name) for name in names if name in SIMPLE}
-        shapes = {name: settings for name in chains if (settings := searched_grid(name))}
+        shapes = {name: combinations(METHODS[name].searched_grids) for name in chains if METHODS[name].searched_grids}
         shapes |= {name: grid(name) for name in names if name in SEARCHED}
         tried = self.search(simulator, chains, deadline.share(SIMULATION), is_needed=True)
         self._report(tried, "setting", "simulated")
@@ -270,7 +268,7 @@ class Tuner:
                 candidates.append(tuned_skips(simulator, SKIPS * deadline.left))
             except SpecgenError as error:
                 self.left_out["selfsd"] = error.message
-        return by_speed(candidates)
+        return sorted(candidates, key=lambda candidate: -candidate.predicted)
 
     def _report(self, tried: Tried, noun: str, what: str) -> None:
         found = [each for candidates in tried.values() for each in candidates if each.name != PLAIN]
@@ -299,48 +297,44 @@ class Tuner:
         """
         request, named = self.request, self.request.names or ()
         selected = shortlist([each for each in candidates if each.name != PLAIN and (each.lossless or each.name in named)])
-        listed, new_tokens, seconds = self._affordable(candidates, selected)
+        listed, seconds = self._affordable(candidates, selected)
         measured: dict[str, Candidate] = {}
         if listed:
-            specs = [parse_spec(each.written) for each in (plain_of(candidates), *listed)]
-            sampling = replace(request.sampling, max_new_tokens=new_tokens)
-            runner = Runner(pair, BenchmarkConfig(specs, request.prompts, MOST_REPEATS, sampling, request.chat))
+            by_spec = {each.written: each for each in (plain_of(candidates), *listed)}
+            specs = [parse_spec(spec) for spec in by_spec]
+            runner = Runner(pair, BenchmarkConfig(specs, request.prompts, MOST_REPEATS, request.sampling, request.chat))
             for step in runner.steps():
                 self.observer.doing(f"really running {'' if step.spec is None else step.spec.written}")
                 if request.deadline.left < seconds:
                     break
-            self.left_out |= {name: error.message for name, error in runner.results.failures.items()}
-            written_ones = {each.written: each for each in candidates}
-            for result in method_results(runner.results):
-                if result.prompts and result.summary.new_tokens:
-                    each, speed = written_ones[result.spec.written], result.summary.tokens_per_second
-                    measured[each.name] = replace(each, measured=speed, speedup=result.speedup, low=result.low, high=result.high)
+            self.left_out |= {spec: error.message for spec, error in runner.results.failures.items()}
+            for found in method_results(runner.results):
+                if found.prompts and found.summary.new_tokens:
+                    each, speed = by_spec[found.spec.written], found.summary.tokens_per_second
+                    measured[each.name] = replace(each, measured=speed, speedup=found.speedup, low=found.low, high=found.high)
             turns = counted(len(runner.results.complete_repeats()), "turn")
-            self.observer.done(
-                f"{counted(len(listed), 'method')} and plain decoding really run, {turns} of up to {new_tokens} tokens"
-            )
+            self.observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, {turns}")
         if selected and not measured:
             self.left_out["confirmation"] = f"{TIME_WAS_SHORT}: the figures are expected ones"
         return [measured.get(each.name, each) for each in candidates]
 
-    def _affordable(self, candidates: Sequence[Candidate], selected: Sequence[Candidate]) -> tuple[list[Candidate], int, float]:
-        """Returns the candidates that the remaining time is enough for, how many new tokens to generate on each prompt, and the
-        seconds that this takes at most.
+    def _affordable(self, candidates: Sequence[Candidate], selected: Sequence[Candidate]) -> tuple[Sequence[Candidate], float]:
+        """Returns the first of the `selected` candidates that the remaining time is enough for, and the seconds of one run.
 
-        Candidates are dropped from the end of `selected` until each can run on `FEWEST_PROMPTS` prompts, after one warm-up. If
-        the time is too short for all prompts, fewer tokens are generated, down to half the requested number: more prompts give a
-        surer speed.
+        Each can run on `FEWEST_PROMPTS` prompts, after one warm-up.
         """
-        left, most, listed = self.request.deadline.left, self.request.sampling.max_new_tokens, list(selected)
-        shortest = max(1, most // 2)
-        while listed:
-            token_seconds = MARGIN / min(each.predicted for each in (plain_of(candidates), *listed))
-            affordable = left / token_seconds / (len(listed) + 1)  # tokens, of each method
-            if affordable >= (1 + FEWEST_PROMPTS) * shortest:
-                new_tokens = min(most, max(shortest, int(affordable / (1 + len(self.request.prompts)))))
-                return listed, new_tokens, new_tokens * token_seconds
-            listed.pop()
-        return [], 0, 0.0
+        for count in range(len(selected), 0, -1):
+            slowest = min(each.predicted for each in (plain_of(candidates), *selected[:count]))
+            seconds = MARGIN * self.request.sampling.max_new_tokens / slowest
+            if self.request.deadline.left >= (1 + FEWEST_PROMPTS) * (count + 1) * seconds:
+                return selected[:count], seconds
+        return [], 0.0
+
+
+def _in_turn(grids: Grids) -> Iterator[tuple[str, GivenSettings]]:
+    """Yields (method, settings): the first settings of every method, then the second of every method, and so on."""
+    for turn in zip_longest(*grids.values()):
+        yield from ((name, settings) for name, settings in zip(grids, turn, strict=True) if settings is not None)
 
 
 def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers: Sequence[int] | None = None) -> Candidate:
@@ -361,7 +355,7 @@ def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: O
         perplexity = round(candidate.perplexity or 0.0, 3) if objective.lowest_perplexity else 0.0
         return -perplexity, candidate.predicted
 
-    return replace(max(kept, key=rank), tried=len(tried)) if kept else None
+    return max(kept, key=rank, default=None)
 
 
 def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
@@ -377,7 +371,7 @@ def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
         raise SpecgenError(TIME_WAS_SHORT)
     speeds = search_skips(pair.target.model.shape.num_layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
     fastest = max(speeds, key=lambda skips: speeds[skips])
-    return Candidate("selfsd", {"skip": fastest}, speeds[fastest], len(speeds))
+    return Candidate("selfsd", {"skip": fastest}, speeds[fastest])
 
 
 def _token_seconds(references: Sequence[ReferenceOutput]) -> float:

@@ -5,9 +5,8 @@ The table of speeds has as many columns as fit, and a bar for each speedup and i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -18,24 +17,18 @@ from specgen.compare.columns import Column, output_text, ranked_rows, shown_colu
 from specgen.compare.results import NOT_RUN, MethodResult, Results, as_fast_as, best, not_run, ranked, too_few_prompts
 from specgen.compare.verdict import Difference
 from specgen.view.progress import Progress
-from specgen.view.theme import GAP, PIPED_WIDTH, column_width, counted, labelled, svg, table, wrapped
+from specgen.view.theme import GAP, PIPED_WIDTH, counted, labelled, svg, table, wrapped
 from specgen.view.trace_report import LOSSY
 
 if TYPE_CHECKING:
     from specgen.compare.runner import BenchmarkStep
 
 MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
-
 LONGEST_BAR, SHORTEST_BAR = 24, 6
-WIDEST_NAME = 0.45  # of the terminal's width; longer names get a line of their own
 _NAME = Column("name", "\nmethod", value=lambda row: "  " * bool(row.category) + one_line(row.name))
-_OUTPUT = Column("output", "\noutput", value=output_text)
-_BAR = Column("bar", "\n", priority=5, value=lambda row: None)
+_OUTPUT = Column("output", "\noutput", priority=1, value=output_text)
+_BAR = Column("bar", "\n", priority=5)
 _MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
-_PREDICTIONS = {
-    "predicted_eq14": "Eq. 14: EESD's formula from acceptance and pass costs",
-    "predicted_pass_costs": "by pass costs: all passes added up",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +53,9 @@ class Report:
 
 def page(report: Report, width: int) -> list[Text]:
     """Returns the whole output. Its lines have at most `width` cells, unless a method's name alone is longer."""
-    lines, hidden = headed_table(report, width)
-    said = sentences(report, hidden)
-    if hidden:
+    lines, is_whole = headed_table(report, width)
+    said = sentences(report)
+    if not is_whole:
         said.append(Text("A wider terminal shows more columns; --csv FILE has all of them.", "quiet"))
     lines.append(Text())
     for sentence in said:
@@ -74,15 +67,15 @@ def page(report: Report, width: int) -> list[Text]:
 
 def picture(report: Report) -> str:
     """Returns the whole output as an SVG picture, as wide as the table of speeds with all its columns."""
-    full = speed_table(report.made, 1000, by_category=report.by_category)[0]
-    width = max(PIPED_WIDTH, column_width(full))
+    lines = speed_table(report.made, 1000, by_category=report.by_category)[0]
+    width = max(PIPED_WIDTH, *(line.cell_len for line in lines))
     return svg(page(report, width), width)
 
 
 def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
     """Shows the table of a comparison that is still running, cut to the console's height, with a line of progress below it.
 
-    The line is such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`.
+    The line is such as `▸ ━━━━━━  5 of 48 runs  ~9 s left  svip, prompt 3 (code-retry)`.
     """
     console, name = progress.console, "" if step.spec is None else step.spec.written
     if step.prompt is not None:
@@ -93,10 +86,10 @@ def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
     progress.bar(name, share, f"{step.done} of {counted(step.total, 'run')}", left, [*lines, Text()])
 
 
-def headed_table(report: Report, width: int) -> tuple[list[Text], list[str]]:
-    """Returns the headline with the table of speeds, and the keys of the columns that a narrow terminal has no room for."""
-    lines, hidden = speed_table(report.made, width, by_category=report.by_category)
-    return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], hidden
+def headed_table(report: Report, width: int) -> tuple[list[Text], bool]:
+    """Returns the headline with the table of speeds, and whether the terminal has room for all its columns."""
+    lines, is_whole = speed_table(report.made, width, by_category=report.by_category)
+    return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], is_whole
 
 
 def headline(report: Report) -> str:
@@ -108,29 +101,36 @@ def headline(report: Report) -> str:
     prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
     repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
     limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
-    how = "greedy"
-    if not sampling.greedy:
-        cuts = [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top-k {sampling.top_k}"] * (sampling.top_k > 0)
-        how = ", ".join([f"temperature {sampling.temperature:g}", *cuts])
+    how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+    how += f", top-p {sampling.top_p:g}" if not sampling.greedy and sampling.top_p < 1 else ""
+    how += f", top-k {sampling.top_k}" if not sampling.greedy and sampling.top_k > 0 else ""
     return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
 
 
-def sentences(report: Report, hidden: Collection[str] = ()) -> list[Text]:
+# the result in words
+
+
+def sentences(report: Report) -> list[Text]:
     """Returns the sentences below the table, in this order.
 
     The fastest method; the outputs that differ from plain decoding's; remarks on the table; which prompts chose the settings; the
-    report's `notes`. Columns whose keys are in `hidden` are not explained.
+    report's `notes`.
     """
-    conclusion = _conclusion(report)
-    said = [] if conclusion is None else [conclusion]
+    conclusion, top = _conclusion(report), best(report.made)
+    said = [Text(conclusion)] if conclusion else []
+    if said and top is not None:
+        said[0].highlight_words([top.spec.written], "strong")
     said += _differences(report)
-    if report.measured_lossy:
-        said.append(Text(LOSSY, "quiet"))
-    if not report.results.config.sampling.greedy:
-        said.append(Text("sampled: each run draws other text, so outputs are not compared; at temperature 0 they are.", "quiet"))
-    if count := len(report.results.skipped):
-        said.append(Text(f"{counted(count, 'later turn')} left out: the context had no room.", "quiet"))
-    said += _predictions(report, hidden)
+    remarks = {
+        LOSSY: report.measured_lossy,
+        "sampled: each run draws other text, so outputs are not compared; at temperature 0 they are.": (
+            not report.results.config.sampling.greedy
+        ),
+        f"{counted(len(report.results.skipped), 'later turn')} left out: the context had no room.": report.results.skipped,
+        "Predicted speedups, for methods of specgen that draft chains between target passes: by EESD's formula (Eq. 14) from "
+        "acceptance and pass costs, and by the costs of all passes.": any(result.predicted for result in report.made),
+    }
+    said += [Text(remark, "quiet") for remark, is_made in remarks.items() if is_made]
     said += _tuned(report)
     if report.notes:
         said.append(Text(report.notes, "strong"))
@@ -142,29 +142,27 @@ def verdict(report: Report) -> str:
     broken = [result.spec.written for result in report.made if result.broken]
     if broken:
         return f"{broken[0]} does not give the target's own output"
-    found = _conclusion(report)
-    return "Nothing to compare with plain decoding" if found is None else found.plain.removesuffix(".")
+    return _conclusion(report).removesuffix(".") or "Nothing to compare with plain decoding"
 
 
-def _conclusion(report: Report) -> Text | None:
-    made, greedy = report.made, report.results.config.sampling.greedy
-    top = best(made)
+def _conclusion(report: Report) -> str:
+    """Returns which method is the fastest of those that keep the output; empty if nothing was measured beside plain decoding."""
+    made, top = report.made, best(report.made)
     if top is None or top.speedup is None:
-        return None
-    name, speedup, low = Text().append(top.spec.written, "strong"), top.speedup, top.low
-    few = too_few_prompts(top)
+        return ""
+    name, gain, few = top.spec.written, f"{top.speedup:.2f}×", too_few_prompts(top)
     caution = f" {few}" if few else ""
-    if speedup <= 1:
-        return Text("Nothing here is faster than plain decoding (ar); the best is ") + name + f" at {speedup:.2f}×.{caution}"
-    if low is not None and low <= 1:
-        name.append(f" comes first at {speedup:.2f}×, but its interval reaches down to {low:.2f}×: ")
-        return name.append("nothing here is clearly faster than plain decoding (ar).")
-    is_only = sum(result.prompts > 0 and result.spec.lossless for result in made) == 2
-    kept = "the target's output" if greedy else "the target's distribution"
-    first = f" comes first of the methods that keep {kept}:" if few else f" is the fastest that keeps {kept}:"
-    name.append(f" keeps {kept} at" if is_only else first).append(f" {speedup:.2f}× plain decoding (ar).{caution}")
-    close = [result.spec.written for result in as_fast_as(made, top)]
-    return name.append(f" Too close to call: {', '.join(close)}." if close else "")
+    if top.speedup <= 1:
+        return f"Nothing here is faster than plain decoding (ar); the best is {name} at {gain}.{caution}"
+    if top.low is not None and top.low <= 1:
+        unsure = f"{name} comes first at {gain}, but its interval reaches down to {top.low:.2f}×"
+        return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."
+    kept = "the target's output" if report.results.config.sampling.greedy else "the target's distribution"
+    how = f"comes first of the methods that keep {kept}:" if few else f"is the fastest that keeps {kept}:"
+    if sum(result.prompts > 0 and result.spec.lossless for result in made) == 2:
+        how = f"keeps {kept} at"
+    close = ", ".join(result.spec.written for result in as_fast_as(made, top))
+    return f"{name} {how} {gain} plain decoding (ar).{caution}" + (f" Too close to call: {close}." if close else "")
 
 
 def _differences(report: Report) -> list[Text]:
@@ -194,69 +192,48 @@ def _tuned(report: Report) -> list[Text]:
     """Returns a sentence that says how many of the prompts chose the settings that come from a profile."""
     config = report.results.config
     tuned = {result.spec.written: config.tuned_on(result.spec) for result in ranked(report.made) if result.prompts}
-    names = [name for name, count in tuned.items() if count is not None]
-    if not names:
+    counts = {name: count for name, count in tuned.items() if count is not None}
+    if not counts:
         return []
-    count, total = max(count for count in tuned.values() if count is not None), len(config.prompts)
-    settings = f"the settings of {', '.join(names)} (specgen tune)"
-    if count:
-        return [Text(f"{count} of {total} prompts chose {settings}: on other prompts they may be less good.", "strong")]
-    return [Text(f"None of these prompts chose {settings}.", "quiet")]
+    most, settings = max(counts.values()), f"the settings of {', '.join(counts)} (specgen tune)"
+    if most == 0:
+        return [Text(f"None of these prompts chose {settings}.", "quiet")]
+    chose = f"{most} of {len(config.prompts)} prompts chose {settings}"
+    return [Text(f"{chose}: on other prompts they may be less good.", "strong")]
 
 
-def _predictions(report: Report, hidden: Collection[str]) -> list[Text]:
-    """Returns sentences that say how the predicted speedups were computed, and which methods have no prediction."""
-    predicted = [result for result in ranked(report.made) if result.predicted is not None and result.prompts]
-    if not predicted:
-        return []
-    said = [text for key, text in _PREDICTIONS.items() if key not in hidden]
-    said = [f"{'; '.join(said)}."] if said else []
-    without = [result for result in predicted if not any((result.predicted or {}).values()) and not result.is_reference]
-    if without:
-        names = ", ".join(result.spec.written for result in without)
-        said.append(f"No prediction for {names}: only for specgen's own methods that draft chains between target passes.")
-    return [Text(sentence, "quiet") for sentence in said]
+# tables
 
 
-def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], list[str]]:
-    """Returns the table of speeds, and the keys of the columns that were left out because the terminal is narrow.
+def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], bool]:
+    """Returns the table of speeds, and whether it has all columns.
 
     Its lines have at most `width` cells, unless a method's name alone is longer. Columns with the highest `priority` are left out
-    first, and columns of priority 0 never; names that take much of the width get lines of their own. With `by_category` each
-    method also has a line per category of prompts.
+    first, and columns of priority 0 never. With `by_category` each method also has a line per category of prompts.
     """
-    shown, absent, top = ranked_rows(results, by_category=by_category), not_run(results), best(results)
-    columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
-    longest = column_width([*map(_NAME.text, shown), "method", *(one_line(names[0]) for names, _ in absent if len(names) == 1)])
+    shown, top = ranked_rows(results, by_category=by_category), best(results)
+    kept = columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
     fastest = max((entry.high or entry.speedup or 0.0 for entry in shown), default=0.0)
 
-    def lines(kept: Sequence[Column], cells: int) -> list[Text]:
-        rows = [[Text(column.title.split("\n")[level], "quiet") for column in kept] for level in (0, 1)]
+    def lines(cells: int) -> list[Text]:
+        rows = [[Text(column.title.split("\n")[level]) for column in kept] for level in (0, 1)]
         for entry in shown:
-            rows.append([_cell(column, entry, top) for column in kept if column is not _BAR])
-            if _BAR in kept:
-                rows[-1].append(_bar(entry, cells, fastest, is_best=entry is top))
-        for row in rows if _NAME in kept else ():
-            row[0].align("left", longest)
+            bar = _bar(entry, cells, fastest, is_best=entry is top)
+            rows.append([bar if column is _BAR else _cell(column, entry, top) for column in kept])
+        for cell in rows[1]:
+            cell.stylize("quiet")
         return table(rows, [number for number, each in enumerate(kept) if each.is_interval or each in (_NAME, _OUTPUT, _BAR)])
 
-    for kept in (columns, columns[1:]) if longest <= width * WIDEST_NAME else (columns[1:],):
-        indent = 0 if _NAME in kept else GAP
-        while (room := width - indent - column_width(lines(kept, SHORTEST_BAR))) < 0 and any(each.priority for each in kept):
-            first = max(kept, key=lambda column: column.priority)
-            kept = [each for each in kept if each is not first]
-        if room >= 0:
-            break
-    made = lines(kept, min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
-    if indent:
-        own = [Text(), Text(), *(_cell(_NAME, entry, top) for entry in shown)]
-        pairs = zip(own, (Text(" " * GAP).append_text(line) for line in made), strict=True)
-        made = [each for number, pair in enumerate(pairs) for each in pair[number < 2 :]]
-    for written, reason in absent:
+    while (room := width - max(line.cell_len for line in lines(SHORTEST_BAR))) < 0 and any(each.priority for each in kept):
+        first = max(kept, key=lambda column: column.priority)
+        kept = [each for each in kept if each is not first]
+    made = lines(min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
+    lead = max((len(_NAME.text(entry)) for entry in shown), default=0) + GAP
+    for written, reason in not_run(results):
         why = Text(reason, "quiet")
         why.highlight_words([NOT_RUN], "strong")
-        made += labelled(Text(", ".join(written)), why, width, GAP if indent else longest + GAP)
-    return made, [column.key for column in columns if column not in (*kept, _BAR, _NAME)]
+        made += labelled(Text(", ".join(written)), why, width, lead)
+    return made, len(kept) == len(columns)
 
 
 def _cell(column: Column, entry: MethodResult, top: MethodResult | None) -> Text:
@@ -275,34 +252,26 @@ def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> T
     """
     speedup = entry.speedup or 0.0
     low, high = (speedup if end is None else end for end in (entry.low, entry.high))
-    heavy, light = (round(2 * cells * value / (fastest or 1.0)) for value in (low, high))
-    halves = "H" * heavy + "L" * (light - heavy)
-    glyphs = {"HH": "━", "HL": "╾", "H": "╸", "LL": "─", "L": "╴"}
-    drawn = "".join(glyphs[left + right] for left, right in zip_longest(halves[::2], halves[1::2], fillvalue=""))
+    heavy, light = (round(cells * value / (fastest or 1.0)) for value in (low, high))
     plain = entry.is_reference or not entry.spec.lossless or entry.category
-    return Text(drawn, "bar.plain" if plain else "bar.best" if is_best else "bar")
+    return Text("━" * heavy + "─" * (light - heavy), "bar.plain" if plain else "bar.best" if is_best else "bar")
 
 
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
 
     Cells have seconds and the share of the whole time, or the share alone where `width` is small, and fewer phases where it is
-    smaller. transformers reports no phases. Names that take much of the width get lines of their own.
+    smaller. transformers reports no phases.
     """
-    shown = ranked_rows(results)
+    lines: list[Text] = []
     for with_seconds, phases in ((True, PHASES), (False, PHASES), (False, _MAIN_PHASES)):
-        rows: list[list[str | Text]] = [[*phases, "all"]]
-        for entry in shown:
+        rows = [["method", *phases, "all"]]
+        for entry in ranked_rows(results):
             summary = entry.summary
             taken = ((summary.phase_seconds[phase], f"{summary.share_of_time(phase):.0%}") for phase in phases)
             cells = [f"{seconds:.2f} {share:>4}" if with_seconds else share for seconds, share in taken]
-            rows.append([*("" if summary.unsplit_seconds else cell for cell in cells), f"{summary.seconds:.2f} s"])
-        named = table([[name, *row] for name, row in zip(["method", *(entry.name for entry in shown)], rows, strict=True)])
-        lines = table(rows, ())
-        if column_width(named) <= width:
-            lines = named
+            rows.append([entry.name, *("" if summary.unsplit_seconds else cell for cell in cells), f"{summary.seconds:.2f} s"])
+        lines = [Text(f"Where the time goes{', in seconds and shares' if with_seconds else ''}"), Text(), *table(rows)]
+        if max(line.cell_len for line in lines) <= width:
             break
-        lines = [lines[0], *(each for entry, line in zip(shown, lines[1:], strict=True) for each in (Text(entry.name), line))]
-        if column_width(lines) <= width:
-            break
-    return [Text(f"Where the time goes{', in seconds and shares' * with_seconds}"), Text(), *lines]
+    return lines

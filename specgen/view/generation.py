@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
@@ -27,7 +27,7 @@ MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown aft
 MODE = 6  # cells of the column with PEARL's mode
 NARROW = 80  # cells; on narrower terminals the words on why a draft ended follow the tokens
 Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
-_STYLES: Mapping[Kind, str] = {
+_STYLES: dict[Kind, str] = {
     "accepted": "token.accepted",
     "rejected": "token.rejected",
     "discarded": "token.discarded",
@@ -38,6 +38,7 @@ _STYLES: Mapping[Kind, str] = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_DROPPED_FIRST = ("runs", "ties", "shares", "name", "a pass", "accepted", "energy", "perplexity", "speed")
 
 
 class Detokenizer(Protocol):
@@ -61,16 +62,20 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self._detokenizer, self._stop = detokenizer, stop
-        self._held: list[tuple[str, bool]] = []  # characters, and whether they were drafted
-        self._ended = False
-        self.text = ""
+        self._all = ""  # with the text that is held back, and with a stop string and what follows it
+        self._drafted: list[bool] = []  # for each character of it
+        self._shown = 0  # characters of it
+
+    @property
+    def text(self) -> str:
+        return self._all[: self._shown]
 
     def add(self, round_: Round) -> list[Piece]:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
             self._hold(self._detokenizer.push(token), drafted=position < accepted)
-        return self._release(max((_overlap(self._held, stop) for stop in self._stop), default=0))
+        return self._release(max((_overlap(self._all, stop) for stop in self._stop), default=0))
 
     def finish(self) -> list[Piece]:
         """Returns the text that was held back, at the end of generation."""
@@ -78,27 +83,23 @@ class AnswerText:
         return self._release(0)
 
     def _hold(self, text: str, *, drafted: bool) -> None:
-        self._held += [(character, drafted) for character in text]
+        self._all += text
+        self._drafted += [drafted] * len(text)
 
     def _release(self, kept: int) -> list[Piece]:
-        """Returns the held text but for its last `kept` characters. A stop string and all text after it are dropped."""
-        text = _joined(self._held)
-        starts = [text.index(stop) for stop in self._stop if stop in text]
-        room = 0 if self._ended else min(starts, default=len(text) - kept)
-        self._ended |= bool(starts)
-        shown, self._held = self._held[:room], self._held[room:]
-        self.text += text[:room]
-        return [Piece(_joined(group), drafted) for drafted, group in groupby(shown, key=itemgetter(1))]
+        """Returns the held text but for its last `kept` characters, or up to a stop string."""
+        starts = [self._all.index(stop) for stop in self._stop if stop in self._all]
+        end = min(starts, default=len(self._all) - kept)
+        pieces = []
+        for drafted, group in groupby(range(self._shown, end), key=self._drafted.__getitem__):
+            pieces.append(Piece("".join(self._all[place] for place in group), drafted))
+        self._shown = max(self._shown, end)
+        return pieces
 
 
-def _joined(held: Iterable[tuple[str, bool]]) -> str:
-    return "".join(character for character, _ in held)
-
-
-def _overlap(held: Sequence[tuple[str, bool]], stop: str) -> int:
-    """Returns the length of the longest end of the held text with which `stop` begins, shorter than `stop` itself."""
-    end = _joined(held[-len(stop) + 1 :]) if len(stop) > 1 else ""
-    return next((size for size in range(len(end), 0, -1) if end.endswith(stop[:size])), 0)
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of the text with which `stop` begins, shorter than `stop` itself."""
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerView:
@@ -155,8 +156,9 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
     token, source = round_.verdict.token, round_.verdict.source
+    if source is not None:
+        line += [Part(" ", "space"), Part(_MARKS[source], "mark")]
     if token is not None:
-        line += [] if source is None else [Part(" ", "space"), Part(_MARKS[source], "mark")]
         line.append(Part(shown([token]), "own"))
     return [Part(line[0].text.removeprefix(" "), line[0].kind), *line[1:]] if line else []
 
@@ -187,14 +189,16 @@ def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     draft, ranks = round_.draft, Counter[int]()
     line, rejected = [], []
-    for node, (token, parent, status) in enumerate(zip(draft.tokens, draft.parents, round_.statuses, strict=True)):
-        ranks[parent] += 1
-        rank = ranks[parent]  # among its siblings
-        if node in round_.verdict.path:
-            line.append(Part(shown([token]) + (str(rank).translate(_SUPERSCRIPTS) if rank > 1 else ""), "accepted"))
+    for token, parent, status in zip(draft.tokens, draft.parents, round_.statuses, strict=True):
+        ranks[parent] += 1  # its rank among its siblings
+        if status is TokenStatus.ACCEPTED:
+            rank = str(ranks[parent]).translate(_SUPERSCRIPTS) if ranks[parent] > 1 else ""
+            line.append(Part(shown([token]) + rank, "accepted"))
         elif status is TokenStatus.REJECTED:
             rejected.append(shown([token]).removeprefix(" "))
-    return line + [Part(" ", "space"), Part("✗", "cross"), Part("|".join(rejected), "rejected")] * bool(rejected)
+    if rejected:
+        line += [Part(" ", "space"), Part("✗", "cross"), Part("|".join(rejected), "rejected")]
+    return line
 
 
 class RoundsView:
@@ -222,21 +226,21 @@ class RoundsView:
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
-        shown: tuple[tuple[str, Kind], ...] = (
-            ("accepted", "accepted"),
-            ("   ", "space"),
-            ("✗", "cross"),
-            ("rejected", "rejected"),
+        line = Text("   ").join(
+            [
+                Text("accepted", "token.accepted"),
+                Text.assemble(("✗", "mark.rejected"), ("rejected", "token.rejected")),
+                Text("discarded", "token.discarded"),
+                Text.assemble(("→", "mark"), ("correction", "token.target")),
+                Text.assemble(("⊕", "mark"), ("bonus", "token.target")),
+                Text("3/5 accepted of drafted", "quiet"),
+            ]
         )
-        shown += (("   ", "space"), ("discarded", "discarded"), ("   ", "space"), ("→", "mark"), ("correction", "own"))
-        shown += (("   ", "space"), ("⊕", "mark"), ("bonus", "own"))
-        line, key = Text.assemble(*((text, _STYLES[kind]) for text, kind in shown)), Text("3/5 accepted of drafted", "quiet")
-        fits = line.cell_len + 3 + key.cell_len <= self._console.width
-        more = ["a|b: candidates for one position   ²: the second one was accepted"] * self._branches
-        more += ["pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified"] * self._parallel
-        more += [self._window] * (self._parallel and bool(self._window))
-        legend = [line.append("   ").append_text(key)] if fits else [line, key]
-        for each in (*legend, *(Text(text, "quiet") for text in more)):
+        more = ["a|b: candidates for one position   ²: the second one was accepted"] if self._branches else []
+        if self._parallel:
+            more.append("pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified")
+            more += [self._window] if self._window else []
+        for each in (line, *(Text(text, "quiet") for text in more)):
             for part in wrapped(each, self._console.width):
                 self._console.print(part)
 
@@ -266,46 +270,41 @@ class RoundsView:
         return inline(self._text_of(tokens))
 
 
-_SHORTER = ("a pass", "shares", "shares", "runs", "ties", "tokens", "name", "a pass", "accepted", "energy", "perplexity", "speed")
-
-
 def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
     """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
-    If the line is longer than `width` cells, parts of it are shortened or left out, but never `notes` or `tuned`. `tuned` has, in
-    words, the method and the settings that `specgen tune` saved, empty where they are not used. `mono` says that the output has
-    no colours: the line then also gives the number of tokens that the target chose itself.
+    If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
+    in words, the method and the settings that `specgen tune` saved, empty where they are not used. `mono` says that the output
+    has no colours: the line then also gives the number of tokens that the target chose itself.
     """
-    rate, run, energy = summary.acceptance_rate, summary.mean_accepted_run, summary.energy
-    tokens, name = counted(summary.new_tokens, "token"), (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else "")
+    energy, rate = summary.energy, summary.acceptance_rate
     own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
-    draft, policy, verify = (f"{summary.share_of_time(phase):.0%}" for phase in ("draft", "policy", "verify"))
-    drafting, short = ("waiting for the draft", "wait") if summary.parallel else ("drafting", "draft")
-    also = f" and {policy} length policy" if summary.share_of_time("policy") >= 0.01 else ""
+    draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
+    drafting = "waiting for the draft" if summary.parallel else "drafting"
     idle = energy.idle_watts or 0.0 if energy else 0.0
-    forms = {
-        "name": [name] if notes or tuned else [name, ""],
-        "tokens": [tokens + own, tokens],
-        "speed": _forms(summary.tokens_per_second, "{:.1f} tokens/s"),
-        "perplexity": _forms(summary.perplexity, "perplexity {:.2f}"),
-        "energy": _forms(summary.joules_per_token, f"{{:.3g}} J/token above {idle:.3g} W idle"),
-        "accepted": _forms(rate, "{:.0%} accepted"),
-        "a pass": _forms(None if rate is None else summary.block_efficiency, "{:.2f} tokens a pass", "{:.2f} a pass"),
-        "runs": _forms(run if summary.parallel else None, "{:.1f} per rejection"),
-        "ties": _forms(summary.ties or None, f"{counted(summary.ties, 'tie')} in the target's logits"),
-        "shares": _forms(rate, f"{draft} {drafting}{also}, {verify} verifying", f"{draft} {short} {verify} verify"),
+    figures = {
+        "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
+        "tokens": counted(summary.new_tokens, "token") + own,
+        "speed": _figure("{:.1f} tokens/s", summary.tokens_per_second),
+        "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
+        "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
+        "accepted": _figure("{:.0%} accepted", rate),
+        "a pass": _figure("{:.2f} tokens a pass", None if rate is None else summary.block_efficiency),
+        "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
+        "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
+        "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
-    for figure in (None, *_SHORTER):
-        if figure is not None:
-            forms[figure] = forms[figure][1:] or forms[figure]
-        styles = {"name": "strong", "shares": "quiet"}
-        line = Text("  ").join(Text(texts[0], styles.get(key, "none")) for key, texts in forms.items() if texts[0])
+    styles = {"name": "strong", "shares": "quiet"}
+    for left_out in (None, *_DROPPED_FIRST):
+        if left_out is not None and not (left_out == "name" and (notes or tuned)):
+            del figures[left_out]
+        line = Text("  ").join(Text(text, styles.get(key, "none")) for key, text in figures.items() if text)
         if line.cell_len <= width:
             break
     line.highlight_words(["accepted"], "token.accepted")  # the green word explains the colour of accepted tokens
     return line
 
 
-def _forms(value: float | None, *templates: str) -> list[str]:
-    """Returns the forms of a figure, from the longest to none at all. None: it is not known."""
-    return [""] if value is None else [*(template.format(value) for template in templates), ""]
+def _figure(template: str, value: float | None) -> str:
+    """Returns the text of a figure, empty if it is not known."""
+    return "" if value is None else template.format(value)

@@ -1,10 +1,12 @@
 """What `specgen inspect` says about a pair of models (whether they fit together, their speed, which methods can run) and about
-methods."""
+methods, and what `specgen tune` found for a pair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,20 +17,25 @@ from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.methods import available_policies, known_settings
 from specgen.methods.method import Method
 from specgen.methods.pearl import ParallelCosts
-from specgen.view.theme import column_width, labelled, table
+from specgen.tune.outcome import PLAIN, TuningOutcome
+from specgen.view import theme
+from specgen.view.theme import labelled, table, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
     from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
-_CELL = 7  # cells of a table's column
+_FIGURES = 47  # cells of a tuning's table to the right of the method's name
 UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
-_UNLESS = ", unless the draft was trained on the target's tokens"
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
-Fact = tuple[str, str | Mapping[str, Iterable[str]]]
-"""A label with its text, or a table: the cells of each row under the row's heading. Without a label: more on the fact above."""
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
+Fact = tuple[str, str | list[list[str]]]
+"""A label with its text. Without a label: more on the fact above, as text or as a table."""
+
+
+# a pair
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
@@ -38,19 +45,20 @@ def show(console: Console, report: PairReport, next_step: str | None) -> None:
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
-    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40.
-
-    `next_step` is the command that the user can run next, None where the pair cannot be used.
-    """
-    yield from _models(report, width)
+    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40."""
+    for role, model in _roles(report).items():
+        shape = f"{_count(model.parameters)} parameters, {model.layers} layers × {model.hidden:,}"
+        about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
+        yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
-    for label, found in facts(report):
-        if isinstance(found, str):
-            yield from labelled(_label(label), Text(found, "none" if label else "quiet"), width, _LEAD)
+    for label, text in facts(report):
+        if isinstance(text, str):
+            yield from labelled(_label(label), Text(text, "none" if label else "quiet"), width, _LEAD)
         else:
-            yield from _table(found, width)
+            yield from (Text(" " * _LEAD).append_text(line) for line in table(text, left=()))
     yield Text()
-    yield from _methods(report.methods, width)
+    for mark, names in _methods(report.methods):
+        yield from labelled(_label(mark), Text(names), width, 2)
     if next_step:
         yield Text()
         yield from labelled(Text("next"), Text(next_step, "command"), width, 6)
@@ -58,18 +66,15 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
 
 def facts(report: PairReport) -> Iterator[Fact]:
     """Yields what is known about a pair, from its files and by measuring, in the order of the report."""
-    model = report.speedup_model
     if report.tokenizers is not None and report.draft is not None:
-        yield from _tokenizers(report.tokenizers, report.target, report.draft, model)
+        yield from _tokenizers(report.tokenizers, report.target, report.draft)
+    if report.tokenizers is not None and report.tokenizers.overlap is not None:
+        yield from _overlap(report.tokenizers.overlap, report.speedup_model)
     yield from _memory(report)
-    yield from _placement(report)
     yield "✓ context", _context(report)
     yield from _engine(report)
-    if model is not None:
-        yield from _costs(model, report.parallel_costs)
-        yield from _pays(model)
-        if report.tokenizers is not None and report.tokenizers.overlap is not None:
-            yield from _common_pays(report.tokenizers.overlap, model)
+    if report.speedup_model is not None:
+        yield from _costs(report.speedup_model, report.parallel_costs)
 
 
 def _label(label: str) -> Text:
@@ -81,25 +86,8 @@ def _roles(report: PairReport) -> dict[str, ModelFacts]:
     return {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
 
 
-def _models(report: PairReport, width: int) -> list[Text]:
-    rows: list[list[str | Text]] = []
-    for role, model in _roles(report).items():
-        shape, parameters = f"{model.layers} layers × {model.hidden:,}", f"{_count(model.parameters)} parameters"
-        rows.append([Text(role, "strong"), one_line(model.name), parameters, shape, model.dtype, _size(model.weight_bytes)])
-    lines = table([[""] * 6, *rows], left=range(6))[1:]
-    if column_width(lines) <= width:
-        return lines
-    return [
-        line for role, *cells in rows for line in labelled(Text(str(role), "strong"), Text("  ".join(map(str, cells))), width, 8)
-    ]
-
-
-def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, model: SpeedupModel | None) -> Iterator[Fact]:
+def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) -> Iterator[Fact]:
     if found.overlap is not None:
-        yield "· tokenizer" if found.overlap.is_low else "✓ tokenizer", f"another; {common_tokens(found.overlap)}"
-        yield "", covered_share(found.overlap)
-        if model is None and (hint := advice(found.overlap)) is not None:
-            yield "", hint
         return
     if found.refusal is not None:
         yield "✗ tokenizer", found.refusal
@@ -114,199 +102,29 @@ def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts, mo
     if not found.target_size == found.draft_size == found.shared:
         text = f"{found.shared:,} tokens in common; the target has {found.target_size:,}, the draft {found.draft_size:,}"
     if target.table_rows != found.target_size or draft.table_rows != found.draft_size:
-        sizes = " and ".join(f"{size:,}" for size in dict.fromkeys((target.table_rows, draft.table_rows)))
-        text += f" (tables of {sizes} rows: padded)"
+        text += f" (tables of {target.table_rows:,} and {draft.table_rows:,} rows: padded)"
     yield "✓ tokenizer", text
     if found.probe is not None:
-        probe, target_ids, draft_ids = found.probe
-        pairs = enumerate(zip(target_ids, draft_ids, strict=False))
-        position = next((at for at, (one, other) in pairs if one != other), min(len(target_ids), len(draft_ids)))
-        yield "", f"but they split “{inline(probe)}” differently, from token {position + 1} on: only the target's way is used"
+        yield "", f"but they split “{inline(found.probe[0])}” differently: only the target's way is used"
 
 
-def _memory(report: PairReport) -> Iterator[tuple[str, str]]:
-    """Yields the memory of both models, or of each if they are on different devices."""
-    target, draft, placement, longest = report.target, report.draft, report.placement, report.context_limit
-    models = [target] if draft is None else [target, draft]
-    if placement is not None and len(placement.stages) > 1:
-        text = _needed(models, longest)[2]
-        yield "✓ memory", f"{text}; the plan for {placement.context:,} tokens on {len(placement.stages)} devices:"
-    elif draft is None or draft.device == target.device or placement is not None:
-        yield _fitting(models, longest, report.free_bytes)
-    else:
-        yield _fitting([target], longest, report.free_bytes)
-        yield _fitting([draft], longest, report.draft_free_bytes)
+def _overlap(overlap: TokenOverlap, model: SpeedupModel | None) -> Iterator[Fact]:
+    """Yields lines about drafts in the tokens that both tokenizers have, and once measured whether they are likely to pay.
 
-
-def _needed(models: Sequence[ModelFacts], longest: int | None) -> tuple[int, int, str]:
-    """Returns the bytes of the models' weights and of their cache for `longest` tokens (None: no limit), and both as text."""
-    weights, cache = sum(model.weight_bytes for model in models), 0
-    text = f"{_size(weights)} of weights"
-    if longest is not None:
-        cache = sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
-        text += f" and {_size(cache)} of cache for {longest:,} tokens"
-    return weights, cache, text
-
-
-def _fitting(models: Sequence[ModelFacts], longest: int | None, free: int | None) -> tuple[str, str]:
-    """Returns a label and a text that say whether weights and cache fit into the free bytes of a device (None: unknown)."""
-    weights, cache, text = _needed(models, longest)
-    if free is None:
-        return "· memory", text
-    text, room = f"{text}; {models[0].device} has {_size(free)} free", free - weights
-    if room < 0:
-        return "✗ memory", f"{text}: the weights do not fit"
-    tokens = room // max(sum(model.cache_bytes for model in models), 1)
-    return "✓ memory", f"{text}: room for about {tokens:,} tokens" if room < cache else text
-
-
-def _placement(report: PairReport) -> Iterator[Fact]:
-    """Yields a line for each device of a plan for several, and what follows from there being several."""
-    if report.ranks is not None:
-        part = _size(report.target.weight_bytes // report.ranks)
-        eager = "" if report.target.device == "cpu" else "; passes run without CUDA graphs"
-        yield "", f"torchrun's {report.ranks} processes each hold about {part} of the target{eager}"
-    if report.placement is None or len(report.placement.stages) == 1:
-        return
-    count, last = report.target.layers, report.placement.device
-    for stage in report.placement.stages:
-        parts = []
-        if stage.layers:
-            ends = [", embedding"] * (stage.layers.start == 0) + [", norm, head"] * (stage.layers.stop == count)
-            parts.append(f"layers {stage.layers.start} to {stage.layers.stop - 1}{''.join(ends)}: {_size(stage.weight_bytes)}")
-            parts.append(f"cache {_size(stage.cache_bytes)}, for passes {_size(stage.working_bytes)}")
-        if stage.draft_bytes:
-            parts.append(f"draft {_size(stage.draft_bytes)}")
-        yield "", f"{stage.device}: {', '.join(parts)}; {_size(stage.left)} of {_size(stage.free)} left"
-    if report.placement.layer_devices is not None:
-        slow = "; the layers on the CPU take most of the time" if str(last) == "cpu" else ""
-        yield "", f"passes go through these devices one after the other, without CUDA graphs{slow}"
-
-
-def _context(report: PairReport) -> str:
-    limit = report.context_limit
-    text = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
-    draft_limit = report.draft.context_limit if report.draft is not None else None
-    if draft_limit is not None and (limit is None or draft_limit < limit):
-        text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
-    return text
-
-
-def _engine(report: PairReport) -> Iterator[Fact]:
-    """Yields lines about what runs each model, and about what was chosen when the models were loaded."""
-    texts: dict[str, list[str]] = {}
-    for role, model in _roles(report).items():
-        texts.setdefault(_running(model), []).append(role)
-    for number, (text, roles) in enumerate(texts.items()):
-        yield "" if number else "· engine", f"{' and '.join(roles)}: {text}"
-    if report.choices is None:
-        return
-    for role, choices in report.choices.products.items():
-        packed = [choice for choice in choices if choice.packed]
-        reasons = dict.fromkeys(choice.reason for choice in choices if choice.reason is not None)
-        rounded = [choice for choice in choices if choice.quantised is not None]
-        done = f"{len(rounded)} of {len(choices)} shapes rounded to {rounded[0].quantised}" if rounded else ""
-        text = f"{role}: weights of {done or f'{len(packed)} of {len(choices)} shapes packed for oneDNN'}"
-        text += f" (the others: {', '.join(reasons)})" if reasons else ""
-        yield "", text
-    if (threads := report.choices.threads) is not None:
-        times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
-        yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
-
-
-def _running(model: ModelFacts) -> str:
-    text = "specgen's own forward pass" if model.backend == "native" else f"transformers ({model.fallback})"
-    text += f", {model.dtype}: {model.dtype_reason}"
-    return text if model.tokenizer_fallback is None else f"{text}; tokenizer of transformers ({model.tokenizer_fallback})"
-
-
-def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
-    target = model.target_seconds
-    single, five = target[1], min(5, max(target))
-    text = f"a target pass takes {_duration(single)}"
-    if model.draft_seconds:
-        text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
-    yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
-    widths = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16) if tokens in target]
-    yield "", {"tokens": map(str, widths), "a pass": (f"{target[tokens] / single:.2f}×" for tokens in widths)}
-    if parallel is not None:
-        text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
-        yield "", f"{text}PEARL's window is {parallel.window.size}" + (f"; {parallel.remark}" if parallel.remark else "")
-
-
-def _pays(model: SpeedupModel) -> Iterator[Fact]:
-    rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
-    paying = [rate for rate in rates.values() if rate is not None]
-    if not paying:
-        yield "✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save"
-        return
-    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
-    listed = {k: rates[k] for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15) if k in rates}
-    shown = ("never" if rate is None else f"{rate:.0%}" for rate in listed.values())
-    yield "", {"length": map(str, listed), "pays from": shown}
-    yield "", "at the best draft length, where each token is accepted with the same probability:"
-    best = [model.best(acceptance) for acceptance in ACCEPTANCES]
-    acceptances, speedups = (f"{acceptance:.0%}" for acceptance in ACCEPTANCES), (f"{speedup:.2f}×" for _, speedup in best)
-    yield "", {"acceptance": acceptances, "speedup": speedups, "length": (str(k) for k, _ in best)}
-
-
-def _common_pays(overlap: TokenOverlap, model: SpeedupModel) -> Iterator[Fact]:
-    """Yields lines that say whether drafts in the tokens that both tokenizers have are likely to pay."""
-    if (found := best_speedup(overlap, model)) is None:
-        return
-    pays, text = found
-    yield "✓ tokens" if pays else "· tokens", text
-    if (hint := advice(overlap, pays=pays)) is not None:
-        yield "", hint
-
-
-def _table(rows: Mapping[str, Iterable[str]], width: int) -> Iterator[Text]:
-    """Yields the lines of a table. One wider than `width` cells is broken into several blocks of columns, one below the other."""
-    cells = {heading: list(values) for heading, values in rows.items()}
-    fitting = max(1, (width - _LEAD) // _CELL)
-    for start in range(0, max(map(len, cells.values())), fitting):
-        for heading, values in cells.items():
-            line = Text().append(f"  {heading:<{_LEAD - 2}}", "quiet")
-            yield line.append("".join(f"{value:>{_CELL}}" for value in values[start : start + fitting]))
-
-
-def _methods(found: Mapping[str, Readiness], width: int) -> Iterator[Text]:
-    """Yields lines that say which decoding methods can run on the pair, first those that can.
-
-    Methods with the same result and the same explanation share a line.
+    This is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
+    have more of its drafts accepted than kappa.
     """
-    groups: dict[tuple[bool, str, str], list[str]] = {}
-    for name, readiness in found.items():
-        groups.setdefault((not readiness.ready, readiness.why, readiness.hint), []).append(name)
-    room = max(width // 2, 16) - 4
-    shown = [(_names(names, room), key) for key, names in sorted(groups.items(), key=lambda group: group[0][0])]
-    lead = max((len(names) for names, _ in shown), default=0) + 4
-    for names, (is_missing, why, hint) in shown:
-        text = Text(why if is_missing else f"ready; {why}" if why else "ready").append(f": {hint}" if hint else "", "quiet")
-        yield from labelled(_label(f"{'✗' if is_missing else '✓'} {names}"), text, width, lead)
-
-
-def _names(names: Sequence[str], room: int) -> str:
-    """Returns all names joined by commas. If they need more than `room` cells, only the first names and the number of all."""
-    for count in range(len(names), 0, -1):
-        line = ", ".join(names) if count == len(names) else f"{', '.join(names[:count])}, … ({len(names)})"
-        if len(line) <= room:
-            break
-    return line
-
-
-def _count(number: int) -> str:
-    units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
-    return next((f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number))
-
-
-def _size(count: int) -> str:
-    size, unit = next((each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB"))
-    return f"{count / size:,.{0 if unit == 'KiB' else 1}f} {unit}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    yield "· tokenizer" if overlap.is_low else "✓ tokenizer", f"another; {common_tokens(overlap)}"
+    yield "", covered_share(overlap)
+    pays = True
+    if model is not None and model.draft_lengths and overlap.kappa is not None:
+        length, speedup = model.best(overlap.kappa)
+        pays = speedup > 1
+        drafts = f"with drafts of {length}" if pays else "so drafts in common tokens are slower"
+        unless = ", unless the draft was trained on the target's tokens"
+        yield "✓ tokens" if pays else "· tokens", f"about {speedup:.2f}× at best, {drafts}{unless}"
+    if overlap.is_low or not pays:
+        yield "", f"use {ALTERNATIVES}"
 
 
 def common_tokens(overlap: TokenOverlap) -> str:
@@ -323,29 +141,124 @@ def covered_share(overlap: TokenOverlap) -> str:
     return f"{overlap.kappa:.0%} of the tokens of {text} are one token in both (kappa){run}"
 
 
-def best_speedup(overlap: TokenOverlap, model: SpeedupModel) -> tuple[bool, str] | None:
-    """Returns whether drafts in common tokens are likely to pay, and the text that says so; None if kappa is not known.
-
-    The text is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
-    have more of its drafts accepted than kappa.
-    """
-    if overlap.kappa is None or not model.draft_lengths:
-        return None
-    length, speedup = model.best(overlap.kappa)
-    if speedup > 1:
-        return True, f"about {speedup:.2f}× at best, with drafts of {length}{_UNLESS}"
-    return False, f"about {speedup:.2f}× at best, so drafts in common tokens are slower{_UNLESS}"
-
-
-def advice(overlap: TokenOverlap, *, pays: bool = True) -> str | None:
-    """Returns what to use instead, where drafts in common tokens are unlikely to pay or kappa is low; otherwise None."""
-    return f"use {ALTERNATIVES}" if not pays or overlap.is_low else None
-
-
 def notice(overlap: TokenOverlap) -> str:
     """Returns one line for a run that is about to begin."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
+
+
+def _memory(report: PairReport) -> Iterator[Fact]:
+    """Yields the memory of both models, or of each if they are on different devices, and the parts of a plan for several."""
+    target, draft, placement = report.target, report.draft, report.placement
+    stages = placement.stages if placement is not None else ()
+    if draft is None or draft.device == target.device or stages:
+        device = ", ".join(str(stage.device) for stage in stages) or target.device
+        yield _fitting(list(_roles(report).values()), device, report.context_limit, report.free_bytes)
+    else:
+        yield _fitting([target], target.device, report.context_limit, report.free_bytes)
+        yield _fitting([draft], draft.device, report.context_limit, report.draft_free_bytes)
+    for stage in stages if len(stages) > 1 else ():
+        layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "the draft"
+        yield "", f"{stage.device}: {layers}; {_size(stage.left)} of {_size(stage.free)} left"
+    if len(stages) > 1:
+        yield "", "passes go through these devices one after the other, without CUDA graphs"
+    if report.ranks is not None:
+        yield (
+            "",
+            f"torchrun's {report.ranks} processes each hold about {_size(target.weight_bytes // report.ranks)} of the target",
+        )
+
+
+def _fitting(models: Sequence[ModelFacts], device: str, longest: int | None, free: int | None) -> Fact:
+    """Returns a label and a text that say whether weights and a cache for `longest` tokens (None: no limit) fit into the free
+    bytes of a device (None: unknown)."""
+    weights, cache = sum(model.weight_bytes for model in models), 0
+    text = f"{_size(weights)} of weights"
+    if longest is not None:
+        cache = sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
+        text += f" and {_size(cache)} of cache for {longest:,} tokens"
+    if free is None:
+        return "· memory", text
+    text += f"; {device} has {_size(free)} free"
+    if free < weights:
+        return "✗ memory", f"{text}: the weights do not fit"
+    tokens = (free - weights) // max(sum(model.cache_bytes for model in models), 1)
+    return "✓ memory", text if free >= weights + cache else f"{text}: room for about {tokens:,} tokens"
+
+
+def _context(report: PairReport) -> str:
+    limit = report.context_limit
+    text = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
+    draft_limit = report.draft.context_limit if report.draft is not None else None
+    if draft_limit is not None and (limit is None or draft_limit < limit):
+        text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
+    return text
+
+
+def _engine(report: PairReport) -> Iterator[Fact]:
+    """Yields lines about what runs each model, and how many threads were chosen when the models were loaded."""
+    for role, model in _roles(report).items():
+        text = "specgen's own forward pass" if model.backend == "native" else f"transformers ({model.fallback})"
+        text += f", {model.dtype}: {model.dtype_reason}"
+        if model.tokenizer_fallback is not None:
+            text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
+        yield "· engine" if model is report.target else "", f"{role}: {text}"
+    threads = None if report.choices is None else report.choices.threads
+    if threads is not None:
+        times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
+        yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
+
+
+def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
+    """Yields lines about the times of passes, and from which acceptance speculation pays."""
+    target = model.target_seconds
+    single, five = target[1], min(5, max(target))
+    text = f"a target pass takes {_duration(single)}"
+    if model.draft_seconds:
+        text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
+    yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
+    if parallel is not None:
+        text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
+        yield "", f"{text}PEARL's window is {parallel.window.size}" + (f"; {parallel.remark}" if parallel.remark else "")
+    rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
+    paying = [rate for rate in rates.values() if rate is not None]
+    if not paying:
+        yield "✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save"
+        return
+    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
+    shown = {k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items() if k in _WIDTHS}
+    rows = [[str(k), f"{target[k] / single:.2f}×", rate] for k, rate in shown.items()]
+    yield "", [["tokens", "a pass", "pays from"], *rows]
+    yield "", "at the best draft length, where each token is accepted with the same probability:"
+    best = [(f"{acceptance:.0%}", *model.best(acceptance)) for acceptance in ACCEPTANCES]
+    yield "", [["acceptance", "speedup", "length"], *([rate, f"{speedup:.2f}×", str(k)] for rate, k, speedup in best)]
+
+
+def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
+    """Yields which decoding methods can run on the pair, first those that can. Those with the same explanation share a line."""
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for name, readiness in found.items():
+        why = "; ".join(filter(None, ["ready" * readiness.ready, readiness.why]))
+        groups.setdefault((not readiness.ready, f"{why}: {readiness.hint}" if readiness.hint else why), []).append(name)
+    for (is_missing, why), names in sorted(groups.items(), key=lambda group: group[0][0]):
+        yield "✗" if is_missing else "✓", f"{', '.join(names)}: {why}"
+
+
+def _count(number: int) -> str:
+    units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
+    return next((f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number))
+
+
+def _size(count: int) -> str:
+    size, unit = next((each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB"))
+    return f"{count / size:,.1f} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+# a method
 
 
 def method_line(method: Method) -> dict[str, Any]:
@@ -386,3 +299,91 @@ def method_card(console: Console, method: Method) -> None:
     for name, setting in known_settings(method, method.policy).items():
         default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
         console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))
+
+
+# a tuning
+
+
+def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True) -> None:
+    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed.
+
+    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
+    """
+    width = theme.width(console)
+    headline, details = _verdict(outcome)
+    for reason in dict.fromkeys(outcome.left_out.values()):
+        names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
+        details.append(("not tuned", f"{names}: {reason}"))
+    if path is not None:
+        use = "used from now on" if is_default else f"use it with --profile {shlex.quote(str(path.parent))}"
+        details.append(("saved", f"{path.parent}, {use}"))
+    if perplexities := [f"{each.written} {each.perplexity:.2f}" for each in outcome.methods if each.perplexity]:
+        details.append(("perplexity", " · ".join(perplexities)))
+    shown = [Text(), *_candidates(outcome, width), Text(), *wrapped(Text(headline, "strong"), width)]
+    for label, text in details:
+        shown += labelled(Text(label, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
+    for line in shown:
+        console.print(line, soft_wrap=True)
+
+
+def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
+    """Returns a line per method: its expected and its measured tokens per second, and its speedup over plain decoding with the
+    interval. Settings for which `width` cells are too few are left out."""
+    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup", ""]]
+    for method in outcome.methods:
+        name = method.written if len(method.written) <= width - _FIGURES else method.name
+        measured = "" if method.measured is None else f"{method.measured:.1f}"
+        speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
+        remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
+        remarks += [] if method.lossless else ["lossy"]
+        label = Text(name, "strong" if method == outcome.chosen else "none")
+        rows.append([label, f"{method.predicted:.1f}", measured, speedup, Text(", ".join(remarks), "quiet")])
+    return table(rows, left=(0, 4))
+
+
+def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
+    best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
+    if best.name == PLAIN:
+        lossy = [f"{method.written}: -m {method.name} uses these settings" for method in outcome.methods if not method.lossless]
+        reason = "No method that keeps the output was tuned." if lossy else "No method here can speculate."
+        return f"{reason} So generate decodes plainly.", [("lossy", " · ".join(lossy))] if lossy else []
+    interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
+    found = f"{best.written}: {speedup} plain decoding{interval}"
+    why, needed = _reasons(outcome), _help(outcome)
+    if outcome.verdict == "unconfirmed":
+        use = "generate decodes plainly" if outcome.chosen.name == PLAIN else f"generate uses {best.name}"
+        headline = f"Not confirmed by real runs: {speedup} expected with {best.name}. Until then {use}."
+        return headline, [("best found", f"{found}, expected"), *why, ("would help", "a larger --budget")]
+    if outcome.verdict == "pays":
+        return f"Speculation pays here: {speedup} with {best.name}.", [("best", f"{found}, the same output"), *why]
+    if outcome.verdict == "unclear":
+        headline = f"No clear gain here: {speedup} at best{interval}. So generate decodes plainly."
+        return headline, [*why, ("would tell", f"specgen compare --methods {best.written} --repeats 10")]
+    headline = f"Speculation does not pay here: {speedup} at best. So generate decodes plainly for this pair."
+    return headline, [("best found", found), *why, ("would help", needed)]
+
+
+def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
+    if outcome.speedup_model is None:
+        return []
+    text = f"a draft token costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
+    needed = outcome.speedup_model.break_even_acceptance(1)
+    text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
+    if outcome.acceptance_probability is not None:
+        text += f", here {outcome.acceptance_probability:.0%}"
+    return [("why", text)]
+
+
+def _help(outcome: TuningOutcome) -> str:
+    """Returns what would make speculation pay."""
+    model, acceptance, ways = outcome.speedup_model, outcome.acceptance_probability, list[str]()
+    if model is None:
+        ways.append("a draft model of the target's family: --draft MODEL")
+    elif acceptance is not None:
+        cost, needed = model.break_even_draft_cost(acceptance), model.break_even_acceptance(1)
+        if cost is not None and cost < model.relative_draft_cost:
+            ways.append(f"a faster draft (under {cost:.2f} of a target pass)")
+        if needed is not None and acceptance < needed:
+            ways.append(f"one closer to the target (an acceptance above {needed:.0%})")
+    return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"

@@ -3,8 +3,8 @@
 A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives every style its look.
 
 ansi   the terminal's own palette: two hues, two attributes (default, for an unknown background)
-dark   SPECGEN_THEME=dark, or a dark background in COLORFGBG, and at least 256 colours
-light  SPECGEN_THEME=light, or a light background in COLORFGBG, and at least 256 colours
+dark   SPECGEN_THEME=dark
+light  SPECGEN_THEME=light
 mono   NO_COLOR or --no-color: attributes only
 """
 
@@ -13,11 +13,10 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.style import Style
@@ -55,28 +54,6 @@ _LOOKS = {  # of each style in each of the flavours
 FLAVOURS = ("ansi", "dark", "light", "mono")
 
 
-def theme(flavour: str) -> Theme:
-    """Returns the Rich theme of a flavour (colour scheme). Styles that specgen does not define are Rich's defaults."""
-    return Theme({name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()})
-
-
-def flavour(environment: Mapping[str, str], *, no_color: bool, many_colours: bool) -> str:
-    """Returns the flavour (colour scheme) to use: mono without colours, the one in SPECGEN_THEME, or one for the background.
-
-    The background's colour is read from COLORFGBG. `many_colours` says that the terminal has at least 256 colours; without them
-    the flavour is ansi or mono.
-    """
-    if no_color or environment.get("NO_COLOR"):
-        return "mono"
-    requested = environment.get("SPECGEN_THEME", "").lower()
-    if requested in FLAVOURS:
-        return requested if requested in ("ansi", "mono") or many_colours else "ansi"
-    background = environment.get("COLORFGBG", "").rpartition(";")[2]
-    if not many_colours or not background.isdecimal():
-        return "ansi"
-    return "light" if background in ("7", "15") else "dark"
-
-
 class ThemedConsole(Console):
     """Rich's console, through which all text for a person passes. No control character in a text reaches the terminal: only the
     styles and the cursor movements that the program makes do.
@@ -87,7 +64,8 @@ class ThemedConsole(Console):
 
     def __init__(self, flavour: str, **options: Any) -> None:
         self.is_mono = flavour == "mono"
-        super().__init__(theme=theme(flavour), highlight=False, markup=False, emoji=False, **options)
+        looks = {name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()}
+        super().__init__(theme=Theme(looks), highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one becomes a symbol."""
@@ -105,6 +83,24 @@ class ThemedConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
+    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment variables choose.
+
+    It prints colours on a terminal only.
+    """
+    flavour = os.environ.get("SPECGEN_THEME", "").lower()
+    if no_color or os.environ.get("NO_COLOR"):
+        flavour = "mono"
+    elif flavour not in FLAVOURS:
+        flavour = "ansi"
+    return ThemedConsole(flavour, stderr=stderr, no_color=True if flavour == "mono" else None, soft_wrap=True, **options)
+
+
+def width(console: Console) -> int:
+    """Returns the width of the output in cells: the terminal's width, or `PIPED_WIDTH` where the output is not a terminal."""
+    return console.width if console.is_terminal else PIPED_WIDTH
 
 
 def one_line_text(text: str | Text) -> Text:
@@ -133,14 +129,11 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
 
     A label that does not fit into the column gets a line of its own.
     """
-    lines, label = [], one_line_text(label)
+    label = one_line_text(label)
+    lines = [Text(" " * lead).append_text(part) for part in wrapped(text, max(width - lead, SHORTEST_WRAP))]
     if label.cell_len >= lead:
-        lines, label = [label], Text()
-    for part in wrapped(text, max(width - lead, SHORTEST_WRAP)):
-        line = Text().append_text(label).append(" " * (lead - label.cell_len)).append_text(part)
-        line.rstrip()
-        lines.append(line)
-        label = Text()
+        return [label, *lines]
+    lines[0] = Text.assemble(label, " " * (lead - label.cell_len), lines[0][lead:])
     return lines
 
 
@@ -149,51 +142,23 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def column_width(cells: Iterable[str | Text]) -> int:
-    """Returns the width in cells of the longest of these texts; 0 without any."""
-    return max((each.cell_len if isinstance(each, Text) else cell_len(each) for each in cells), default=0)
-
-
-def table(
-    rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), styles: Sequence[str] = (), gap: int = GAP
-) -> list[Text]:
+def table(rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap: int = GAP) -> list[Text]:
     """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to the left, others to the right.
 
-    The first row has the headings. `styles` has the style of each column's other cells that are plain strings.
+    The first row has the headings.
     """
-    sizes = [column_width(column) for column in zip(*rows, strict=True)]
+    cells = [[one_line_text(cell).copy() for cell in row] for row in rows]
+    sizes = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
     lines: list[Text] = []
-    for row in rows:
-        cells = [one_line_text(cell).copy() for cell in row]
-        for number, (cell, size) in enumerate(zip(cells, sizes, strict=True)):
+    for row in cells:
+        for number, (cell, size) in enumerate(zip(row, sizes, strict=True)):
             if not lines:
                 cell.stylize("quiet")
-            elif styles and not cell.style and not cell.spans:
-                cell.stylize(styles[number])
             cell.align("left" if number in left else "right", size)
-        line = Text(" " * gap).join(cells)
+        line = Text(" " * gap).join(row)
         line.rstrip()
         lines.append(line)
     return lines
-
-
-def svg(lines: Sequence[Text], width: int, unique_id: str = "specgen") -> str:
-    """Returns styled lines as an SVG picture, `width` terminal cells wide. All its CSS class names begin with `unique_id`.
-
-    It loads no fonts, and its colours follow the system's light or dark mode.
-    """
-    template, pictures = _PICTURE.read_text(encoding="utf-8"), {}
-    for flavour, background in BACKGROUNDS.items():
-        console = recorder(width, flavour)
-        for line in lines:
-            console.print(line, soft_wrap=True)
-        pictures[flavour] = console.export_svg(title="", theme=background, code_format=template, unique_id=unique_id)
-    light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
-    # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
-    rules = re.findall(rf"^\s*(\.{unique_id}-r\d+ {{.*}})$", pictures["dark"], flags=re.MULTILINE)
-    rules.append(f".{unique_id}-background {{ fill: {dark}; }}")
-    dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
-    return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
 
 
 def recorder(width: int, flavour: str) -> ThemedConsole:
@@ -205,16 +170,20 @@ def recorder(width: int, flavour: str) -> ThemedConsole:
     return ThemedConsole(flavour, record=True, legacy_windows=False, **shown)
 
 
-def width(console: Console) -> int:
-    """Returns the width of the output in cells: the terminal's width, or `PIPED_WIDTH` where the output is not a terminal."""
-    return console.width if console.is_terminal else PIPED_WIDTH
+def svg(lines: Sequence[Text], width: int) -> str:
+    """Returns styled lines as an SVG picture, `width` terminal cells wide.
 
-
-def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
-    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment variables choose.
-
-    It prints colours on a terminal only.
+    It loads no fonts, and its colours follow the system's light or dark mode.
     """
-    many_colours = Console(stderr=stderr, **options).color_system in ("256", "truecolor")
-    chosen = flavour(os.environ, no_color=no_color, many_colours=many_colours)
-    return ThemedConsole(chosen, stderr=stderr, no_color=True if chosen == "mono" else None, soft_wrap=True, **options)
+    template, pictures = _PICTURE.read_text(encoding="utf-8"), {}
+    for flavour, background in BACKGROUNDS.items():
+        console = recorder(width, flavour)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        pictures[flavour] = console.export_svg(title="", theme=background, code_format=template, unique_id="specgen")
+    light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
+    # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
+    rules = re.findall(r"^\s*(\.specgen-r\d+ {.*})$", pictures["dark"], flags=re.MULTILINE)
+    rules.append(f".specgen-background {{ fill: {dark}; }}")
+    dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
+    return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)

@@ -19,12 +19,13 @@ from specgen.compare.method_specs import parse_specs
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
+from specgen.methods import METHODS
 from specgen.pair.pair import Pair
-from specgen.tune.outcome import SEARCHED, SIMPLE, Deadline, TuningOutcome, TuningRequest, grid, searched_grid
+from specgen.tune.outcome import SEARCHED, SIMPLE, Deadline, TuningOutcome, TuningRequest, combinations, grid
 from specgen.tune.tuner import Tuner, outcome_of
 
 HELD_OUT = ("news", "chat")
-METHODS = [name for name in (*SIMPLE, *SEARCHED) if name != "ar"]
+TUNED = [name for name in (*SIMPLE, *SEARCHED) if name != "ar"]
 
 
 class Steps:
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=float, default=60.0, help="of the tuning, without loading")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join(TUNED))
     parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
     everything = load_prompts(None, limit=2 * options.prompts if options.held_out else options.prompts)
@@ -61,11 +62,8 @@ def main() -> None:
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in chosen]
         specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]
-        specs += [
-            written("sd", given)
-            for given in searched_grid("sd")[:: -(-len(searched_grid("sd")) // options.settings)]
-            if "sd" in names
-        ]
+        trees = combinations(METHODS["sd"].searched_grids) if "sd" in names else []
+        specs += [written("sd", given) for given in trees[:: -(-len(trees) // options.settings) or 1]]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         specs_found = [row.spec for row in found]

@@ -7,8 +7,8 @@ known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it ex
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,87 +30,91 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # th
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", *_LAYER_COUNTS)
 _MOST_LAYERS = 4096  # the deepest models have some hundreds
 _SPECIAL_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
-_LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # has the layer a sliding window?
+_SLIDING_TYPE = "sliding_attention"
+_LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
 
 
-def _llama(fields: Fields, plain: Architecture) -> Architecture:
+Changes = dict[str, Any]
+"""Fields of an `Architecture` that differ from those of a Llama without biases."""
+
+
+def _biases(fields: Fields) -> Changes:
     bias = fields.flag("attention_bias", False)
-    return replace(plain, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
-def _mistral(fields: Fields, plain: Architecture) -> Architecture:
-    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional(fields.integer, "sliding_window", 4096))
+def _llama(fields: Fields, plain: Changes) -> Changes:
+    return {**_biases(fields), "mlp_bias": fields.flag("mlp_bias", False)}
 
 
-def _qwen2(fields: Fields, plain: Architecture) -> Architecture:
+def _mistral(fields: Fields, plain: Changes) -> Changes:
+    return _windows(fields, plain, [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window", 4096))
+
+
+def _qwen2(fields: Fields, plain: Changes) -> Changes:
     window = fields.optional(fields.integer, "sliding_window", 4096)
     window = window if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
-    default = [window is not None and index >= first for index in range(len(plain.layers))]
-    windowed = _with_windows(fields, plain, _layer_types(fields, default), window, required=True)
-    return replace(windowed, qkv_bias=True)
+    default = [window is not None and index >= first for index in range(plain["num_layers"])]
+    return {**_windows(fields, plain, _layer_types(fields, default), window, required=True), "qkv_bias": True}
 
 
-def _qwen3(fields: Fields, plain: Architecture) -> Architecture:
-    bias = fields.flag("attention_bias", False)
-    return replace(_qwen2(fields, plain), qk_norm="head", qkv_bias=bias, output_bias=bias)
+def _qwen3(fields: Fields, plain: Changes) -> Changes:
+    return {**_qwen2(fields, plain), **_biases(fields), "qk_norm": "head"}
 
 
-def _phi3(fields: Fields, plain: Architecture) -> Architecture:
+def _phi3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("full_attn_mod", "interpolate_factor")  # written by Phi-4-mini
-    return _with_windows(fields, plain, [True] * len(plain.layers), fields.optional(fields.integer, "sliding_window"))
+    return _windows(fields, plain, [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window"))
 
 
-def _gemma(fields: Fields, plain: Architecture) -> Architecture:
+def _gemma(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_activation")  # transformers reads hidden_act
-    activation = "gelu_tanh" if plain.activation == "gelu" else plain.activation  # old files mean the approximation
-    return replace(_gemma_base(fields, plain), activation=activation)
+    activation = "gelu_tanh" if plain["activation"] == "gelu" else plain["activation"]  # old files mean the approximation
+    return {**_gemma_base(fields, plain), "activation": activation}
 
 
-def _gemma2(fields: Fields, plain: Architecture) -> Architecture:
+def _gemma2(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_act", "sliding_window_size")
-    window = fields.optional(fields.integer, "sliding_window", 4096)
-    types = _layer_types(fields, [index % 2 == 0 for index in range(len(plain.layers))])
-    return replace(
-        _with_windows(fields, _gemma_base(fields, plain), types, window, required=True),
-        post_norms=True,
-        attention_scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-        score_cap=fields.optional(fields.positive, "attn_logit_softcapping", 50.0),
-        logit_cap=fields.optional(fields.positive, "final_logit_softcapping", 30.0),
-    )
+    types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
+    return {
+        **_late_gemma(fields, plain, types, final_cap=30.0),
+        "score_cap": fields.optional(fields.positive, "attn_logit_softcapping", 50.0),
+    }
 
 
-def _gemma3(fields: Fields, plain: Architecture) -> Architecture:
+def _gemma3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_act", "_sliding_window_pattern", "attn_logit_softcapping")
-    window = fields.optional(fields.integer, "sliding_window", 4096)
     pattern = fields.integer("sliding_window_pattern", 6)
-    types = _layer_types(fields, [(index + 1) % pattern != 0 for index in range(len(plain.layers))])
-    windowed = _with_windows(fields, _gemma_base(fields, plain), types, window, required=True)
-    return replace(
-        windowed,
-        layers=tuple(LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in windowed.layers),
-        post_norms=True,
-        qk_norm="head",
-        attention_scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-        logit_cap=fields.optional(fields.positive, "final_logit_softcapping"),
-    )
+    types = _layer_types(fields, [(index + 1) % pattern != 0 for index in range(plain["num_layers"])])
+    changes = _late_gemma(fields, plain, types, final_cap=None)
+    layers = tuple(LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"])
+    return {**changes, "layers": layers, "qk_norm": "head"}
 
 
-def _gemma_base(fields: Fields, plain: Architecture) -> Architecture:
-    bias = fields.flag("attention_bias", False)
-    return replace(plain, qkv_bias=bias, output_bias=bias, norm_weight_offset=1.0, embedding_scale=plain.hidden_size**0.5)
+def _late_gemma(fields: Fields, plain: Changes, types: Sequence[bool], final_cap: float | None) -> Changes:
+    """Returns what Gemma 2 and 3 have in common; `types` says of each layer whether it has a sliding window."""
+    window = fields.optional(fields.integer, "sliding_window", 4096)
+    return {
+        **_gemma_base(fields, plain),
+        **_windows(fields, plain, types, window, required=True),
+        "post_norms": True,
+        "attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5,
+        "logit_cap": fields.optional(fields.positive, "final_logit_softcapping", final_cap),
+    }
 
 
-def _olmo2(fields: Fields, plain: Architecture) -> Architecture:
-    bias = fields.flag("attention_bias", False)
-    return replace(
-        plain, qkv_bias=bias, output_bias=bias, pre_norms=False, post_norms=True, qk_norm="all", rotary_in_float32=True
-    )
+def _gemma_base(fields: Fields, plain: Changes) -> Changes:
+    return {**_biases(fields), "norm_weight_offset": 1.0, "embedding_scale": plain["hidden_size"] ** 0.5}
 
 
-def _smollm3(fields: Fields, plain: Architecture) -> Architecture:
+def _olmo2(fields: Fields, plain: Changes) -> Changes:
+    return {**_biases(fields), "pre_norms": False, "post_norms": True, "qk_norm": "all", "rotary_in_float32": True}
+
+
+def _smollm3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("max_window_layers")
-    count = len(plain.layers)
+    count = plain["num_layers"]
     interval = fields.integer("no_rope_layer_interval", 4)
     rotated = fields.raw("no_rope_layers")  # despite its name: 1 means with rotary embedding
     if rotated is None:
@@ -120,19 +124,19 @@ def _smollm3(fields: Fields, plain: Architecture) -> Architecture:
     window = fields.optional(fields.integer, "sliding_window")
     use_window = fields.flag("use_sliding_window", False) and window is not None
     types = _layer_types(fields, [use_window and not rotated[index] for index in range(count)])
-    windowed = _with_windows(fields, _llama(fields, plain), types, window, required=True)
-    layers = zip(windowed.layers, rotated[:count], strict=True)
-    return replace(windowed, layers=tuple(LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers))
+    layers = zip(_windows(fields, plain, types, window, required=True)["layers"], rotated[:count], strict=True)
+    kinds = tuple(LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers)
+    return {**_llama(fields, plain), "layers": kinds}
 
 
-def _granite(fields: Fields, plain: Architecture) -> Architecture:
-    return replace(
-        _llama(fields, plain),
-        attention_scale=fields.number("attention_multiplier", 1.0),
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        residual_scale=fields.number("residual_multiplier", 1.0),
-        logit_scale=1 / fields.positive("logits_scaling", 1.0),
-    )
+def _granite(fields: Fields, plain: Changes) -> Changes:
+    return {
+        **_llama(fields, plain),
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "embedding_scale": fields.number("embedding_multiplier", 1.0),
+        "residual_scale": fields.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / fields.positive("logits_scaling", 1.0),
+    }
 
 
 def _layer_types(fields: Fields, default: Sequence[bool]) -> Sequence[bool]:
@@ -140,66 +144,56 @@ def _layer_types(fields: Fields, default: Sequence[bool]) -> Sequence[bool]:
     types = fields.raw("layer_types")
     if types is None:
         return default
-    if not isinstance(types, list) or len(types) != len(default):
+    if not isinstance(types, list) or len(types) != len(default) or not all(name in _LAYER_TYPES for name in types):
         raise fields.refuse("layer_types")
-    if not all(isinstance(name, str) and name in _LAYER_TYPES for name in types):
-        raise fields.refuse("layer_types")
-    return [_LAYER_TYPES[name] for name in types]
+    return [name == _SLIDING_TYPE for name in types]
 
 
-def _with_windows(
-    fields: Fields, plain: Architecture, sliding: Iterable[bool], window: int | None, *, required: bool = False
-) -> Architecture:
-    """Returns `plain` with a window of `window` tokens in each layer for which `sliding` is true.
+def _windows(fields: Fields, plain: Changes, sliding: Sequence[bool], window: int | None, *, required: bool = False) -> Changes:
+    """Returns the kinds of the layers, with a window of `window` tokens in each layer for which `sliding` is true.
 
     With `required`, such layers must not be without a window; otherwise None means that they see all tokens.
     """
-    sliding = list(sliding)
     if required and window is None and any(sliding):
         raise fields.refuse("sliding_window")
-    kinds = zip(plain.layers, sliding, strict=True)
-    return replace(plain, layers=tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds))
+    kinds = zip(plain["layers"], sliding, strict=True)
+    return {"layers": tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds)}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
 
-    `describe` is called with the fields and the architecture of a Llama without biases, and returns the model's own. `eos` is the
-    end-of-sequence id. `required` are fields besides the sizes without which transformers would build a model of a certain size.
-    `eps` and `activation` give a field's name and its default.
+    `describe` is called with the fields and a Llama without biases, and returns what is different. `eos` is the end-of-sequence
+    id. `required` are fields besides the sizes without which transformers would build a model of a certain size. `eps` is that of
+    the norms, `activation` the name of the field and its default.
     """
 
-    describe: Callable[[Fields, Architecture], Architecture]
+    describe: Callable[[Fields, Changes], Changes]
     eos: int | None
     required: tuple[str, ...] = ("num_key_value_heads",)
     tied: bool = False
-    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    eps: float = 1e-6
     activation: tuple[str, str] = ("hidden_act", "silu")
     rotary: RotaryDefaults = field(default_factory=RotaryDefaults)
 
 
-_TANH = "gelu_pytorch_tanh"
 _HEADS = ("num_key_value_heads", "head_dim")
-_PHI3_ROPE = RotaryDefaults(
-    partial=1.0,
-    original=4096,
-    aliases={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
-)
+_PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+_PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
-_EPS = ("rms_norm_eps", 1e-5)
-_GEMMA_ACTIVATION = ("hidden_activation", _TANH)
+_GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 FAMILIES = {
     "llama": Family(_llama, 2, ()),
     "mistral": Family(_mistral, 2),
     "qwen2": Family(_qwen2, None),
     "qwen3": Family(_qwen3, None, _HEADS),
-    "phi3": Family(_phi3, 32_000, (), eps=_EPS, rotary=_PHI3_ROPE),
-    "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", _TANH)),
+    "phi3": Family(_phi3, 32_000, (), eps=1e-5, rotary=_PHI3_ROPE),
+    "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),
     "gemma2": Family(_gemma2, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION),
     "gemma3_text": Family(_gemma3, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA3_ROPE),
-    "olmo2": Family(_olmo2, 50_279, (), eps=_EPS),
+    "olmo2": Family(_olmo2, 50_279, (), eps=1e-5),
     "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
     "granite": Family(_granite, 2, ()),
 }
@@ -242,12 +236,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     if family is None:
         raise UnsupportedConfig("model_type", model_type)
     fields = Fields(config)
-    described = family.describe(fields, _plain(fields, str(model_type), family))
+    plain = _plain(fields, str(model_type), family)
+    described = Architecture(**{**plain, **family.describe(fields, plain)})
     fields.refuse_unknown()
     return described
 
 
-def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
+def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
     """Returns a Llama without biases, with the sizes, the rotary embedding and the activation of the model."""
     for name in family.required:
         if name not in fields:
@@ -267,27 +262,27 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Architecture:
     activation = fields.raw(*family.activation)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise fields.refuse(family.activation[0])
-    return Architecture(
-        model_type=model_type,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        vocab_size=fields.integer("vocab_size"),
-        context_limit=limit,
-        rope_boundary=next((found.long_boundary for found in rotary.values()), None),
-        dtype=_dtype(fields),
-        tied=fields.flag("tie_word_embeddings", family.tied),
-        default_eos=_eos(fields, family.eos),
-        layers=(LayerKind(None, ALL_LAYERS),) * layers,
-        rotary=rotary,
-        rotary_size=rotary_size,
-        norm_eps=fields.positive(*family.eps),
-        attention_scale=head_size**-0.5,
-        activation=_ACTIVATIONS[activation],
-    )
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "vocab_size": fields.integer("vocab_size"),
+        "context_limit": limit,
+        "rope_boundary": next((found.long_boundary for found in rotary.values()), None),
+        "dtype": _dtype(fields),
+        "tied": fields.flag("tie_word_embeddings", family.tied),
+        "default_eos": _eos(fields, family.eos),
+        "layers": (LayerKind(None, ALL_LAYERS),) * layers,
+        "rotary": rotary,
+        "rotary_size": rotary_size,
+        "norm_eps": fields.positive("rms_norm_eps", family.eps),
+        "attention_scale": head_size**-0.5,
+        "activation": _ACTIVATIONS[activation],
+    }
 
 
 def _dtype(fields: Fields) -> str | None:

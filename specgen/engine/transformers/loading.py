@@ -1,4 +1,7 @@
-"""Reads configs and loads models with transformers, also quantised ones, and onto several devices."""
+"""Reads configs and loads models with transformers, also quantised ones, and onto several devices.
+
+`prepared` is a `model_loading.PreparedModel`, which cannot be imported here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,23 +25,6 @@ from specgen.engine.transformers.transformers_model import TransformersModel, lo
 from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
-
-
-class Checkpoint(NamedTuple):
-    """A model to load: `name` is what messages call it, `config` transformers' own.
-
-    `quantisation` has the settings with which its weights are quantised, None if they are not.
-    """
-
-    folder: Path
-    name: str
-    trust_remote_code: bool
-    config: Any
-    quantisation: Mapping[str, Any] | None
-
-    def dequantises_on(self, device: torch.device) -> bool:
-        """Whether quantised weights become ordinary numbers when they are loaded on a device; see `check_quantisation`."""
-        return self.quantisation is not None and check_quantisation(self.quantisation, device, self.name)
 
 
 def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
@@ -77,7 +63,7 @@ def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: 
 
 
 def load_transformers_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
+    prepared: Any, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
 ) -> TransformersModel:
     """Loads a model, and checks that cached passes with a rollback give the right logits.
 
@@ -85,31 +71,34 @@ def load_transformers_model(
     missing weights, or without a package that several devices need, and RunError if memory is short.
     """
     with quiet_transformers():  # some decompress weights at their first pass
-        module = load_module(checkpoint, dtype, device, layer_devices)
+        module = load_module(prepared, dtype, device, layer_devices)
         if getattr(type(module), "_is_stateful", False):
-            raise _recurrent(checkpoint.name, module.config.model_type)
+            raise _recurrent(prepared.name, module.config.model_type)
         model = TransformersModel(module)
-        _check_rollback(model, checkpoint, device)
+        _check_rollback(model, prepared, device)
     return model
 
 
 def load_module(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
+    prepared: Any, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
 ) -> Any:
     """Returns the transformers model, on `device` in evaluation mode. Checks only its tensors."""
-    name, trust = checkpoint.name, checkpoint.trust_remote_code
-    dequantises, options = checkpoint.dequantises_on(device), dict[str, Any]()
-    if device.type not in ("cpu", "mps") or checkpoint.quantisation is not None:  # straight to the device
+    name, trust, config, options = (
+        prepared.name,
+        prepared.source.trust_remote_code,
+        prepared.transformers_config,
+        dict[str, Any](),
+    )
+    if device.type not in ("cpu", "mps") or prepared.quantisation is not None:  # straight to the device
         options["device_map"] = {"": str(device)} if is_accelerate_available() else None
-    if checkpoint.quantisation is not None:  # which may be in the text part of its config.json
-        options["config"] = checkpoint.config
-        checkpoint.config.quantization_config = dict(checkpoint.quantisation)
+    if prepared.quantisation is not None:  # which may be in the text part of its config.json
+        options["config"] = config
+        config.quantization_config = dict(prepared.quantisation)
     if layer_devices is not None:
-        structure = model_without_weights(checkpoint.config, trust)
-        options["device_map"] = module_devices(structure, name, layer_devices)
+        options["device_map"] = module_devices(model_without_weights(config, trust), name, layer_devices)
     with reading("weights", name):
         model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
+            prepared.folder,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust,
@@ -119,7 +108,9 @@ def load_module(
         )
         if options.get("device_map") is None:  # some quantised models cannot be moved, not even to where they are
             model = model.to(device)
-        model = (model.to(dtype) if dequantises else model).eval()  # transformers gives them the dtype of their scales
+        model = (
+            model.to(dtype) if prepared.dequantises_on(device) else model
+        ).eval()  # transformers gives them the dtype of their scales
     _check_report(report, model.config.get_text_config(), name)
     return model
 
@@ -144,7 +135,7 @@ def _recurrent(name: str, what: str) -> SpecgenError:
 
 
 @inference
-def _check_rollback(model: TransformersModel, checkpoint: Checkpoint, device: torch.device) -> None:
+def _check_rollback(model: TransformersModel, prepared: Any, device: torch.device) -> None:
     """Checks that the model gives the same logits with a KV cache after a rolled-back draft as without a cache.
 
     Raises SpecgenError if the logits differ: then the attention is not causal, or the model ignores the cache or the mask.
@@ -159,12 +150,11 @@ def _check_rollback(model: TransformersModel, checkpoint: Checkpoint, device: to
         return runner.logits(context).logits
 
     if why := logits_error(logits_after_rollback, lambda: model.reference_logits(ids)):
-        is_packed = checkpoint.quantisation is not None and not checkpoint.dequantises_on(device)
+        is_packed = prepared.quantisation is not None and not prepared.dequantises_on(device)
+        packed, other = "try --dtype bfloat16, or another --device", "Take a causal language model with attention in every layer"
         raise SpecgenError(
-            f"{checkpoint.name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
-            "Its weights are quantised: try --dtype bfloat16, or another --device"
-            if is_packed
-            else "Take a causal language model with attention in every layer",
+            f"{prepared.name} does not work with a cache that is rolled back: forward passes after a rollback {why}",
+            f"Its weights are quantised: {packed}" if is_packed else other,
         )
 
 
