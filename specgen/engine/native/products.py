@@ -258,7 +258,8 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
                 return prepare, None
             reason = f"{kind} products give wrong results"
         except _ERRORS as error:
-            reason = f"{kind} products failed: {str(error).partition(chr(10))[0]}"
+            first_line, *_ = str(error).split("\n")
+            reason = f"{kind} products failed: {first_line}"
     return None, reason
 
 
