@@ -49,8 +49,8 @@ class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
     `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that a token's logits
-    have the same bits whichever tokens are run with it, in drafts without trees. `captures` runs the short passes of the functions
-    that the methods return as CUDA graphs, see `graphs`; None: none.
+    have the same bits whichever tokens are run with it, in drafts without trees. `captures` runs the short passes of the
+    functions that the methods return as CUDA graphs, see `graphs`; None: none.
     `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the norm and the
     head, whose device is the model's: all outputs are there.
     """
