@@ -156,7 +156,7 @@ class OutputWriter:
         if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
             yield rounded
         if costs is not None:
-            yield from filter(None, (f"window {costs.window.size}, c {costs.ratio:.1f}", costs.remark))
+            yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if method.copies and self._pair.draft is None:

@@ -115,8 +115,7 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported because there is no draft model."""
     if not LEAST_BUDGET <= asked.budget < math.inf:
         raise SpecgenError(f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds")
-    if asked.export is not None:
-        exports.check(asked.export)
+    exported = None if asked.export is None else exports.methods_of(asked.export)
     named = [methods.find(name) for name in names or methods.METHODS]
     if names and (yardsticks := [method.name for method in named if method.is_yardstick]):
         hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
@@ -127,9 +126,9 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     usable = [method for method in named if has_draft or not method.needs_draft_model]
     if len(usable) < len(named) and all(method.name == "ar" for method in usable):
         raise next(method for method in named if method.needs_draft_model).without_part(None)
-    if asked.export is not None and not any(method.name in exports.ENGINES[asked.export].methods for method in usable):
+    if exported is not None and not any(method.name in exported for method in usable):
         without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
-        ways = f"It has {', '.join(exports.ENGINES[asked.export].methods)}: name one with --methods{draft}"
+        ways = f"It has {', '.join(exported)}: name one with --methods{draft}"
         raise SpecgenError(f"{asked.export} has none of the methods that can be tuned{without}", ways)
 
 
