@@ -226,8 +226,8 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float 
         "draft_seconds": model.draft_seconds or None,
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
-        "pearl_overlap": None if parallel is None else parallel.overlap,
-        "pearl_gain_over_sd": None if parallel is None else parallel.gain,
+        "pearl_overlap": None,  # two keys of earlier versions, which measured this
+        "pearl_gain_over_sd": None,
         "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [expected(acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else expected(kappa),
