@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.files import cache_folder
 from specgen.base.types import Context, Draft
-from specgen.cli.output_writers import _window
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
@@ -105,15 +103,6 @@ def test_eesd_speedup_by_hand() -> None:
         assert eesd_speedup(accepted / 4, accepted / (accepted + 1), cost_ratio=10.0) == pytest.approx(speedup)
     assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), "a draft pass takes two target passes"
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None
-
-
-def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
-    costs = ParallelCosts(0.000654, 0.009026, 0.004, 15, 64)
-    schedule = SimpleNamespace(window=SimpleNamespace(is_flexible=False))
-    line = _window(cast(Any, SimpleNamespace(costs=costs, schedule=schedule)))
-    target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
-    assert round(target / draft, 1) == ratio
-    assert f"; {costs.window.first} while it verifies one token" in line
 
 
 class SlowTarget:

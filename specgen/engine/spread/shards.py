@@ -307,7 +307,7 @@ def load_on(group: Group, prepared: PreparedModel, dtype: torch.dtype, device: t
 
 
 def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: torch.dtype, exact: bool) -> ShardedModel:
-    """Loads this rank's part of the model in the folder `path`, as `native.loading.load_native` loads a whole one.
+    """Loads this rank's part of the model in the folder `path`, as `native_model.load_native` loads a whole one.
 
     Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot
     be split so.
@@ -328,7 +328,7 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
             files.close()
             if not files.are_copied:
                 return_free_memory()
-    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, norm_gain=gain, exact=exact)
+    return ShardedModel(shard, group, layers, parts, norm_gain=gain, exact=exact)
 
 
 def _tables(
