@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from tuning_helpers import GREEDY, PROMPTS
 
-from specgen.base.files import cache_folder
 from specgen.base.types import Context, Draft
-from specgen.cli.output_writers import _window
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
@@ -22,7 +19,6 @@ from specgen.methods import METHODS, resolve
 from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
-from specgen.tune.outcome import grid
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
 from specgen.view import pair_report
@@ -87,15 +83,6 @@ def test_costs_follow_a_machine_that_is_slower() -> None:
     assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, "times that fall, as short measurements may, are never below zero"
 
 
-def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    monkeypatch.delenv("SPECGEN_CACHE")
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "specgen"
-
-
 def test_eesd_speedup_by_hand() -> None:
     """In each round 4 tokens are drafted, some are accepted, and the target gives one: 4 draft passes and one target pass.
 
@@ -105,15 +92,6 @@ def test_eesd_speedup_by_hand() -> None:
         assert eesd_speedup(accepted / 4, accepted / (accepted + 1), cost_ratio=10.0) == pytest.approx(speedup)
     assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), "a draft pass takes two target passes"
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None
-
-
-def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
-    costs = ParallelCosts(0.000654, 0.009026, 0.004, 15, 64)
-    schedule = SimpleNamespace(window=SimpleNamespace(is_flexible=False))
-    line = _window(cast(Any, SimpleNamespace(costs=costs, schedule=schedule)))
-    target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
-    assert round(target / draft, 1) == ratio
-    assert f"; {costs.window.first} while it verifies one token" in line
 
 
 class SlowTarget:
@@ -195,11 +173,6 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.window == simulated_window(near)
     assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
-
-
-def test_tuning_tries_the_default_window_first() -> None:
-    assert grid("pearl")[0] == {"window": "auto"}
-    assert {settings["window"] for settings in grid("pearl")} > {1, 16}
 
 
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
