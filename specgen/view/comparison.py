@@ -228,8 +228,9 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
         first = max(kept, key=lambda column: column.priority)
         kept = [each for each in kept if each is not first]
     made = lines(min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
-    lead = max((len(_NAME.text(entry)) for entry in shown), default=0) + GAP
-    for written, reason in not_run(results):
+    absent = not_run(results)
+    lead = GAP + max(map(len, [*map(_NAME.text, shown), *(written[0] for written, _ in absent)]), default=0)
+    for written, reason in absent:
         why = Text(reason, "quiet")
         why.highlight_words([NOT_RUN], "strong")
         made += labelled(Text(", ".join(written)), why, width, lead)

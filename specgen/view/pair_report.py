@@ -203,8 +203,7 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         if model.tokenizer_fallback is not None:
             text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
         yield "· engine" if model is report.target else "", f"{role}: {text}"
-    threads = None if report.choices is None else report.choices.threads
-    if threads is not None:
+    if (threads := report.threads) is not None:
         times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
         yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
 
