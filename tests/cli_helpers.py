@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from specgen.cli.app import main
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
+# characters that would change the terminal, reorder text or hide in it
+UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
 # the keys of a summary's line, as documented
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "

@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
+FEATURE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass
 class Sizes:
-    """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a reduced vocabulary has."""
+    """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a reduced vocabulary has.
+
+    Without `tables`, a GliDe model has no embedding and LM head of its own; `own_embedding` gives one to an EAGLE head.
+    """
 
     width: int
     layers: int
@@ -25,34 +29,41 @@ class Sizes:
     head_size: int
     vocab: int
     embedding: torch.Tensor
+    head_layers: int = 1
     head_heads: int = 4
     head_kv_heads: int = 2
-    head_head_size: int = 12
+    head_head_size: int = 12  # no width / heads
     inner: int = 40
     medusa_heads: int = 3
     medusa_layers: int = 1
     draft_vocab: int = 20
-    features: tuple[int, ...] | None = None  # by transformers' convention
     bias: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
     own_embedding: bool = False
-    seed: int = 0
-
-    def random(self, *shape: int) -> torch.Tensor:
-        """Returns normal random numbers, the same in each call sequence of one seed."""
-        return torch.randn(*shape, generator=self.generator) * (0.5 if len(shape) == 1 else shape[-1] ** -0.5)
+    tables: bool = True
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Returns normal random numbers, the same in each call sequence."""
+        return torch.randn(*shape, generator=self.generator) * (0.5 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
+
+    def norm(self, size: int | None = None) -> torch.Tensor:
+        return 1 + self.random(size or self.width)
+
+    @property
+    def features(self) -> list[int]:
+        """The layers that EAGLE-3 reads, by transformers' convention."""
+        count = self.layers
+        return [2, count // 2, count - 3] if count > 6 else [0, 1, 2]
 
 
 def sizes_of(folder: Path, **changes: Any) -> Sizes:
     """Returns the sizes of the target in `folder`, and its embedding."""
     config = json.loads((folder / "config.json").read_text())
-    weights: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
+    weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")))
     width, heads = config.get("hidden_size") or config["n_embd"], config.get("num_attention_heads") or config["n_head"]
     layers = config.get("num_hidden_layers") or config["n_layer"]
@@ -66,7 +77,7 @@ def llama_config(sizes: Sizes, **more: Any) -> Config:
         "model_type": "llama",
         "hidden_size": sizes.width,
         "intermediate_size": sizes.inner,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": sizes.head_layers,
         "num_attention_heads": sizes.head_heads,
         "num_key_value_heads": sizes.head_kv_heads,
         "head_dim": sizes.head_head_size,
@@ -80,18 +91,22 @@ def llama_config(sizes: Sizes, **more: Any) -> Config:
     }
 
 
-def decoder_layer(sizes: Sizes, prefix: str, inputs: int) -> Tensors:
-    """Returns the weights of a decoder layer whose attention takes `inputs` numbers, without norms of the input."""
-    rows = {"q": sizes.head_heads, "k": sizes.head_kv_heads, "v": sizes.head_kv_heads}
-    tensors = {f"self_attn.{name}_proj.weight": sizes.random(n * sizes.head_head_size, inputs) for name, n in rows.items()}
+def decoder_layer(sizes: Sizes, prefix: str, inputs: int | None = None, *, input_norm: bool = True) -> Tensors:
+    """Returns the weights of a decoder layer whose attention takes `inputs` numbers (None: the width)."""
+    heads = {"q": sizes.head_heads, "k": sizes.head_kv_heads, "v": sizes.head_kv_heads}
+    tensors: Tensors = {}
+    for name, count in heads.items():
+        tensors[f"self_attn.{name}_proj.weight"] = sizes.random(count * sizes.head_head_size, inputs or sizes.width)
+        if sizes.qkv_bias:
+            tensors[f"self_attn.{name}_proj.bias"] = sizes.random(count * sizes.head_head_size)
+        if sizes.qk_norm and name != "v":
+            tensors[f"self_attn.{name}_norm.weight"] = sizes.norm(sizes.head_head_size)
     tensors["self_attn.o_proj.weight"] = sizes.random(sizes.width, sizes.head_heads * sizes.head_head_size)
-    if sizes.qkv_bias:
-        tensors |= {f"self_attn.{name}_proj.bias": sizes.random(n * sizes.head_head_size) for name, n in rows.items()}
-    if sizes.qk_norm:
-        tensors |= {f"self_attn.{name}_norm.weight": 1 + sizes.random(sizes.head_head_size) for name in "qk"}
     tensors |= {f"mlp.{name}_proj.weight": sizes.random(sizes.inner, sizes.width) for name in ("gate", "up")}
     tensors["mlp.down_proj.weight"] = sizes.random(sizes.width, sizes.inner)
-    tensors["post_attention_layernorm.weight"] = 1 + sizes.random(sizes.width)
+    tensors["post_attention_layernorm.weight"] = sizes.norm()
+    if input_norm:
+        tensors["input_layernorm.weight"] = sizes.norm()
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
@@ -129,11 +144,17 @@ def medusa_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
 
 def eagle1(sizes: Sizes) -> tuple[Config, Tensors]:
     """The authors' layout, with a frozen copy of the target's embedding."""
-    tensors = {"embed_tokens.weight": sizes.embedding.clone(), "fc.weight": sizes.random(sizes.width, 2 * sizes.width)}
+    tensors = {"embed_tokens.weight": embedding(sizes), "fc.weight": sizes.random(sizes.width, 2 * sizes.width)}
     if sizes.bias:
         tensors["fc.bias"] = sizes.random(sizes.width)
+    for index in range(sizes.head_layers):
+        tensors |= decoder_layer(sizes, f"layers.{index}.", input_norm=index > 0)
     flags = ({} if sizes.bias else {"bias": False}) | ({"qkv_bias": True} if sizes.qkv_bias else {})
-    return llama_config(sizes, **flags), tensors | decoder_layer(sizes, "layers.0.", sizes.width)
+    return llama_config(sizes, **flags), tensors
+
+
+def embedding(sizes: Sizes) -> torch.Tensor:
+    return sizes.random(*sizes.embedding.shape) if sizes.own_embedding else sizes.embedding.clone()
 
 
 def eagle1_sglang(sizes: Sizes) -> tuple[Config, Tensors]:
@@ -159,33 +180,25 @@ def eagle1_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
 
 def eagle3_parts(sizes: Sizes, prefix: str) -> Tensors:
     tensors = {"fc.weight": sizes.random(sizes.width, 3 * sizes.width)} | decoder_layer(sizes, prefix, 2 * sizes.width)
-    tensors |= {f"{prefix}{name}.weight": 1 + sizes.random(sizes.width) for name in ("hidden_norm", "input_layernorm")}
-    tensors |= {"norm.weight": 1 + sizes.random(sizes.width), "lm_head.weight": sizes.random(sizes.draft_vocab, sizes.width)}
+    tensors |= {f"{prefix}hidden_norm.weight": sizes.norm(), "norm.weight": sizes.norm()}
+    tensors["lm_head.weight"] = sizes.random(sizes.draft_vocab, sizes.width)
     ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab].sort().values
     used = torch.zeros(sizes.vocab, dtype=torch.bool)
     used[ids] = True
     return {**tensors, "d2t": ids - torch.arange(sizes.draft_vocab), "t2d": used}
 
 
-def features_of(sizes: Sizes) -> list[int]:
-    count = sizes.layers
-    return list(sizes.features or ((2, count // 2, count - 3) if 2 < count // 2 < count - 3 else (0, 1, 2)))
-
-
 def eagle3(sizes: Sizes) -> tuple[Config, Tensors]:
     """The layout of the authors, SpecForge and SGLang. Feature layers are named by their outputs if the first is not layer 0."""
-    ids = features_of(sizes)
-    ids = [each - 1 for each in ids] if ids[0] == 2 else ids
+    ids = [each - (sizes.features[0] == 2) for each in sizes.features]
     config = llama_config(sizes, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=sizes.draft_vocab)
-    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
-    return config, eagle3_parts(sizes, "midlayer.")
+    return config | {"eagle_config": {"use_aux_hidden_state": True, FEATURE_LAYERS: ids}}, eagle3_parts(sizes, "midlayer.")
 
 
 def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
-    tensors = eagle3_parts(sizes, "layers.0.")
-    tensors["embed_tokens.weight"] = sizes.random(*sizes.embedding.shape) if sizes.own_embedding else sizes.embedding.clone()
+    tensors = eagle3_parts(sizes, "layers.0.") | {"embed_tokens.weight": embedding(sizes)}
     config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": sizes.draft_vocab}
-    config |= {"norm_before_residual": True, "norm_before_fc": False, "eagle_aux_hidden_state_layer_ids": features_of(sizes)}
+    config |= {"norm_before_residual": True, "norm_before_fc": False, FEATURE_LAYERS: sizes.features}
     inner = llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "llama", rope_theta=500000.0)
     return {**config, "target_hidden_size": None, "transformer_layer_config": inner}, tensors
 
@@ -193,14 +206,16 @@ def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
 def glide(sizes: Sizes) -> tuple[Config, Tensors]:
     """The authors' layout: a Llama, by its config, with cross-attention."""
     crossed = sizes.heads * sizes.head_size
-    tensors = {"model.embed_tokens.weight": sizes.random(sizes.vocab, sizes.width)}
-    tensors |= decoder_layer(sizes, "model.layers.0.", sizes.width)
-    tensors["model.layers.0.input_layernorm.weight"] = 1 + sizes.random(sizes.width)
-    tensors["model.layers.0.cross_attn.q_proj.weight"] = sizes.random(crossed, sizes.width)
-    tensors["model.layers.0.cross_attn.o_proj.weight"] = sizes.random(sizes.width, crossed)
-    tensors |= {"model.norm.weight": 1 + sizes.random(sizes.width), "lm_head.weight": sizes.random(sizes.vocab, sizes.width)}
+    tensors = {"norm.weight": sizes.norm()}
+    for index in range(sizes.head_layers):
+        tensors |= decoder_layer(sizes, f"layers.{index}.")
+        tensors[f"layers.{index}.cross_attn.q_proj.weight"] = sizes.random(crossed, sizes.width)
+        tensors[f"layers.{index}.cross_attn.o_proj.weight"] = sizes.random(sizes.width, crossed)
+    if sizes.tables:
+        tensors |= {name: sizes.random(sizes.vocab, sizes.width) for name in ("embed_tokens.weight", "lm_head.weight")}
     large = {"large_hidden_size": sizes.width, "large_head_dim": sizes.head_size, "large_num_attention_heads": sizes.heads}
-    return llama_config(sizes, block_size=7, use_remap=False, **large), tensors
+    named = {name if name == "lm_head.weight" else f"model.{name}": each for name, each in tensors.items()}
+    return llama_config(sizes, block_size=7, use_remap=False, **large), named
 
 
 LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
@@ -224,7 +239,7 @@ def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2))
     name = "medusa_lm_head.safetensors" if layout in ("medusa-v0.1", "medusa-v2") else "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / name)
+    save_file(tensors, out / name)
     return out
 
 
@@ -236,7 +251,7 @@ def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None
     """Changes a head's tensors in place, and sets fields of its config; None removes one."""
     stored = load_file(weights_file(folder))
     tensors(stored)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, weights_file(folder))
+    save_file(stored, weights_file(folder))
     old = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
     return folder

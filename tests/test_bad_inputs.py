@@ -13,9 +13,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from processes import one_by_one
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.engine.weights import check_no_extra
 
@@ -96,7 +94,7 @@ LIGHT = [
     # methods and settings
     generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
-    generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
+    generate("-m eagle:policy=svip:width=2", "there is no method 'eagle:policy=svip:width=2'"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),
@@ -126,6 +124,12 @@ LIGHT = [
     row("tune --objective perplexity -m sd", "--objective perplexity is for lossy methods, and none is tuned"),
     row("tune --max-perplexity 110% -m svip", "--max-perplexity is for lossy methods, and none is tuned"),
     # comparisons
+    row("compare -m sivp", "did you mean svip"),
+    row("compare -m transformer", "did you mean transformers"),
+    row("compare -m sd:k", "cannot read 'k'"),
+    row("compare -m svip,,sd", "a name is missing"),
+    row("compare -m transformers:k=3", "transformers has no setting 'k'"),
+    row("compare -m transformers-assisted:schedule=often", "schedule is 'often'"),
     row("compare --limit 0", "--limit is 0"),
     row("compare --category codes", "'codes'", "did you mean code?"),
     row("compare --record distributions", "--record distributions", "--trace"),
@@ -141,16 +145,34 @@ LIGHT = [
     generate("--trace {places}/no/t.jsonl", "{places}/no", "no folder"),
     generate("--trace {places}", "{places}", "is a folder"),
     *(row(["generate", "hi", option, LONG], "aaa") for option in ("--trace", "--profile")),
-    *(row(["compare", f"--{name}", LONG], "aaa") for name in ["trace", "csv", "svg", "html", "prompts", "resume", "profile"]),
+    *(row(["compare", f"--{name}", LONG], "aaa") for name in ["trace", "csv", "prompts", "resume"]),
     row(["tune", "--out", LONG], "aaa"),
-    row(["inspect", LONG], "aaa"),
     row("tune --out {file}/out", "{file}", content=""),
     row("tune --train --out /proc/out", "cannot write to the folder /proc/out"),
     # files
     prompts("prompts: {", "line 2 is not YAML: "),
-    trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
-    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
-    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
+    prompts("prompts:\n  - prompt: a\n   bad", "{file}", "line 3", "not YAML"),
+    prompts("prompts: 5", "no list of prompts"),
+    prompts("prompts: []", "no prompts"),
+    prompts("prompts:\n  - prompt: [1]", "prompt 1: prompt", "it is a list of 1"),
+    prompts("prompts:\n  - text: a", "neither `prompt` nor `turns`"),
+    prompts("prompts:\n  - prompt: ' '", "the prompt is empty"),
+    prompts('{"prompt": "a"}\n{"prompt": "b', "{file}, line 2", "is not JSON", name="p.jsonl"),
+    prompts('{"prompt": "\\ud800"}', "line 1", "hex escape", name="p.jsonl"),
+    prompts('{"turns": "abc"}', "turns: ", "it is 'abc'", name="p.jsonl"),
+    prompts('{"prompt": "a", "tuning": "yes"}', "line 1: tuning", "it is 'yes'", name="p.jsonl"),
+    prompts('{"prompt": "' + "a" * (64 << 20), "larger than 64 MB", name="p.jsonl"),
+    prompts("a" * ((4 << 20) + 1), "larger than 4 MB"),
+    prompts(b"caf\xe9", "not UTF-8 (at byte 3)"),
+    prompts("prompts: [&x a]\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
+    prompts("[" * 30, "more than 20 levels of nesting"),
+    prompts("? [1, 2]\n: 3", "unhashable key"),
+    prompts("prompts: !!python/object:os.system x", "could not determine a constructor"),
+    prompts("prompts: " + "9" * 5000, "a value does not fit its type"),
+    *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
+    trace(start(settings={"x": float("nan")}), "is not JSON (expected value"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999 is too large"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "recursion limit exceeded"),
 ]
 
 
@@ -372,47 +394,6 @@ def test_a_gpu_that_is_not_there(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     row = generate(f"--device {device}", words)
     check(row, *run_main(monkeypatch, capfd, *row.arguments), {})
-
-
-@dataclass
-class Described:
-    count: int
-    shares: tuple[float, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)
-    format: Literal[1] = 1
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "Input should be an object (it is None)"),
-        ("count: '1'", "count: Input should be a valid integer (it is '1')"),
-        ("count: 1\nshares: [1, x]", "shares.1: Input should be a valid number (it is 'x')"),
-        ("count: 1\nshares: [.nan]", "NaN is not a number"),
-        ("count: 1\nmore: {x: 99999999999999999999}", "99999999999999999999 is too large"),
-        ("count: 1\nformat: 2", "format: Input should be 1 (it is 2)"),
-        ("count: &x 1\nmore: *x", "line 2 is not YAML: aliases (*name) are not allowed"),
-        ("[" * 30, "more than 20 levels of nesting"),
-        ("? [1, 2]\n: 3", "unhashable key"),
-        ("count: !!python/object:os.system x", "could not determine a constructor"),
-        *((f"count: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
-        (b"caf\xe9", "not UTF-8 (at byte 3)"),
-        ("a" * 2000, "larger than"),
-    ],
-)
-def test_a_file_that_does_not_fit_its_schema_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:
-    path = tmp_path / "part.yaml"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SpecgenError) as found:
-        schema.read(path, Described, "part", "Make it again", largest=1 << 20 if len(content) != 2000 else 1999)
-    message = str(found.value)
-    assert words in message
-    assert str(path) in message
-    assert message.isprintable()
-    path.write_text("count: 2\nshares: [1, 0.5]\nmore: {when: 2020-01-01}\n")
-    assert schema.read(path, Described, "part") == Described(2, (1.0, 0.5), {"when": "2020-01-01"})
-    (tmp_path / "part.json").write_text('{"count": 2, "more": {"x": "\\ud800"}}')
-    assert schema.read(tmp_path / "part.json", Described, "part").more == {"x": "?"}
 
 
 # ------------------------------------------------------------------ odd, but accepted

@@ -23,9 +23,8 @@ from cli_helpers import POSIX, SUMMARY, run_main
 from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
-from translated_pairs import permuted
 
-from specgen import demo, methods
+from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
@@ -139,26 +138,25 @@ def test_a_cut_trace_is_resumed_where_it_ended(compare: Compare, tmp_path: Path,
 
 def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path, prompts: str) -> None:
     trace, other = tmp_path / "t.jsonl", tmp_path / "other.jsonl"
-    options = ("-m", "lookup", "--repeats", "1", "--limit", "2")
-    compare(*options, "-n", "12", "--trace", str(trace))
+    options = ("-m", "lookup", "--repeats", "1", "--limit", "2", "-n", "12")
+    compare(*options, "--trace", str(trace))
     before = trace.read_text()
     other.write_text(Path(prompts).read_text().replace("hello", "hullo").replace("the cat", "a dog"))
-    mistakes: list[tuple[str, Any]] = [("spec", 1), ("drafted", -1), ("seconds", 1e12), ("seconds", 1e-40)]
-    mistakes += [("phase_seconds", {"x": 1}), ("energy", {"joules": 3})]
-    wrong = [(name, tmp_path / f"{name}{number}") for number, (name, _) in enumerate(mistakes)]
-    for (name, value), (_, path) in zip(mistakes, wrong, strict=True):
-        lines = [line | {name: value} if name in line and line["type"] != "round" else line for line in parsed(before)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for arguments, named in (
+    cases: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         (("-n", "13"), ("-n 12", "now it is 13")),
         (("--temperature", "1"), ("--temperature 0.0", "1.0")),
         (("--ignore-eos",), ("--ignore-eos False",)),
         (("--prompts", str(other)), ("prompt 0 had other tokens", "--prompts")),
         (("--trace", str(other)), ("--resume appends to its own file",)),
-        *((("--resume", str(path)), (f"{path}, ", name, "--trace")) for name, path in wrong),
-    ):
-        given = (*options, "-n", "12", "--resume", str(trace), *arguments)
-        code, out, err = compare(*given)
+    ]
+    mistakes: list[tuple[str, Any]] = [("spec", None), ("drafted", -1), ("seconds", 1e-40), ("energy", {"joules": 3})]
+    for name, value in mistakes:
+        path = tmp_path / name
+        lines = [line | {name: value} if name in line and line["type"] != "round" else line for line in parsed(before)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        cases.append((("--resume", str(path)), (f"{path}, ", name, "--trace")))
+    for arguments, named in cases:
+        code, out, err = compare(*options, "--resume", str(trace), *arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert all(text in err for text in named), err
     assert trace.read_text() == before
@@ -268,15 +266,15 @@ def test_a_near_tie_in_bfloat16_is_a_tie_and_in_float32_an_error(
     assert all(abs(found["gap"]) > found["threshold"] == 1e-3 and not found["tie"] for found in line["differences"])
 
 
-def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The lossy method is unknown to `compare`."""
     options = ("-m", "sd", "-n", "12", "--temperature", "1", "--repeats", "1", "--limit", "2")
-    code, out, _ = compare(*options)
+    code, out, _ = compare(*options, "--csv", str(tmp_path / "f.csv"))
     assert code == 0
     assert re.search(r"^sd +sampled ", out, flags=re.MULTILINE)
     assert "outputs are not compared" in out
-    line = parsed(compare(*options, "--json")[1])[1]
-    assert (line["identical"], line["tied"], line["diverged"]) == (None, None, None)
+    row = next(row for row in csv.DictReader((tmp_path / "f.csv").open()) if row["method"] == "sd")
+    assert (row["identical"], row["tied"], row["diverged"]) == ("", "", "")
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
     monkeypatch.setattr("specgen.compare.method_specs.METHODS", methods.METHODS)
@@ -286,33 +284,28 @@ def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatc
     assert re.search(r"^wild +lossy ", out, flags=re.MULTILINE)
     assert LOSSY in " ".join(out.split())
     assert "wild is" not in out
-    line = parsed(compare("-m", "wild", "-n", "30", *ONCE, "--json")[1])[1]
-    assert (line["diverged"], line["perplexity"] > 1) == (None, True)
+    assert "perp-" in out, "perplexity is measured"
 
 
 def test_verdicts_by_hand() -> None:
-    def difference(prompt: int, gap: float, repeat: int = 0) -> Difference:
-        return Difference(prompt, repeat, 10 + prompt, 4, 5, gap, 1e-3)
+    def difference(prompt: int, gap: float | None) -> Difference:
+        return Difference(prompt, 0, 10 + prompt, 4, 5, gap, 1e-3)
 
-    ends: list[tuple[list[int], list[int], int | None, int | None]] = [([1, 2, 3], [1, 2], 3, None), ([1, 2], [1, 2, 3], None, 3)]
-    for reference, other, own, token in ends:
-        found = judge(None, 4, 1, [9], reference, other)  # type: ignore[arg-type]  # no logits are needed
-        assert found == Difference(4, 1, 2, own, token, None, 1e-3)
-        assert (found.is_broken, found.as_dict()["tie"]) == (True, False)
-        assert "one answer ends there" in found.explanation("sd", "prompt 4")
-    for differences, text in (
-        ([], "same"),
-        ([difference(3, 0.0), difference(3, 0.0, 1)], "tie at 13"),
-        ([difference(3, 0.0), difference(4, 0.0)], "2 ties"),
-        ([difference(3, 0.0), difference(4, 2.0), difference(5, 0.0)], "differs at 14"),
-        ([difference(3, 2.0), difference(4, -2.0), difference(5, 0.0)], "2 differ"),
+    found = judge(None, 4, 1, [9], [1, 2, 3], [1, 2])  # type: ignore[arg-type]  # no logits are needed
+    assert found == Difference(4, 1, 2, 3, None, None, 1e-3)
+    assert (found.is_broken, found.as_dict()["tie"]) == (True, False)
+    assert "one answer ends there" in found.explanation("sd", "prompt 4")
+    for differences, text, counts in (
+        ([], "same", [9, 0, 0]),
+        ([difference(3, 0.0), difference(3, 0.0)], "tie at 13", [8, 1, 0]),
+        ([difference(3, 0.0), difference(4, 0.0)], "2 ties", [7, 2, 0]),
+        ([difference(3, 0.0), difference(4, 2.0), difference(5, 0.0)], "differs at 14", [6, 2, 1]),
+        ([difference(3, 2.0), difference(4, -2.0), difference(4, 0.0)], "2 differ", [7, 0, 2]),
     ):
         assert outcome_text(differences) == text
-    counts = count_outcomes(9, [difference(3, 2.0), difference(3, 0.0, 1), difference(5, 0.0)])
-    assert counts == {"identical": 7, "tied": 1, "diverged": 1}
+        assert list(count_outcomes(9, differences).values()) == counts
     assert [tie_threshold(*given) for given in (("float32", 50.0), ("bfloat16", 32.0), ("float16", 32.0))] == [1e-3, 0.5, 0.125]
-    gaps = (-0.4, -0.6, math.nan, 0.5)
-    assert [Difference(0, 0, 1, 3, 4, gap, 0.5).is_broken for gap in gaps] == [False, True, True, True]
+    assert [difference(0, gap).is_broken for gap in (-0.0009, -0.002, math.nan, 0.001)] == [False, True, True, True]
 
 
 # ------------------------------------------------------------------ methods that cannot run
@@ -325,22 +318,13 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert (code, err) == (0, "")
     shown = " ".join(out.split())
     assert "svip, transformers-assisted not run: needs a draft model, and there is none; name one with --draft " in shown + " "
-    assert "-m lookup" not in shown
     train = f"train one with specgen tune --train --methods eesd -t {pair[1]} --corpus FILE"
     assert f"eesd, eesd-tree not run: needs an exit layer trained for the target, and there is none; {train}" in shown
     assert re.search(r"^lookup +same ", out, flags=re.MULTILINE)
-    lines = {line["method"]: line for line in parsed(compare(*options, "--json", models=pair[:2])[1])}
-    assert "draft model" in lines["svip"]["error"]
-    assert (lines["svip"]["tokens_per_second"], lines["lookup"]["identical"]) == (None, 2)
-
-
-@pytest.mark.parametrize("methods", ["eagle,medusa", "svip,svip:threshold=0.3"])
-def test_where_no_named_method_can_run_nothing_is_measured(compare: Compare, pair: tuple[str, ...], methods: str) -> None:
-    code, out, err = compare("-m", methods, "-n", "8", "--limit", "1", models=pair[:2])
+    code, out, err = compare("-m", "eagle,svip,svip:threshold=0.3", "-n", "8", "--limit", "1", models=pair[:2])
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: none of these methods can run: ")
-    assert err.count("svip needs a draft model") == ("svip" in methods)
-    assert all(f"{name} needs a head" in err for name in ("eagle", "medusa") if name in methods)
+    assert err.startswith("error: none of these methods can run: eagle needs a head")
+    assert err.count("svip needs a draft model") == 1
 
 
 def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
@@ -384,13 +368,6 @@ def test_the_baselines_give_transformers_output_and_count_its_passes(compare: Co
     assert (baseline["sampling"], set(baseline), baseline["draft"]) == (own["sampling"], set(own), models[3])
 
 
-def test_a_draft_whose_other_vocabulary_is_as_large_is_refused_for_transformers(compare: Compare, tmp_path: Path) -> None:
-    models = ("-t", str(demo.folder("target")), "-d", str(permuted(tmp_path / "draft")))
-    options = ("-m", "transformers-assisted,lookup", "-n", "4", "--repeats", "1", "--limit", "1", "--json")
-    _, out, _ = compare(*options, models=models)
-    assert "two vocabularies of the same size (4,096) for one, and these differ" in parsed(out)[1]["error"]
-
-
 # ------------------------------------------------------------------ turns, records, predictions, interruptions
 
 
@@ -427,6 +404,7 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp
     assert plain_line["predicted"] == baseline["predicted"] == {"eq14": None, "pass_costs": None}
     runs = runs_of(trace)
     prefill = sum(by[0]["phase_seconds"]["prefill"] for by in runs["ar"].values())
+    assert {line["method"] for line in drafting} == {"sd:k=3", "lookup:k=10"}
     for line in drafting:
         costs = line["costs"]
         widths, seconds = map(list, zip(*((int(width), cost) for width, cost in costs["target"].items()), strict=True))

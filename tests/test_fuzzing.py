@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 
 import pytest
 import traces
-from cli_helpers import parsed, run_main
+from cli_helpers import UNSAFE, parsed, run_main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.methods import METHODS
 
-UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
 FEW = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 NUMBERS = st.sampled_from([0, -1, 1, 2, 17, 2**31, 2**63, 10**400, 1.5, 1e299, 5e-324, float("nan"), float("inf")])
 ODD = ["", " ", "x", "\x1b[2J\x9b31m", "=1+1", "a\nb\r\t", "é\u202e\u2028", "\ud800", "[bold]", "a" * 5000]

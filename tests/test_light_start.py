@@ -3,75 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from specgen import demo
 
 HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor"}
 NOT_FOR_HELP = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"}
 IN_WORKER = {"typer", "rich", "pydantic"}
-
-# Python runs a module of this name at each start: here it notes at the end which modules were imported. The worker is killed, and
-# runs no exit handlers: it notes its modules with each answer.
-SITECUSTOMIZE = """
-import atexit, json, os, sys
-argv = getattr(sys, "orig_argv", [])
-def note():
-    name = "worker" if "specgen.workers" in argv else "command"
-    path = os.path.join(os.environ["MODULES_TO"], name)
-    part = f"{path}.{os.getpid()}"
-    with open(part, "w") as file:
-        json.dump(sorted(sys.modules), file)
-    os.replace(part, path)  # the worker may be killed while it writes
-atexit.register(note)
-if "specgen.workers" in argv:
-    from multiprocessing.connection import Connection
-    send = Connection.send_bytes
-    def noted(*arguments):
-        note()
-        send(*arguments)
-    Connection.send_bytes = noted
-"""
+PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")))
 
 
-def imported(folder: Path, *arguments: str) -> dict[str, set[str]]:
-    """The modules that a command (and its draft worker) had imported, by `command` and `worker`."""
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    paths = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MODULES_TO": str(folder)}
-    command = [sys.executable, "-m", "specgen", *arguments]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, timeout=120)
-    return {name: set(json.loads((folder / name).read_text())) for name in ("command", "worker") if (folder / name).exists()}
+def imported(code: str, *arguments: str) -> set[str]:
+    """The modules that a program has imported at its end."""
+    code = f"import atexit, json, sys\natexit.register(lambda: json.dump([*sys.modules], sys.stderr))\n{code}"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=120)
+    return set(json.loads(done.stderr.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
         (("--help",), NOT_FOR_HELP),
-        (("generate", "def f(", "-n", "2", "-m", "eesd"), HEAVY),
-        (("compare", "--methods", "ar,svip", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
-        (("inspect", "--target", "{target}", "--draft", "{draft}"), HEAVY),
+        (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY),
+        (("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
+        (("inspect", "-q", *PAIR), HEAVY),
     ],
-    ids=lambda given: given[0] if isinstance(given, tuple) else "",
+    ids=["help", "generate", "compare", "inspect"],
 )
-def test_a_command_imports_no_library_that_it_does_not_need(
-    arguments: tuple[str, ...], unneeded: set[str], tmp_path: Path
-) -> None:
-    from specgen import demo
-
-    folders = {role: str(demo.folder(role)) for role in demo.ROLES}
-    seen = imported(tmp_path, *(argument.format(**folders) for argument in arguments))
-    assert seen["command"].isdisjoint(unneeded)
-    assert "torch" in seen["command"] | unneeded
-    assert "worker" not in seen
+def test_a_command_imports_no_library_that_it_does_not_need(arguments: tuple[str, ...], unneeded: set[str]) -> None:
+    seen = imported("from specgen.__main__ import start; start()", *arguments)
+    assert seen.isdisjoint(unneeded)
+    assert "torch" in seen | unneeded
 
 
-@pytest.mark.skipif(os.name != "posix", reason="the worker is a process on POSIX systems only")
-def test_the_draft_worker_imports_no_more_than_it_needs(tmp_path: Path) -> None:
-    seen = imported(tmp_path, "generate", "def f(", "-n", "8", "-m", "pearl", "--set", "window=3")
-    assert seen["command"].isdisjoint(HEAVY)
-    assert "torch" in seen["worker"]
-    assert seen["worker"].isdisjoint(HEAVY | IN_WORKER)
+def test_the_draft_worker_imports_no_more_than_it_needs() -> None:
+    seen = imported("import specgen.workers.server, specgen.engine.native.native_model")
+    assert "torch" in seen
+    assert seen.isdisjoint(HEAVY | IN_WORKER)

@@ -119,8 +119,6 @@ def test_skipping_drafts_read_the_targets_cache(family: str, backend: str, skip:
         assert torch.allclose(torch.stack(grown), expected, atol=TOLERANCE, rtol=1e-4)
         check(module, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
         context.extend(tokens[: rng.randrange(4)])
-    with pytest.raises(SpecgenError, match="no trees"):
-        runner.logits(context, [6, 7], [-1, -1])
 
 
 @torch.inference_mode()  # the runners' caches are inference tensors

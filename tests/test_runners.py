@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,14 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from eagle_heads import random_head
 from families import exit_layers_of, make_model, model_of
-from glide_models import GlideReference
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
+from part_references import Part
 from runner_checks import CPU, OTHER, InterruptAt, four_layers, random_path
 from static_checks import RecordedGraphs, random_model
 from translated_pairs import permuted
@@ -35,23 +33,19 @@ from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
-from specgen.engine.native.loading import load_native
-from specgen.engine.parts import eagle, glide, medusa, own_layers
+from specgen.engine.native.native_model import load_native
+from specgen.engine.parts import own_layers
 from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner, SkippedLayers
-from specgen.engine.parts.part import FeatureRunner, MedusaWeights
+from specgen.engine.parts.part import FeatureRunner
 
 
 class Made(NamedTuple):
-    """Runners that share what they have cached, and what empties it. A draft has fewer than `deepest` levels.
-
-    The runner with the number `no_trees` runs chains only.
-    """
+    """Runners that share what they have cached, and what empties it. A draft has fewer than `deepest` levels."""
 
     runners: Sequence[Any]
     clear: Callable[[], None]
     deepest: int = 99
     longest: int = 70
-    no_trees: int = -1
 
 
 def single(runner: Any, longest: int = 70) -> Made:
@@ -110,30 +104,17 @@ def skipping(family: str, backend: str) -> Made:
         target.clear_cache()
         made.clear_cache()
 
-    return Made([target, made], clear, no_trees=1)
+    return Made([target, made], clear)
 
 
 def features(family: str) -> Made:
     return single(FeatureRunner(model(family), model(family).forward(taps=(0, 2, 4)), model(family).new_cache()))
 
 
-def head(kind: str, backend: str = "native") -> Made:
-    target, deepest = model("llama", backend), 99
-    weights: Any
-    if kind.startswith("eagle"):
-        weights, make_runners = random_head(3 if kind == "eagle3" else 1, layers=2), eagle.make_runners
-        deepest = 4  # its own predictions as inputs amplify roundings
-    elif kind == "glide":
-        weights, make_runners = GlideReference(module("llama"), layers=2).weights, glide.make_runners
-        weights = replace(
-            weights, config={key: value for key, value in weights.config.items() if key not in ("block_size", "large_head_dim")}
-        )
-    else:
-        drawn = torch.randn(3, 33 + target.shape.vocab_size, 32, generator=torch.Generator().manual_seed(0)) / 4
-        blocks = [[(rows[:32], rows[32])] for rows in drawn]
-        weights, make_runners, deepest = MedusaWeights(blocks, [rows[33:] for rows in drawn]), medusa.make_runners, 3
-    made = make_runners(weights, target, ModelRunner(target), lambda: None)
-    return Made([made.draft] if kind == "medusa" else [made.target, made.draft], made.clear_cache, deepest)
+def head(layout: str, deepest: int = 99, **options: Any) -> Made:
+    made = Part(layout, **options).made
+    runners = [made.draft] if layout.startswith("medusa") else [made.target, made.draft]
+    return Made(runners, made.clear_cache, deepest)
 
 
 @cache
@@ -184,11 +165,11 @@ KINDS = {
     "layers skipped": Kind(partial(skipping, "gemma2", "native")),
     "layers skipped on transformers": Kind(partial(skipping, "llama", "transformers")),
     "features": Kind(partial(features, "qwen3")),
-    "eagle1": Kind(partial(head, "eagle1"), examples=30),
-    "eagle3": Kind(partial(head, "eagle3")),
-    "glide": Kind(partial(head, "glide"), examples=30),
-    "glide on transformers": Kind(partial(head, "glide", "transformers")),
-    "medusa": Kind(partial(head, "medusa")),
+    "eagle1": Kind(partial(head, "eagle1", 4, head_layers=2), examples=30),  # its predictions as inputs amplify roundings
+    "eagle3": Kind(partial(head, "eagle3", 4)),
+    "glide": Kind(partial(head, "glide", head_layers=2), examples=30),
+    "glide on transformers": Kind(partial(head, "glide", head_layers=2, backend="transformers")),
+    "medusa": Kind(partial(head, "medusa-v0.1", 3)),
     "translated": Kind(translated),
     "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),
 }
@@ -226,7 +207,7 @@ class Calls(RuleBasedStateMachine):
         at, number = which[0], which[1] % len(self.made.runners)
         if len(self.contexts[at]) + len(tokens) > self.made.longest:
             self.contexts[at] = Context(self.contexts[at].ids[:9])
-        runner, is_chain = self.made.runners[number], is_chain or number == self.made.no_trees
+        runner = self.made.runners[number]
         tokens = tokens[: self.made.deepest - 1]
         parents = [node - 1 if is_chain else drawn % (node + 1) - 1 for node, drawn in enumerate(numbers[: len(tokens)])]
         begun, context = min(begun, len(tokens)), self.contexts[at]

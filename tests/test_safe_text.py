@@ -6,14 +6,14 @@ import csv
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import traces
-from cli_helpers import run_main
+from cli_helpers import UNSAFE, run_main
 from comparisons import report_of, usual
 from rich.text import Text
 
@@ -25,7 +25,6 @@ from specgen.view.comparison import page
 from specgen.view.progress import Progress
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m\u202e\u200b\U000e0041[/x] =cmd|' /C calc'!A0"
-UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
 Main = Callable[..., tuple[int, str, str]]
 
 
@@ -89,17 +88,6 @@ def test_pictures_have_no_control_characters() -> None:
     assert not UNSAFE.search(theme.svg([Text(HOSTILE)], 300))
 
 
-def named(category: str, name: str = "") -> Any:
-    results = usual()
-    prompts = [SimpleNamespace(**{**vars_of(prompt), "category": category}) for prompt in results.config.prompts]
-    object.__setattr__(results.config, "prompts", prompts)
-    return results
-
-
-def vars_of(prompt: Any) -> dict[str, Any]:
-    return {name: getattr(prompt, name) for name in ("index", "text", "category", "name", "previous_turns", "label")}
-
-
 @pytest.mark.parametrize(
     ("text", "cell"),
     [
@@ -115,7 +103,9 @@ def vars_of(prompt: Any) -> dict[str, Any]:
     ],
 )
 def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell: str) -> None:
-    report = report_of(named(text), by_category=True)
+    results = usual()
+    results.config = replace(results.config, prompts=[replace(prompt, category=text) for prompt in results.config.prompts])
+    report = report_of(results, by_category=True)
     rows = list(csv.DictReader(io.StringIO(csv_text(report.made, by_category=True))))
     assert {row["category"] for row in rows} == {"", cell}
     assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), "numbers stay numbers"

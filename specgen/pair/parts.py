@@ -15,14 +15,9 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.part import PartRunners
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.weights import weights_fingerprint
-from specgen.methods.method import DRAFT_MODEL, NOTHING, SKIPPED_LAYERS, Method
+from specgen.methods.method import Method
 
 _MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # with their `make_runners`
-
-
-def kind_for(method: Method) -> str:
-    """Returns the kind of trained part that the method needs; empty if it needs none."""
-    return "" if method.needs in (NOTHING, DRAFT_MODEL, SKIPPED_LAYERS) else method.needs
 
 
 def name_in(values: Mapping[str, object]) -> str:
@@ -51,7 +46,7 @@ class PartStore:
         self.named: dict[str, TrainedPart] = {}  # by kind
         self._target, self._runner, self._penalties = target, runner, penalties
         self._found: dict[str, TrainedPart | SpecgenError | None] = {}  # by kind; an error says why it cannot be used
-        self._opened: dict[tuple[Path, bool], TrainedPart] = {}
+        self._opened: dict[Path, TrainedPart] = {}
         self._runners: dict[TrainedPart, PartRunners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
@@ -95,18 +90,13 @@ class PartStore:
         found = self.load("exit", name)
         return found is not None and found.has_predictor
 
-    def digest(self, method: Method, name: str = methods.DEFAULT_HEAD) -> str | None:
-        """Returns what identifies the method's part; None if it needs none, and if there is none."""
-        found = self.load(kind, name) if (kind := kind_for(method)) else None
-        return None if found is None else found.digest
-
     def digests(self) -> dict[str, str]:
         """Returns what identifies the default part of each kind for which there is one. Loads none."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
         """Returns the target's runner and that of the method's part. Raises SpecgenError if there is no such part."""
-        part = self.load(kind_for(method), name)
+        part = self.load(method.needs, name)
         if part is None:
             raise self._missing(method)
         if part not in self._runners:
@@ -131,10 +121,9 @@ class PartStore:
             runners.clear_cache()
 
     def _open(self, path: Path, *, is_exit: bool) -> TrainedPart:
-        key = path.resolve(), is_exit
+        key = path.resolve()
         if key not in self._opened:
-            part = open_part(path, self._target, is_exit=is_exit)
-            self._opened[key] = self._opened.setdefault((part.path.resolve(), is_exit), part)
+            self._opened[key] = open_part(path, self._target, is_exit=is_exit)
         return self._opened[key]
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:

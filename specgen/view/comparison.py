@@ -75,7 +75,7 @@ def picture(report: Report) -> str:
 def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
     """Shows the table of a comparison that is still running, cut to the console's height, with a line of progress below it.
 
-    The line is such as `▸ svip, prompt 3 (code-retry)  ━━━━━━  5 of 48 runs  ~9 s left`.
+    The line is such as `▸ ━━━━━━  5 of 48 runs  ~9 s left  svip, prompt 3 (code-retry)`.
     """
     console, name = progress.console, "" if step.spec is None else step.spec.written
     if step.prompt is not None:
@@ -228,8 +228,9 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
         first = max(kept, key=lambda column: column.priority)
         kept = [each for each in kept if each is not first]
     made = lines(min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
-    lead = max((len(_NAME.text(entry)) for entry in shown), default=0) + GAP
-    for written, reason in not_run(results):
+    absent = not_run(results)
+    lead = GAP + max(map(len, [*map(_NAME.text, shown), *(written[0] for written, _ in absent)]), default=0)
+    for written, reason in absent:
         why = Text(reason, "quiet")
         why.highlight_words([NOT_RUN], "strong")
         made += labelled(Text(", ".join(written)), why, width, lead)

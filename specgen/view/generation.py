@@ -38,7 +38,7 @@ _STYLES: dict[Kind, str] = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("shares", "runs", "ties", "name", "a pass", "accepted", "energy", "perplexity", "speed")
+_DROPPED_FIRST = ("runs", "ties", "shares", "name", "a pass", "accepted", "energy", "perplexity", "speed")
 
 
 class Detokenizer(Protocol):
@@ -205,8 +205,7 @@ class RoundsView:
     """Prints a legend and one line per round.
 
     `text_of` returns the text of token ids. `eos_ids` are shown as `<eos>`. `prompt_length` is in tokens. `parallel` adds a
-    column for PEARL's two modes, pre-verify and post-verify. `window` is a line for the legend that says how PEARL's window (the
-    number of tokens drafted during a target pass) was chosen. `branches` explains in the legend the marks of drafts that are
+    column for PEARL's two modes, pre-verify and post-verify. `branches` explains in the legend the marks of drafts that are
     trees.
     """
 
@@ -218,11 +217,10 @@ class RoundsView:
         prompt_length: int,
         *,
         parallel: bool = False,
-        window: str = "",
         branches: bool = False,
     ) -> None:
         self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
-        self._parallel, self._window, self._branches = parallel, window, branches
+        self._parallel, self._branches = parallel, branches
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
@@ -239,7 +237,6 @@ class RoundsView:
         more = ["a|b: candidates for one position   ²: the second one was accepted"] if self._branches else []
         if self._parallel:
             more.append("pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified")
-            more += [self._window] if self._window else []
         for each in (line, *(Text(text, "quiet") for text in more)):
             for part in wrapped(each, self._console.width):
                 self._console.print(part)
@@ -279,9 +276,8 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = F
     """
     energy, rate = summary.energy, summary.acceptance_rate
     own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
-    draft, policy, verify = (summary.share_of_time(phase) for phase in ("draft", "policy", "verify"))
+    draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
-    also = f" and {policy:.0%} length policy" if policy >= 0.01 else ""
     idle = energy.idle_watts or 0.0 if energy else 0.0
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
@@ -293,7 +289,7 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = F
         "a pass": _figure("{:.2f} tokens a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
-        "shares": "" if rate is None else f"{draft:.0%} {drafting}{also}, {verify:.0%} verifying",
+        "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
     styles = {"name": "strong", "shares": "quiet"}
     for left_out in (None, *_DROPPED_FIRST):

@@ -8,22 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import RLock
 
 from rich.console import Console
 from rich.text import Text
 
 from specgen.base.measuring import prefill_reports
 from specgen.base.text import one_line
-from specgen.view.theme import labelled, width
 
 PREFILL_DELAY = 2.0  # seconds; the prompt of a small model is over before
 _BAR = 20  # cells
-_TOOK = 10  # cells at the end of a finished step's line for its duration
 _REDRAW_SECONDS = 0.2  # the least time between two drawings of a tuning's bar
 _LINE_SECONDS = 30.0  # between two lines of a training where there is no terminal
 _SAVE, _RESTORE, _ERASE_BELOW = "\x1b7", "\x1b8", "\x1b[J"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line that began after other text is cut at the terminal's edge
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line is cut at the terminal's edge
 
 
 class Progress:
@@ -37,7 +34,6 @@ class Progress:
         self.console, self.quiet = console, quiet
         self.is_silent = quiet or not console.is_terminal
         self._is_shown = False
-        self._lock = RLock()  # PEARL's draft model may report from a thread of its own
 
     def __enter__(self) -> Progress:
         return self
@@ -49,7 +45,7 @@ class Progress:
         """Replaces the lines that are shown. Several begin at the left edge and have to fit the terminal's height."""
         if self.is_silent:
             return
-        with self._lock, self.console.capture() as drawn:
+        with self.console.capture() as drawn:
             for line in lines[:-1]:
                 self.console.print(line, soft_wrap=True)
             self.console.print(lines[-1], end="", soft_wrap=True)
@@ -66,16 +62,17 @@ class Progress:
             self.show(Text("▸ ").append(one_line(what)))
 
     def bar(self, what: str, share: float, rest: str, left: float | None = None, above: Sequence[Text] = ()) -> None:
-        """Shows `what`, a bar filled to `share` (0 to 1), and the text `rest` with the seconds `left`, below `above`."""
-        rest += "" if left is None else f"  ~{duration(left)} left"
-        self.show(*above, bar_line(what, share, rest.strip(), self.console.width - 1))
+        """Shows a bar filled to `share` (0 to 1), `rest` with the seconds `left`, and `what`, below the lines `above`."""
+        filled = min(_BAR, round(_BAR * share))
+        line = Text("▸ ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet")
+        figures = [rest, "" if left is None else f"~{duration(left)} left", one_line(what)]
+        self.show(*above, line.append("".join(f"  {text}" for text in figures if text), "none"))
 
     def clear(self) -> None:
         """Erases the lines, before something else is written where they begin."""
-        with self._lock:
-            if self._is_shown:
-                self._is_shown = False
-                self._write(_ERASE_BELOW)
+        if self._is_shown:
+            self._is_shown = False
+            self._write(_ERASE_BELOW)
 
     def keep(self, line: Text) -> None:
         """Prints a line that stays, on a terminal or not, unless `quiet`."""
@@ -84,23 +81,8 @@ class Progress:
             self.console.print(line, soft_wrap=True)
 
     def _write(self, text: str) -> None:
-        with self._lock:
-            self.console.file.write(text)
-            self.console.file.flush()
-
-
-def bar_line(what: str, share: float, rest: str, width: int) -> Text:
-    """Returns a line of at most `width` cells with the text `what`, a bar filled to `share` (0 to 1), and the text `rest`.
-
-    If the line is too long, `what` is cut. If there is no room for the bar either, the line is `rest` alone.
-    """
-    filled = min(_BAR, round(_BAR * share))
-    tail = Text("  ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet").append(f"  {rest}", "none")
-    if tail.cell_len + 2 > width:
-        return Text(rest)
-    line = Text("▸ ").append(one_line(what))
-    line.truncate(width - tail.cell_len, overflow="ellipsis", pad=True)
-    return line.append_text(tail)
+        self.console.file.write(text)
+        self.console.file.flush()
 
 
 def duration(seconds: float) -> str:
@@ -152,12 +134,7 @@ class TuneProgress:
 
     def done(self, what: str) -> None:
         seconds, self._finished = time.perf_counter() - self._finished, time.perf_counter()
-        console, took = self._progress.console, duration(seconds)
-        room = width(console) - 1
-        *lines, last = labelled(Text("✓", "good"), Text(what), room - _TOOK, 2)
-        last.append(took.rjust(room - last.cell_len) if console.is_terminal else f"  {took}", "quiet")
-        for line in (*lines, last):
-            self._progress.keep(line)
+        self._progress.keep(Text.assemble(("✓ ", "good"), what, (f"  {duration(seconds)}", "quiet")))
 
     def doing(self, what: str) -> None:
         now = time.perf_counter()

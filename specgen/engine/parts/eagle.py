@@ -68,8 +68,7 @@ class UnrolledLayer(FirstLayer):
         self._drafted.append((keys.transpose(1, 2), values.transpose(1, 2)))
         if len(self._drafted) == 1:
             return attend_batch(query, *self._drafted[0], mask).flatten(0, 1)
-        repeated = [tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted]
-        (keys, values), *of_drafts = self._drafted if group == 1 else repeated
+        (keys, values), *of_drafts = [tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted]
         query = query.transpose(1, 2)
         drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
         weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(dim=-1)
@@ -194,7 +193,11 @@ class EagleRunner(DecoderRunner):
         outputs, tokens, parents = list[ModelOutput](), *forward_pass.draft
         if first < length:
             committed = forward_pass._replace(draft=NO_NODES, last=min(last, length))
-            outputs.append(self._run_pairs(committed, self._features(committed), 1))
+            if self._first is None:
+                features = torch.zeros(1, self.architecture.hidden_size, dtype=self.target_model.dtype, device=self.device)
+            else:
+                features = self.target.features(committed._replace(context=self._context))
+            outputs.append(self._run_pairs(committed, features, 1))
         node = max(first - length, 0)
         while length + node < last:
             end = node + 1
@@ -219,12 +222,6 @@ class EagleRunner(DecoderRunner):
             return ModelOutput(self.target_model.head_logits(kept), kept)
         logits = self._lm_head(self._layers.normed(kept))
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
-
-    def _features(self, forward_pass: ForwardPass) -> Tensor:
-        """Returns the target's features [n, width] of the context's pairs in a pass."""
-        if self._first is None:
-            return torch.zeros(1, self.architecture.hidden_size, dtype=self.target_model.dtype, device=self.device)
-        return self.target.features(forward_pass._replace(context=self._context))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, positions
+from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
@@ -33,15 +33,13 @@ class CrossInputs(NamedTuple):
     """What the cross-attention of one layer needs in a pass over `rows` tokens of one sequence, or of each of `batch` sequences.
 
     `keys` and `values` are those of a target's layer, as for `attention.attend` or `attend_batch`, and so is `mask`. `rotation`
-    [batch * rows, 1, R/2] is the target's at the tokens' own positions (None: its layer has no rotary embedding). `sees`
-    [batch * rows, 1] is 0 for a token that sees no key, otherwise 1; None: all see some. Such a token's mask must hide nothing.
+    [batch * rows, 1, R/2] is the target's at the tokens' own positions (None: its layer has no rotary embedding).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     rotation: torch.Tensor | None
     mask: torch.Tensor | None = None
-    sees: torch.Tensor | None = None
     batch: int | None = None
 
 
@@ -76,7 +74,7 @@ class CrossAttention:
             assert inputs.mask is not None
             query = query.view(inputs.batch, -1, self._heads, self._size)
             mixed = attend_batch(query, inputs.keys, inputs.values, inputs.mask).flatten(0, 1)
-        return self._output.add_to(hidden, mixed if inputs.sees is None else mixed * inputs.sees)
+        return self._output.add_to(hidden, mixed)
 
 
 class GlideLayers:
@@ -103,20 +101,15 @@ class GlideLayers:
         self._norm = final_norm(architecture, take, dtype, norm_gain)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
-    def __call__(
-        self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs | None], kept: int | None = None
-    ) -> torch.Tensor:
-        """Runs a pass on embeddings [n, width], and returns the hidden states [kept, width] after the final norm.
+    def __call__(self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]) -> torch.Tensor:
+        """Runs a pass on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
 
-        These are of the last `kept` tokens (None: all). `cross` has the inputs of each layer's cross-attention, in the last layer
-        for these tokens alone; None: there are no keys.
+        `cross` has the inputs of each layer's cross-attention; empty if there are no keys.
         """
-        for (layer, attention), seen in zip(self._layers, cross, strict=True):
+        for number, (layer, attention) in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)
-            if kept is not None and layer is self._layers[-1][0]:
-                hidden = hidden[-kept:]
-            if seen is not None:
-                hidden = attention(hidden, seen)
+            if cross:
+                hidden = attention(hidden, cross[number])
             hidden = layer(hidden, inputs, attention=False)
         return self._normed(hidden) * self._norm
 
@@ -137,55 +130,44 @@ class GlideRunner(DecoderRunner):
         self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
         self._rotations = {name: RotaryTable(each, self.device, rounded) for name, each in self._theirs.rotary.items()}
-        first = len(self._theirs.layers) - len(self.devices)
-        self._read_layers = range(first, len(self._theirs.layers))
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
         """Returns the logits after the last context token and after each draft token; see `ModelRunner.logits`."""
-        if len(self.devices) > 1 and len(context) != self._cached.committed:
-            self._cached.draft = NO_NODES
+        committed = self._cached.committed
+        if len(self.devices) > 1 and len(context) != committed:
+            self._cached.truncate(committed if committed > 1 else 0)  # in a context of one token, it has seen no key
         return super().logits(context, draft, parents, start=start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        normed = self._layers(self.embed(forward_pass), self._inputs(forward_pass), self._cross_inputs(forward_pass))
+        kept = normed[-logits_to_keep:]
+        return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
+
+    def _cross_inputs(self, forward_pass: ForwardPass) -> list[CrossInputs]:
+        """Returns the inputs of each layer's cross-attention: to the keys of the target that are before each token.
+
+        The first token sees its own.
+        """
         cached, _ = self._target.share_prefix(forward_pass.context)
-        cross = self._cross_inputs(forward_pass, cached, logits_to_keep)
-        normed = self._layers(self.embed(forward_pass), self._inputs(forward_pass), cross, logits_to_keep)
-        return ModelOutput(self.target_model.head_logits(normed) if self._lm_head is None else self._lm_head(normed), normed)
-
-    def _cross_inputs(self, forward_pass: ForwardPass, cached: int, logits_to_keep: int) -> list[CrossInputs | None]:
-        """Returns the inputs of each layer's cross-attention to the target's first `cached` tokens."""
         if cached == 0:
-            return [None] * len(self._read_layers)
-        made: list[CrossInputs | None] = []
-        for layer in self._read_layers:
-            rows = logits_to_keep if layer == self._read_layers[-1] else forward_pass.last - forward_pass.first
-            keys, values = self._target.cache.keys_and_values(layer, cached)
-            mask, sees = self._visible(forward_pass.last - rows, rows, cached)
-            made.append(CrossInputs(keys, values, self._rotation(layer, forward_pass, rows), mask, sees))
-        return made
-
-    def _rotation(self, layer: int, forward_pass: ForwardPass, rows: int) -> torch.Tensor | None:
-        """Returns the rotations of the target's layer at the positions of the pass's last `rows` tokens."""
-        name = self._theirs.layers[layer].rotary
-        if name is None:
-            return None
-        at, boundary = torch.tensor(positions(forward_pass)[-rows:]), self._theirs.rope_boundary
+            return []
+        mask, first, rows = None, forward_pass.first, forward_pass.last - forward_pass.first
+        if first < cached:  # the context's last token and those of the draft see all
+            sight = sight_of_chain(first - 1, rows, 0, cached, self.device)
+            sight.hidden[:, 0] = False
+            group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
+            mask = sight.mask(None, self.target_model.dtype, group)
+        at, boundary, made = upload(torch.tensor(positions(forward_pass)), self.device), self._theirs.rope_boundary, []
         is_long = boundary is not None and forward_pass.context.prompt_length > boundary
-        return self._rotations[name].gather(upload(at, self.device), is_long, forward_pass.last)[:, None]
-
-    def _visible(self, first: int, rows: int, cached: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns `mask` and `sees` of `CrossInputs` for the tokens from cache index `first` on: each sees the keys before it."""
-        if first >= cached:  # the context's last token and those of the draft see all
-            return None, None
-        sight, sees = sight_of_chain(first - 1, rows, 0, cached, self.device), None
-        if first == 0:
-            sight.hidden[0] = False
-            sees = torch.ones(rows, 1, dtype=self.target_model.dtype, device=self.device)
-            sees[0] = 0
-        group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
-        return sight.mask(None, self.target_model.dtype, group), sees
+        count = len(self._theirs.layers)
+        for layer in range(count - len(self.devices), count):
+            name, rotation = self._theirs.layers[layer].rotary, None
+            if name is not None:
+                rotation = self._rotations[name].gather(at, is_long, forward_pass.last)[:, None]
+            made.append(CrossInputs(*self._target.cache.keys_and_values(layer, cached), rotation, mask))
+        return made
 
 
 @torch.no_grad()

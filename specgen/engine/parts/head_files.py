@@ -124,16 +124,15 @@ def check_size(files: WeightFiles, name: str, what: str, found: int, target: Loa
         raise SpecgenError(f"{files.owner} was made for another target: {shows}", hint)
 
 
-def check_vocabulary(files: WeightFiles, names: Sequence[str], target: LoadedModel, size: int | None = None) -> None:
-    """Raises SpecgenError if a tensor among `names` has a row for each token of another vocabulary than the target's.
+def check_vocabulary(files: WeightFiles, name: str, target: LoadedModel, size: int | None = None) -> None:
+    """Raises SpecgenError if the tensor `name` has a row for each token of another vocabulary than the target's.
 
-    If none of them is there, `size` (of config.json) decides; None: it is not known.
+    If it is not there, `size` (of config.json) decides; None: it is not known.
     """
-    rows = {name: (*files.shape(name), 1)[0] for name in names if name in files}
-    if size is not None and not rows:
-        rows = {"config.json": size}
-    for name, count in rows.items():
-        check_size(files, name, "a vocabulary of", count, target, target.model.shape.vocab_size)
+    found = (*files.shape(name), 1)[0] if name in files else size
+    if found is not None:
+        shows = name if name in files else "config.json"
+        check_size(files, shows, "a vocabulary of", found, target, target.model.shape.vocab_size)
 
 
 def drop_copies(files: WeightFiles, tensors: dict[str, torch.Tensor], names: Sequence[str], target: LoadedModel) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from specgen.engine.forward_pass import (
     HiddenSource,
     LayerPart,
     ModelOutput,
-    chain_parents,
 )
 from specgen.engine.inference_mode import inference
 from specgen.engine.logits_processors import PenaltyProcessor
@@ -217,7 +216,6 @@ class ExitAcceptancePredictor:
 class ExitWeights:
     """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
 
-    kind: ClassVar[Literal["exit"]] = "exit"
     layers: ExitLayers
     after: int
     predictor: Predictor | None = None
@@ -273,7 +271,7 @@ class SkippedLayers:
 
 
 class LayerSkippingRunner(ModelRunner):
-    """Runs the target without the layers in `skips`, to draft chains. Shares the KV cache of the runner `target`.
+    """Runs the target without the layers in `skips`, to draft. Shares the KV cache of the runner `target`.
 
     `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
     """
@@ -293,11 +291,9 @@ class LayerSkippingRunner(ModelRunner):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`. Raises SpecgenError for a tree."""
-        if parents is not None and list(parents) != list(chain_parents(len(draft))):
-            raise SpecgenError("layer skipping drafts no trees", "Take width=1")
+        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`."""
         committed, shared_at = self._target.share_prefix(context)
         if shared_at != self._shared_at:
             self._cached.set_committed(context, committed)
             self._shared_at = shared_at
-        return super().logits(context, draft, start=start)
+        return super().logits(context, draft, parents, start=start)

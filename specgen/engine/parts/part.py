@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,8 +23,6 @@ from specgen.engine.native.layer_weights import EMBEDDING
 from specgen.engine.native.products import ProductFactory
 
 HeadKind = Literal["medusa", "eagle", "glide"]
-Kind = Literal["exit", "medusa", "eagle", "glide"]
-KINDS: tuple[HeadKind, ...] = ("medusa", "eagle", "glide")
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,11 @@ class MedusaWeights:
 
     `blocks[k][j]` are weight [width, width] and bias [width] of head k's block j, which computes h + SiLU(W h + b). `lm_heads[k]`
     [head vocabulary, width] turns its output into logits; None: the target's LM head serves all heads. `vocabulary` [head
-    vocabulary], int64, has the target's id of each of the head's ids, ascending; None: they are equal.
+    vocabulary], int64, has the target's id of each of the head's ids; None: they are equal.
     `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its likeliest token), measured
     in training; empty if it is not known.
     """
 
-    kind: ClassVar[HeadKind] = "medusa"
     blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
     lm_heads: Sequence[torch.Tensor] | None = None
     vocabulary: torch.Tensor | None = None
@@ -74,7 +71,6 @@ class EagleWeights(DecoderWeights):
     head's ids, ascending; None: they are equal. `norm_before_residual`: the residual is the normed feature, not the feature.
     """
 
-    kind: ClassVar[HeadKind] = "eagle"
     version: Literal[1, 3] = 3
     feature_layers: tuple[int, ...] = ()
     vocabulary: torch.Tensor | None = None
@@ -91,7 +87,6 @@ class GlideWeights(DecoderWeights):
     tokens in a block of its training, and so the longest distance to the newest visible key that it was trained for.
     """
 
-    kind: ClassVar[HeadKind] = "glide"
     block_size: int = 5
 
 

@@ -41,12 +41,11 @@ from specgen.engine.parts.part import DecoderWeights, EagleWeights, GlideWeights
 from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, shown, weights_fingerprint
 
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
-_NESTED = ("transformer_layer_config", "model", "eagle_config")  # parts of config.json, of speculators, vLLM and SpecForge
 _PASSED_ON = ("intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")  # from config.json to ours
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 # as in transformers for Llama; the base is that of the code of EAGLE's and GliDe's authors, whatever the target's is
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-_LAYER_TYPES = ("llama", "qwen2", "qwen3", None)  # of speculators' layers; those of other types compute something else
+_LAYER_TYPES = ("llama", "qwen2", "qwen3")  # of speculators' layers; those of other types compute something else
 _UNSUPPORTED = {
     "norm_before_fc": True,
     "layernorms": True,
@@ -54,6 +53,7 @@ _UNSUPPORTED = {
     "use_sliding_window": True,
     "use_aux_hidden_state": False,
 }
+_QUERY = "layers.0.cross_attn.q_proj.weight"  # of GliDe
 _BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -67,15 +67,8 @@ class HeadFields(BaseModel):
     head_dim: Size | None = None
     vocab_size: Size | None = None
     block_size: Size = 5  # the default of GliDe's authors
-    model_type: str | None = None
-    tie_word_embeddings: bool | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-    norm_before_fc: bool | None = None
-    layernorms: bool | None = None
-    use_remap: bool | None = None
-    use_sliding_window: bool | None = None
-    use_aux_hidden_state: bool | None = None
+    tie_word_embeddings: bool = False
+    norm_before_residual: bool = False
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
 
 
@@ -89,118 +82,111 @@ class PublishedHead:
         self.files, self._has_model = open_head(folder, target.device)
         self.warning: str | None = None
         self._folder, self._target = folder, target
-        self.kind = self._kind()
-
-    def _kind(self) -> HeadKind:
-        files, names = self.files, set(self.files.names)
-        if any(map(_BLOCK.fullmatch, names)):
-            return "medusa"
-        if any(".cross_attn." in name for name in names):
-            return "glide"
-        if FIRST_NORM in names and not names & {FC, FEATURE_NORM}:
-            raise files.refuse("it is a model, not a head", "Name it as a draft model: -d")
-        if any(name.startswith("layers.0.") for name in names):
-            return "eagle"
-        problem = f"it is of no kind that specgen knows (its first tensor: {files.key(min(names))})"
-        raise files.refuse(problem, "Name the folder of a Medusa, EAGLE or GliDe head")
+        kinds: dict[HeadKind, str] = {"medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
+        found = [kind for kind in kinds if kinds[kind] in self.files]
+        if not found:
+            problem = f"it is of no kind that specgen knows (its first tensor: {self.files.key(min(self.files.names))})"
+            raise self.files.refuse(problem, "Name the folder of a Medusa, EAGLE or GliDe head, and a model with -d")
+        self.kind = found[0]
 
     def read(self) -> HeadWeights:
         """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before.
 
         Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
         """
-        files, folder, target, is_medusa = self.files, self._folder, self._target, self.kind == "medusa"
+        files, folder, target = self.files, self._folder, self._target
         if self._has_model and weights_fingerprint(folder) != weights_fingerprint(target.folder):
             raise files.refuse("its heads were trained with the model in the same files", f"Take that as the target: -t {folder}")
-        has_config = not is_medusa or (folder / "config.json").exists()
-        config = read_config(folder, files.owner) if has_config else {}
-        if is_medusa:
-            return _read_medusa(files, bool(config.get("original_lm_head")), target)
-        flat = dict(config)
-        for part in (config.get(name) for name in _NESTED):
-            flat |= part if isinstance(part, dict) else {}
-        fields = schema.check(json.dumps(flat), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
-        unsupported = _UNSUPPORTED | {"norm_output": "transformer_layer_config" in config}  # SpecForge means something else by it
-        for name, value in unsupported.items():
-            if getattr(fields, name) is value:
-                raise _unsupported(files, name, value)
-        if "transformer_layer_config" in config and fields.model_type not in _LAYER_TYPES:
-            raise _unsupported(files, "model_type", fields.model_type)
+        if self.kind == "medusa":
+            return _read_medusa(files, target)
+        config, fields = _flat_config(files, read_config(folder, files.owner))
         if self.kind == "glide":
-            return self._read_glide(flat, fields)
-        return self._read_eagle(flat, fields, are_outputs="eagle_config" in config)
+            return _read_glide(files, target, config, fields)
+        weights, self.warning = _read_eagle(files, target, config, fields)
+        return weights
 
-    def _read_eagle(self, config: dict[str, Any], fields: HeadFields, *, are_outputs: bool) -> EagleWeights:
-        """`are_outputs`: the feature layers are named by their outputs if the first is layer 1."""
-        files, target = self.files, self._target
-        (width, fused), hidden, vocab_size = (
-            matrix_shape(files, FC),
-            target.model.shape.hidden_size,
-            target.model.shape.vocab_size,
-        )
-        is_third = FEATURE_NORM in files or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
-        what, found = ("three features of", fused // 3) if is_third else ("a hidden size of", width)
-        check_size(files, FC, what, found, target, hidden)
-        check_vocabulary(files, [EMBEDDING, "t2d" if is_third else HEAD], target, fields.vocab_size)
-        weights, shapes = _decoder(files, config, fields, target, width)
-        _expect(files, shapes, {"fc.bias": (width,)})
-        if is_third:
-            if weights.architecture.num_layers != 1:
-                raise _unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
-            rows = matrix_shape(files, HEAD)[0]
-            shapes |= {FC: (width, 3 * hidden), FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (rows, width)}
-            for name in ("q", "k", "v"):
-                attention = f"layers.0.self_attn.{name}_proj.weight"
-                shapes[attention] = shapes[attention][0], 2 * width
-            _expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != vocab_size)
-            _expect(files, shapes, {"t2d": (vocab_size,)})
-            _expect(files, shapes, {EMBEDDING: (vocab_size, width)}, are_needed=width != hidden)
-        else:
-            del shapes[FIRST_NORM]
-            shapes[FC] = width, 2 * width
-            _expect(files, shapes, dict.fromkeys((EMBEDDING, HEAD), (vocab_size, width)))
+
+def _read_eagle(
+    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
+) -> tuple[EagleWeights, str | None]:
+    """Returns a head of EAGLE and what is doubtful about it."""
+    shape, (width, fused) = target.model.shape, matrix_shape(files, FC)
+    is_third = FEATURE_NORM in files or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
+    what, found = ("three features of", fused // 3) if is_third else ("a hidden size of", width)
+    check_size(files, FC, what, found, target, shape.hidden_size)
+    check_vocabulary(files, "t2d" if is_third else EMBEDDING, target, fields.vocab_size)
+    weights, shapes = _decoder(files, config, fields, target, width)
+    _expect(files, shapes, {"fc.bias": (width,)})
+    _expect(files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+    if not is_third:
+        del shapes[FIRST_NORM]
+        shapes[FC] = width, 2 * width
+        _expect(files, shapes, {HEAD: (shape.vocab_size, width)})
         tensors = take_exactly(files, shapes)
-        self.warning = drop_copies(files, tensors, [EMBEDDING] if is_third else [EMBEDDING, HEAD], target)
-        if not is_third:
-            tensors.pop(HEAD, None)  # the target's is used
-            return EagleWeights(weights.config, tensors, 1)
-        ids, layers = _vocabulary(files, tensors, target), self._feature_layers(fields, are_outputs=are_outputs)
-        return EagleWeights(weights.config, tensors, 3, layers, ids, bool(fields.norm_before_residual))
+        warning = drop_copies(files, tensors, [EMBEDDING, HEAD], target)
+        tensors.pop(HEAD, None)  # the target's is used
+        return EagleWeights(weights.config, tensors, 1), warning
+    if weights.architecture.num_layers != 1:
+        raise _unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
+    rows = matrix_shape(files, HEAD)[0]
+    shapes |= {FC: (width, 3 * shape.hidden_size), FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (rows, width)}
+    for name in ("q", "k", "v"):
+        attention = f"layers.0.self_attn.{name}_proj.weight"
+        shapes[attention] = shapes[attention][0], 2 * width
+    _expect(files, shapes, {"t2d": (shape.vocab_size,)})
+    _expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
+    tensors = take_exactly(files, shapes)
+    warning = drop_copies(files, tensors, [EMBEDDING], target)
+    count, layers = shape.num_layers, fields.eagle_aux_hidden_state_layer_ids
+    layers = layers or [2, count // 2, count - 3]
+    if not all(0 <= each < count for each in layers) or len(set(layers)) != 3:
+        problem = f"its feature layers {layers} ({FEATURES}) do not fit {target.name} with its {count} layers"
+        raise files.refuse(problem, "Correct its config.json")
+    vocabulary = _vocabulary(files, tensors, target)
+    return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, fields.norm_before_residual), warning
 
-    def _feature_layers(self, fields: HeadFields, *, are_outputs: bool) -> tuple[int, ...]:
-        """Returns the layers whose inputs are the features of EAGLE-3."""
-        count, ids = self._target.model.shape.num_layers, fields.eagle_aux_hidden_state_layer_ids
-        if ids is None:
-            ids = [2, count // 2, count - 3]
-        elif are_outputs:
-            ids = [each + (ids[0] == 1) for each in ids]
-        if not all(0 <= each < count for each in ids) or len(set(ids)) != 3:
-            problem = f"its feature layers {ids} ({FEATURES}) do not fit {self._target.name} with its {count} layers"
-            raise self.files.refuse(problem, "Correct its config.json")
-        return tuple(ids)
 
-    def _read_glide(self, config: dict[str, Any], fields: HeadFields) -> GlideWeights:
-        files, target, shape = self.files, self._target, self._target.model.shape
-        query = "layers.0.cross_attn.q_proj.weight"
-        (rows, width), crossed = matrix_shape(files, query), shape.num_heads * shape.head_size
-        check_size(files, query, "attention of a width of", rows, target, crossed)
-        check_vocabulary(files, [EMBEDDING, HEAD], target, fields.vocab_size)
-        weights, shapes = _decoder(files, config, fields, target, width)
-        count, is_tied = weights.architecture.num_layers, bool(fields.tie_word_embeddings) and EMBEDDING in files
-        if count > shape.num_layers:
-            raise files.refuse(f"its {count} layers read from as many of {target.name}, which has {shape.num_layers}")
-        shapes[FINAL_NORM] = (width,)
-        for index in range(count):
-            shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
-            shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
-        for name in (EMBEDDING, HEAD):
-            needs_own = width != shape.hidden_size and not (name == HEAD and is_tied)
-            _expect(files, shapes, {name: (shape.vocab_size, width)}, are_needed=needs_own)
-        tensors = take_exactly(files, shapes)
-        drop_copies(files, tensors, [EMBEDDING, HEAD], target)
-        if is_tied and HEAD not in files and EMBEDDING in tensors:
-            tensors[HEAD] = tensors[EMBEDDING]
-        return GlideWeights(weights.config, tensors, fields.block_size)
+def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields) -> GlideWeights:
+    shape, (rows, width) = target.model.shape, matrix_shape(files, _QUERY)
+    crossed, is_tied = shape.num_heads * shape.head_size, fields.tie_word_embeddings and HEAD not in files
+    check_size(files, _QUERY, "attention of a width of", rows, target, crossed)
+    check_vocabulary(files, EMBEDDING, target, fields.vocab_size)
+    weights, shapes = _decoder(files, config, fields, target, width)
+    count = weights.architecture.num_layers
+    if count > shape.num_layers:
+        raise files.refuse(f"its {count} layers read from as many of {target.name}, which has {shape.num_layers}")
+    shapes[FINAL_NORM] = (width,)
+    for index in range(count):
+        shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
+        shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
+    for name in [EMBEDDING] if is_tied else [EMBEDDING, HEAD]:
+        _expect(files, shapes, {name: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+    tensors = take_exactly(files, shapes)
+    drop_copies(files, tensors, [EMBEDDING, HEAD], target)
+    if is_tied and EMBEDDING in tensors:
+        tensors[HEAD] = tensors[EMBEDDING]
+    return GlideWeights(weights.config, tensors, fields.block_size)
+
+
+def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
+    """Returns a config.json with the fields of its parts beside the others, and those that are read here.
+
+    Feature layers are named by their inputs then. In `eagle_config` they are named by their outputs if the first is layer 1.
+    """
+    flat, layer = dict(config), config.get("transformer_layer_config")
+    for part in (layer, config.get("model"), config.get("eagle_config")):
+        flat |= part if isinstance(part, dict) else {}
+    fields = schema.check(json.dumps(flat), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
+    layers = fields.eagle_aux_hidden_state_layer_ids
+    if layers is not None and layers[0] == 1 and flat.get(FEATURES) != config.get(FEATURES):
+        fields = fields.model_copy(update={FEATURES: [each + 1 for each in layers]})
+    unsupported = _UNSUPPORTED | {"norm_output": layer is not None}  # to SpecForge, True is as if it were missing
+    for name in unsupported:
+        if flat.get(name) is unsupported[name]:
+            raise _unsupported(files, name, flat[name])
+    if isinstance(layer, dict) and layer.get("model_type", "llama") not in _LAYER_TYPES:
+        raise _unsupported(files, "model_type", layer["model_type"])
+    return flat, fields
 
 
 def _expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
@@ -266,10 +252,10 @@ def _are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
     return len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids.diff() > 0).all())
 
 
-def _read_medusa(files: WeightFiles, is_shared: bool, target: LoadedModel) -> MedusaWeights:
-    """Reads Medusa's heads. How many heads and blocks there are is counted: config files state other numbers.
+def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
+    """Reads Medusa's heads. How many heads, blocks and LM heads there are is counted: config files state other numbers.
 
-    `is_shared`: all heads have one LM head.
+    A single LM head serves all heads.
     """
     first, vocab_size = "blocks.0.layers.0.weight", target.model.shape.vocab_size
     width = matrix_shape(files, first)[0]
@@ -277,41 +263,27 @@ def _read_medusa(files: WeightFiles, is_shared: bool, target: LoadedModel) -> Me
     found = [match for name in files.names if (match := _BLOCK.fullmatch(name))]
     heads, layers = (range(len({match[group] for match in found})) for group in (1, 2))
     blocks = [[f"blocks.{head}.layers.{layer}" for layer in layers] for head in heads]
-    lm_heads = [HEAD] if HEAD in files else []
-    if any(name.startswith("lm_heads.") for name in files.names):
-        lm_heads = [f"lm_heads.{head}.weight" for head in (heads[:1] if is_shared else heads)]
-    shapes: dict[str, Shape] = {name: (matrix_shape(files, name)[0], width) for name in lm_heads}
-    rows = {count for count, *_ in shapes.values()}
+    names = [HEAD] if HEAD in files else [f"lm_heads.{head}.weight" for head in heads]
+    if not any(name in files for name in names[1:]):
+        names = [name for name in names[:1] if name in files]
+    rows = matrix_shape(files, names[0])[0] if names else vocab_size
+    shapes: dict[str, Shape] = dict.fromkeys(names, (rows, width))
     for block in (block for each in blocks for block in each):
         shapes[f"{block}.weight"] = width, width
         _expect(files, shapes, {f"{block}.bias": (width,)})
     if "token_map" in files:
         shapes["token_map"] = files.shape("token_map")
     tensors = take_exactly(files, shapes)
-    if len(rows) > 1:
-        raise files.refuse("its LM heads have different numbers of rows")
-    order = ids = tensors.get("token_map")
-    if ids is not None:
-        ids = ids.sort().values
-        if not lm_heads or not _are_rising(ids, vocab_size):
-            raise files.refuse(
-                f"{files.key('token_map')} does not hold different ids of tokens of {target.name} for its LM heads"
-            )
-    if order is None or rows != {len(order)}:
-        check_vocabulary(files, lm_heads, target)
-    tables = [_ordered(tensors[name], order) for name in lm_heads]
+    tables, ids = [tensors[name] for name in names], tensors.get("token_map")
+    if ids is not None and not (tables and _are_rising(ids.sort().values, vocab_size)):
+        raise files.refuse(f"{files.key('token_map')} does not hold different ids of tokens of {target.name} for its LM heads")
+    if ids is None or rows != len(ids):
+        check_size(files, names[0] if names else first, "a vocabulary of", rows, target, vocab_size)
+        tables = tables if ids is None else [table[ids.to(table.device)] for table in tables]
     zeros = tensors[first].new_zeros(width)
     read = [[(tensors[f"{block}.weight"], tensors.get(f"{block}.bias", zeros)) for block in each] for each in blocks]
     own = [tables[min(head, len(tables) - 1)] for head in heads] if tables else None
     return MedusaWeights(read, own, None if ids is None else ids.to(target.device))
-
-
-def _ordered(table: torch.Tensor, token_map: torch.Tensor | None) -> torch.Tensor:
-    """Returns the rows of an LM head for ascending ids. It has a row for each id of `token_map`, or for each of the target's."""
-    if token_map is None:
-        return table
-    ordered = token_map.sort()
-    return table[(ordered.indices if len(table) == len(token_map) else ordered.values).to(table.device)]
 
 
 def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:

@@ -20,13 +20,13 @@ import yaml
 from pydantic import ConfigDict, Field
 from safetensors.torch import save
 
-from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
-from specgen.engine.parts.part import HeadKind, HeadWeights, Kind, MedusaWeights
+from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
@@ -85,33 +85,22 @@ class HeadDescription:
 class TrainedPart:
     """A trained part that belongs to `target`. Its description has been read and compared with the target, its weights not yet.
 
-    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained,
-    `files` are a head's. After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an
-    EAGLE head (1 or 3). Open one by `open_part`.
+    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained.
+    After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an EAGLE head (1 or 3). Open
+    one by `open_part`.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        path: Path,
-        target: LoadedModel,
-        description: ExitDescription | HeadDescription | None,
-        files: PublishedHead | None = None,
-    ) -> None:
+    def __init__(self, kind: str, path: Path, target: LoadedModel, description: ExitDescription | HeadDescription | None) -> None:
         self.kind, self.path, self.description = kind, path, description
+        self.name = f"the {'exit layer' if kind == 'exit' else 'head'} {path}"
         self.warning: str | None = None
         self.version: int | None = None
-        self._target, self._files = target, files
+        self._target = target
         self._weights: ExitWeights | HeadWeights | None = None
         if description is not None and description.fingerprint != weights_fingerprint(target.folder):
             trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
-            raise SpecgenError(
-                f"{self.name} was trained for {trained_for}, not for {target.name}", _training("eesd" if kind == "exit" else kind)
-            )
-
-    @property
-    def name(self) -> str:
-        return f"the {'exit layer' if self.kind == 'exit' else 'head'} {self.path}"
+            problem = f"{self.name} was trained for {trained_for}, not for {target.name}"
+            raise SpecgenError(problem, _training("eesd" if kind == "exit" else kind))
 
     @property
     def digest(self) -> str:
@@ -127,41 +116,35 @@ class TrainedPart:
     def load(self) -> ExitWeights | HeadWeights:
         """Returns the weights, which are read and checked once, and kept until `release`.
 
-        Raises SpecgenError, in one line, for files that are damaged or do not fit the target; RunError if memory is short.
+        Raises SpecgenError, in one line, for files that are damaged or do not fit the target.
         """
         if self._weights is None:
-            try:
-                described = self.description
-                self._weights = self._read_exit(described) if isinstance(described, ExitDescription) else self._read_head()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise RunError(f"{self.name} does not fit into the memory of {self._target.device}") from error
+            described = self.description
+            self._weights = self._read_exit(described) if isinstance(described, ExitDescription) else self._read_head()
         return self._weights
 
     def release(self) -> None:
         """Frees the memory of the weights as they were read: a runner has its own, fused or converted."""
         self._weights = None
 
-    def _read_head(self) -> HeadWeights:
-        files, self._files = self._files or PublishedHead(self.path, self._target), None  # open files stay in memory
-        weights = files.read()
-        if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
-            weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
-        self.warning, self.version = files.warning, getattr(weights, "version", None)
-        return weights
-
     def exit_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors in an exit layer's file: `exit.` or `predictor.` and their names in `ExitLayers` or `Predictor`."""
+        """Returns the tensors in an exit layer's file: `exit.` or `predictor.` and their names in `ExitLayers` or `Predictor`.
+
+        Raises SpecgenError unless these are exactly those that the description and the target ask for.
+        """
         described, model = self.description, self._target.model
         assert isinstance(described, ExitDescription)
         check_exit(model, described.after, described.layers, self.name)
+        files = WeightFiles(self.path, self.name)
+        if files.metadata.get("fingerprint") != described.fingerprint:
+            problem = f"{self.path} and its description do not belong together"
+            raise SpecgenError(problem, "Restore the one that was replaced")
         own = exit_shapes(model, described.layers, own_head=described.own_head)
         shapes: dict[str, tuple[int, ...]] = {f"exit.{name}": shape for name, shape in own.items()}
         if described.predictor:
-            predictor = Predictor(model.shape.hidden_size)
-            shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in predictor.named_parameters()}
-        return take_exactly(_exit_files(self.path, described.fingerprint), shapes)
+            weights = Predictor(model.shape.hidden_size).named_parameters()
+            shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in weights}
+        return take_exactly(files, shapes)
 
     def _read_exit(self, described: ExitDescription) -> ExitWeights:
         tensors, model, predictor = self.exit_tensors(), self._target.model, None
@@ -170,6 +153,14 @@ class TrainedPart:
             predictor.load_state_dict(under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
         return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
+
+    def _read_head(self) -> HeadWeights:
+        files = PublishedHead(self.path, self._target)
+        weights = files.read()
+        if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
+            weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
+        self.warning, self.version = files.warning, getattr(weights, "version", None)
+        return weights
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
@@ -187,10 +178,9 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
     head: HeadDescription | None = None
     if (path / HEAD_DESCRIPTION).exists():
         head = read(path / HEAD_DESCRIPTION, HeadDescription, "description of the head", "Train it again, or restore the file")
-    files = PublishedHead(path, target)
-    part = TrainedPart(files.kind, path, target, head, files)
-    if head is not None and (head.kind != files.kind or head.weights not in ("", weights_fingerprint(path))):
-        problem = f"the weights in {path}, of the kind {files.kind}, and their {HEAD_DESCRIPTION} do not belong together"
+    part = TrainedPart(PublishedHead(path, target).kind, path, target, head)
+    if head is not None and (head.kind != part.kind or head.weights not in ("", weights_fingerprint(path))):
+        problem = f"the weights in {path}, of the kind {part.kind}, and their {HEAD_DESCRIPTION} do not belong together"
         raise SpecgenError(problem, "Train it again, or restore the file")
     return part
 
@@ -209,15 +199,6 @@ def _exit_paths(path: Path) -> tuple[Path, Path]:
             hint = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
             raise SpecgenError(f"there is no exit layer {path} (no file {file})", hint)
     return weights, description
-
-
-def _exit_files(path: Path, fingerprint: str) -> WeightFiles:
-    """Opens the weights of an exit layer that was trained for the target with this fingerprint."""
-    files = WeightFiles(path, f"the exit layer {path}")
-    if files.metadata.get("fingerprint") != fingerprint:
-        described = path.with_suffix(Path(EXIT_DESCRIPTION).suffix).name
-        raise SpecgenError(f"{path} and its {described} do not belong together", "Restore the one that was replaced")
-    return files
 
 
 def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

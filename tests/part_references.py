@@ -1,0 +1,214 @@
+"""Random trained parts for small targets, and what they predict, computed from their papers' definitions in plain torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from families import exit_layers_of, make_model, random_predictor, save
+from head_layouts import write_head
+from runner_checks import four_layers, uncached
+from torch import Tensor
+from torch.nn import functional
+from training_helpers import opened
+from transformers import DynamicCache
+
+from specgen.engine.logits_processors import PenaltyProcessor
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts import own_layers
+from specgen.engine.parts.own_layers import ExitWeights
+from specgen.engine.parts.part import DecoderWeights, PartRunners
+from specgen.engine.parts.trained_part import open_part
+
+_FOLDERS: list[TemporaryDirectory[str]] = []  # removed at exit
+
+
+@cache
+def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Any, LoadedModel]:
+    """A random model as transformers' module and as the engine runs it."""
+    _FOLDERS.append(TemporaryDirectory())
+    module = make_model(family, **{name: list(value) if isinstance(value, tuple) else value for name, value in changes})
+    return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
+
+
+class Part:
+    """A part with random weights: a head in a published layout with these sizes (see `head_layouts.Sizes`), or an exit layer.
+
+    `changes` are the target's (None: those that give it four layers). `row` is the part's definition.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        family: str = "llama",
+        backend: str = "native",
+        changes: dict[str, Any] | None = None,
+        penalties: Callable[[], PenaltyProcessor | None] = lambda: None,
+        **sizes: Any,
+    ) -> None:
+        found = four_layers(family) if changes is None else changes
+        hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found.items())
+        self.module, loaded = target(family, backend, hashable)
+        self.kind, self.model = layout[:6].rstrip("1-3"), loaded.model
+        self.made: PartRunners
+        if layout == "exit":
+            self.depth = sizes["depth"]
+            self.weights: Any = ExitWeights(exit_layers_of(self.model, self.module), self.depth, random_predictor(32))
+            self.made = own_layers.make_runners(self.weights, self.model, None, penalties)
+            return
+        with TemporaryDirectory() as name:
+            self.weights = open_part(write_head(Path(name), layout, loaded.folder, **sizes), loaded, is_exit=False).load()
+        runners = import_module(f"specgen.engine.parts.{self.kind}").make_runners
+        self.made = runners(self.weights, self.model, ModelRunner(self.model, penalties()), penalties)
+
+    @torch.no_grad()
+    def row(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
+        """The logits [vocabulary] after a context and a drafted path, without any cache."""
+        if self.kind == "exit":
+            return uncached(exit_model(self.module, self.depth), [*ids, *path])
+        found: Tensor = {"medusa": medusa, "eagle": eagle, "glide": glide}[self.kind](self, list(ids), list(path))
+        return found
+
+    def embedded(self, ids: Sequence[int]) -> Tensor:
+        table = self.weights.tensors.get("embed_tokens.weight")
+        return self.model.embeddings(torch.tensor(ids)) if table is None else table[torch.tensor(ids)]
+
+    def of_all_tokens(self, logits: Tensor) -> Tensor:
+        """Logits [vocabulary] for those of the head's own vocabulary."""
+        if self.weights.vocabulary is None:
+            return logits
+        return torch.full((self.module.config.vocab_size,), -torch.inf).index_copy(0, self.weights.vocabulary, logits)
+
+    def states(self, ids: Sequence[int]) -> Any:
+        """The target's hidden states [1, n, width], by transformers' numbers."""
+        return self.module(torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True).hidden_states
+
+
+@cache
+def exit_model(module: Any, depth: int) -> Any:
+    """A model that computes what an untrained exit does: the target's first `depth` layers, then its last one."""
+    layers = module.model.layers
+    lists = {name: getattr(module.config, name, None) for name in ("layer_types", "no_rope_layers")}
+    changes = {name: [*entries[:depth], entries[-1]] for name, entries in lists.items() if entries}
+    short = make_model(module.config.model_type, num_hidden_layers=depth + 1, **changes)
+    state = {name: weight for name, weight in module.state_dict().items() if "layers." not in name}
+    for position, layer in enumerate([*layers[:depth], layers[-1]]):
+        state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
+    short.load_state_dict(state)
+    return short
+
+
+def medusa(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    state, head = part.states(ids[:-1])[-1][0, -1], len(path)
+    for matrix, bias in part.weights.blocks[head]:
+        state = state + functional.silu(matrix @ state + bias)
+    if part.weights.lm_heads is None:
+        return part.model.head_logits(state[None])[0]
+    return part.of_all_tokens(part.weights.lm_heads[head] @ state)
+
+
+def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    """Each drafted token is paired with the prediction before it, the others with the target's features."""
+    weights, states = part.weights, part.states(ids[:-1])
+    tensors, layer = weights.tensors, DecoderReference(weights)
+    features = states[-1][0]
+    if weights.version == 3:
+        features = torch.cat([states[tap][0] for tap in weights.feature_layers], dim=-1) @ tensors["fc.weight"].T
+    for number in range(len(path) + 1):
+        embeddings = part.embedded([*ids[1:], *path[:number]])
+        if weights.version == 1:
+            pairs = torch.cat((embeddings, features), -1)
+            hidden = attended = functional.linear(pairs, tensors["fc.weight"], tensors.get("fc.bias"))
+        else:
+            normed = layer.norm(features, "layers.0.hidden_norm")
+            attended = torch.cat((layer.norm(embeddings, "layers.0.input_layernorm"), normed), -1)
+            hidden = normed if weights.norm_before_residual else features
+        for index in range(weights.config["num_hidden_layers"]):
+            attended = layer.norm(hidden, f"layers.{index}.input_layernorm") if index else attended
+            hidden = layer.with_mlp(hidden + layer.attention(attended, index), index)
+        features = torch.cat((features, hidden[-1:]))
+    if weights.version == 1:
+        return part.model.head_logits(hidden[-1:])[0]
+    return part.of_all_tokens(tensors["lm_head.weight"] @ layer.norm(hidden[-1], "norm"))
+
+
+def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    """Each token sees the target's keys of committed tokens before it, but for the last one. The first sees its own."""
+    weights, tokens, committed = part.weights, torch.tensor([[*ids, *path]]), len(ids) - 1
+    layer, hidden = DecoderReference(weights), part.embedded(tokens[0].tolist())
+    cache = part.module(tokens, past_key_values=DynamicCache()).past_key_values  # of all tokens, also where a window slides
+    count, seen = weights.config["num_hidden_layers"], [min(max(at, 1), committed) for at in range(tokens.shape[1])]
+    for index in range(count):
+        hidden = hidden + layer.attention(layer.norm(hidden, f"layers.{index}.input_layernorm"), index)
+        if committed:
+            hidden = hidden + cross(part, index, len(part.module.model.layers) - count + index, hidden, cache, seen)
+        hidden = layer.with_mlp(hidden, index)
+    normed, head = layer.norm(hidden[-1:], "norm"), weights.tensors.get("lm_head.weight")
+    return part.model.head_logits(normed)[0] if head is None else head @ normed[0]
+
+
+def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: Sequence[int]) -> Tensor:
+    """The attention of a GliDe layer to the keys and values of the target's `layer`, whose own code rotates the queries."""
+    module, config = part.module, part.module.config
+    heads = config.num_attention_heads
+    q_proj, o_proj = (part.weights.tensors[f"layers.{index}.cross_attn.{name}_proj.weight"] for name in "qo")
+    query = functional.linear(hidden, q_proj).view(1, len(hidden), heads, -1).transpose(1, 2)
+    if getattr(module.model.layers[layer].self_attn, "use_rope", True):
+        options = {"layer_type": config.layer_types[layer]} if config.model_type == "gemma3_text" else {}
+        cos, sin = module.model.rotary_emb(query, torch.arange(len(hidden))[None], **options)
+        rotated = query[..., : cos.shape[-1]]
+        rotated = sys.modules[type(module).__module__].apply_rotary_pos_emb(rotated, rotated, cos, sin)[0]
+        query = torch.cat((rotated, query[..., cos.shape[-1] :]), dim=-1)
+    of_layer = cache.layers[layer]
+    keys, values = (each[0].repeat_interleave(heads // each.shape[1], 0) for each in (of_layer.keys, of_layer.values))
+    hides = torch.arange(len(hidden)) >= torch.tensor(seen)[:, None]
+    return attend(query[0], keys, values, hides) @ o_proj.T
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, hides: Tensor) -> Tensor:
+    """softmax(query keys^T / sqrt(head size)) values, of [heads, n, head size] as [n, heads * head size]."""
+    scores = (query @ keys.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(hides, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+
+
+class DecoderReference:
+    """The operations of a Llama's layers, or a Qwen's, on texts without a cache."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.tensors, self.config = weights.tensors, weights.config
+        section = self.config.get("rope_parameters") or {}
+        self.base = section.get("rope_theta", self.config["rope_theta"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def attention(self, x: Tensor, index: int) -> Tensor:
+        prefix, size = f"layers.{index}.self_attn.", self.config["head_dim"]
+        angles = torch.arange(len(x))[:, None] * self.base ** (-torch.arange(0, size, 2) / size)
+        made: list[Tensor] = []
+        for name in "qkv":
+            weight, bias = (self.tensors.get(f"{prefix}{name}_proj.{part}") for part in ("weight", "bias"))
+            heads = functional.linear(x, weight, bias).view(len(x), -1, size).transpose(0, 1)  # type: ignore[arg-type]
+            if f"{prefix}{name}_norm.weight" in self.tensors:
+                heads = self.norm(heads, f"{prefix}{name}_norm")
+            if name != "v":
+                first, second = heads.chunk(2, dim=-1)
+                cos, sin = angles.cos(), angles.sin()
+                heads = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+            made.append(heads)
+        query, keys, values = made
+        group, hides = len(query) // len(keys), torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        mixed = attend(query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), hides)
+        return mixed @ self.tensors[f"{prefix}o_proj.weight"].T
+
+    def with_mlp(self, hidden: Tensor, index: int) -> Tensor:
+        inner = self.norm(hidden, f"layers.{index}.post_attention_layernorm")
+        gate, up, down = (self.tensors[f"layers.{index}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return hidden + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
