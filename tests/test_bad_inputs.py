@@ -94,7 +94,7 @@ LIGHT = [
     # methods and settings
     generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
-    generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
+    generate("-m eagle:policy=svip:width=2", "there is no method 'eagle:policy=svip:width=2'"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),
@@ -168,10 +168,11 @@ LIGHT = [
     prompts("[" * 30, "more than 20 levels of nesting"),
     prompts("? [1, 2]\n: 3", "unhashable key"),
     prompts("prompts: !!python/object:os.system x", "could not determine a constructor"),
-    *(prompts(f"prompts: {number}", " digits") for number in ("9" * 5000, "0x" + "f" * 5000, ":".join(["59"] * 3000))),
-    trace(start(settings={"x": float("nan")}), "is not JSON (NaN is not a number)"),
-    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999… is too large"),
-    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "100 levels of nesting"),
+    prompts("prompts: " + "9" * 5000, "a value does not fit its type"),
+    *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
+    trace(start(settings={"x": float("nan")}), "is not JSON (expected value"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999 is too large"),
+    trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "recursion limit exceeded"),
 ]
 
 

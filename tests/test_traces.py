@@ -140,7 +140,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> No
         (b"{", "line 1 is not JSON"),
         (b"START\xff\xfe{}\n{}\n", "line 2 is not JSON"),
         (b'START"round"\n{}\n', "line 2: Input should be an object"),
-        (b'START{"type": "\\ud800"}\n', "line 2: "),
+        (b'START{"type": "\\ud800"}\n', "line 2 is not JSON"),
         (b"START" + b"[" * 2000, "line 2: it is longer than 0 MiB"),
     ],
 )
@@ -152,12 +152,10 @@ def test_lines_that_are_no_json(tmp_path: Path, content: bytes, named: str, monk
         list(read_trace(path))
 
 
-def test_half_characters_and_control_characters_come_through_as_text(tmp_path: Path) -> None:
+def test_control_characters_come_through_as_text(tmp_path: Path) -> None:
     start, first, *_ = traces.a_run()
-    path = traces.write(tmp_path / "t.jsonl", start, first | {"token_text": "a\x1b[31m\x9b\u202e"})
-    path.write_bytes(path.read_bytes().replace(b"\\u001b", b"\\ud83d\\u001b"))
-    (run,) = read_trace(path)
-    assert run.rounds[0].token_text == "a?\x1b[31m\x9b\u202e"
+    (run,) = read_trace(traces.write(tmp_path / "t.jsonl", start, first | {"token_text": "a\x1b[31m\x9b\u202e"}))
+    assert run.rounds[0].token_text == "a\x1b[31m\x9b\u202e"
 
 
 def test_traces_are_read_and_shown_without_torch(tmp_path: Path) -> None:

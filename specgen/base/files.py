@@ -97,15 +97,13 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
 def check_writable(path: Path, what: str) -> None:
     """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
     changed. `what` names the file in messages."""
-    named, hint = f"cannot write the {what} {path}", "Name another file"
+    named = f"cannot write the {what} {path}"
     if str(path) in _STREAMS:
         return
     try:
+        folder = Path(os.path.realpath(path)).parent
         if path.is_dir():
             raise SpecgenError(f"{named}: it is a folder", "Name a file in it")
-        if path.is_socket():
-            raise SpecgenError(f"{named}: it is a socket", hint)
-        folder = Path(os.path.realpath(path)).parent
         if not folder.is_dir():
             raise SpecgenError(f"{named}: there is no folder {path.parent}", "Create it first, or name another")
         if _is_replaceable(path):
@@ -114,7 +112,7 @@ def check_writable(path: Path, what: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpecgenError
-        raise kind(f"{named}: {_reason(error)}", hint) from error
+        raise kind(f"{named}: {_reason(error)}", "Name another file") from error
 
 
 def make_writable_folder(folder: Path) -> None:
@@ -139,13 +137,9 @@ def file_identity(path: Path) -> Hashable:
     try:
         found = path.stat()
     except (OSError, ValueError):
-        target = Path(os.path.realpath(path))
-        try:
-            folder = target.parent.stat()
-        except (OSError, ValueError):
-            return str(target)
-        return folder.st_dev, folder.st_ino, os.path.normcase(target.name)
-    return (found.st_dev, found.st_ino) if not stat.S_ISCHR(found.st_mode) and not stat.S_ISBLK(found.st_mode) else None
+        return os.path.normcase(os.path.realpath(path))
+    is_device = stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode)
+    return None if is_device else (found.st_dev, found.st_ino)
 
 
 def take_lock(path: Path) -> FileLock | None:
@@ -216,10 +210,8 @@ def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
 def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
     """The folder with the part that was trained on this machine for a target with these weights, also under another name, such as
     another path. None if there is none."""
-    own, name = (
-        pair_folder(target, target_fingerprint, None),
-        EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}",
-    )
+    own = pair_folder(target, target_fingerprint, None)
+    name = EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}"
     others = sorted(own.parent.glob(f"*-{target_fingerprint}/{name}"))
     return next((path.parent for path in (own / name, *others) if path.is_file()), None)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,25 +97,10 @@ class Energy:
     reason: str | None = None
     gross_joules: float | None = None
 
-    def __add__(self, other: Energy) -> Energy:
-        """The total energy of two runs on the same devices. It is unknown if the energy of either run is unknown."""
-        if self.joules is None or other.joules is None:
-            return self if self.joules is None else other
-        rows = [
-            (each.joules or 0.0, each.idle_watts or 0.0, each.seconds or 0.0, each.gross_joules or 0.0) for each in (self, other)
-        ]
-        joules, _, seconds, gross = map(sum, zip(*rows, strict=True))
-        idle = sum(watts * taken for _, watts, taken, _ in rows) / seconds if seconds else self.idle_watts
-        return Energy(self.source, joules, idle, seconds, gross_joules=gross)
-
-
-class UnavailableError(Exception):
-    """No energy counter can be read. The message says why in a few words."""
-
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy. `read` returns joules, or raises UnavailableError; after `restart` joules it begins at 0 again."""
+    """A counter of energy. `read` returns joules, or raises OSError; after `restart` joules it begins at 0 again."""
 
     name: str
     read: Callable[[], float]
@@ -143,25 +129,24 @@ class EnergyMeter:
                 time.sleep(self._idle_seconds if self.counters else 0)
                 self._idle = [joules / seconds for seconds, joules in self._since(before)]
             self._begin = self._readings()
-        except UnavailableError as error:
+        except OSError as error:
             self._give_up(error)
 
     def stop(self) -> Energy:
         """Returns the energy used since `start`, with and without what the idle devices use."""
+        spans: list[tuple[float, float]] = []
         try:
             spans = self._since(self._begin)
-        except UnavailableError as error:
-            spans = []
+        except OSError as error:
             self._give_up(error)
-        source = ", ".join(counter.name for counter in self.counters)
+        source, idle = ", ".join(counter.name for counter in self.counters), self._idle or []
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
-        assert self._idle is not None
-        above = sum(joules - watts * seconds for (seconds, joules), watts in zip(spans, self._idle, strict=True))
         gross = sum(joules for _, joules in spans)
-        return Energy(source, above, sum(self._idle), max(seconds for seconds, _ in spans), gross_joules=gross)
+        idle_joules = sum(watts * seconds for (seconds, _), watts in zip(spans, idle, strict=True))
+        return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
-    def _give_up(self, error: UnavailableError) -> None:
+    def _give_up(self, error: OSError) -> None:
         self.counters, self.reason, self._begin = (), str(error), []
 
     def _readings(self) -> list[tuple[float, float]]:
@@ -189,48 +174,44 @@ def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter:
     kinds = {device.type for device in devices}
     try:
         if other := kinds - {"cuda", "cpu"}:
-            raise UnavailableError(f"{min(other)} has no energy counter")
+            raise OSError(f"{min(other)} has no energy counter")
         gpus = _gpus(sorted({device.index or 0 for device in devices if device.type == "cuda"}))
         return EnergyMeter([*gpus, *(_zones(root) if "cpu" in kinds else [])])
-    except UnavailableError as error:
+    except (OSError, ValueError) as error:
         return EnergyMeter([], str(error))
 
 
 def _gpus(indices: Sequence[int]) -> list[Counter]:
-    """NVML's counters of the total energy that each GPU has used since its driver was loaded."""
+    """NVML's counters of the total energy that each GPU has used since its driver was loaded.
+
+    Torch's GPUs are looked up by UUID, because NVML's own indices ignore CUDA_VISIBLE_DEVICES.
+    """
     if not indices:
         return []
-    try:
-        import pynvml
-    except ImportError:
-        raise UnavailableError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
-    try:
-        pynvml.nvmlInit()
-        found = [_gpu(pynvml, index) for index in indices]
-    except pynvml.NVMLError as error:
-        raise UnavailableError(f"NVML: {error}") from None
-    for counter in found:
-        counter.read()
-    return found
-
-
-def _gpu(nvml: Any, index: int) -> Counter:
-    """The counter of torch's GPU `index`, which is looked up by its UUID: NVML's own indices ignore CUDA_VISIBLE_DEVICES."""
     import torch
 
-    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    if not uuid:  # a build of torch for other GPUs
-        raise UnavailableError("torch does not name the GPU's UUID")
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    try:
+        import pynvml as nvml
+    except ImportError:
+        raise OSError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
 
-    def read() -> float:
+    def joules(handle: Any, index: int) -> float:
         torch.cuda.synchronize(index)  # it finishes its queued work first
         try:
             return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
         except nvml.NVMLError as error:
-            raise UnavailableError(f"NVML: {error}") from None
+            raise OSError(f"NVML: {error}") from None
 
-    return Counter(f"NVML {nvml.nvmlDeviceGetName(handle)}", read)
+    found = []
+    try:
+        nvml.nvmlInit()
+        for index in indices:
+            uuid = str(torch.cuda.get_device_properties(index).uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            found.append(Counter(f"NVML {nvml.nvmlDeviceGetName(handle)}", partial(joules, handle, index)))
+    except (nvml.NVMLError, AttributeError) as error:  # a build of torch for other GPUs has no UUIDs
+        raise OSError(f"NVML: {error}") from None
+    return found
 
 
 def _zones(root: Path) -> list[Counter]:
@@ -238,27 +219,18 @@ def _zones(root: Path) -> list[Counter]:
     are parts of a package (cores) or contain all packages (platform), so energy would be counted twice."""
     found = []
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
-        try:
-            name = (folder / "name").read_text().strip()
-            if name.startswith("package") or name == "dram":
-                found.append(_zone(folder, name))
-        except PermissionError:
-            raise UnavailableError(f"{folder / 'energy_uj'} is readable by root only") from None
-        except (OSError, ValueError):
-            raise UnavailableError(f"{folder} cannot be read") from None
+        name = (folder / "name").read_text().strip()
+        if name.startswith("package") or name == "dram":
+            restart = int((folder / "max_energy_range_uj").read_text()) / 1e6
+            found.append(Counter(f"RAPL {name}", partial(_zone_joules, folder / "energy_uj"), restart))
+            found[-1].read()  # on most machines root alone may read it
     if not any("package" in counter.name for counter in found):
-        raise UnavailableError("no RAPL counters")
+        raise OSError("no RAPL counters")
     return found
 
 
-def _zone(folder: Path, name: str) -> Counter:
-    file = folder / "energy_uj"
-    int(file.read_text())  # raises if it cannot be read
-
-    def read() -> float:
-        try:
-            return int(file.read_text()) / 1e6
-        except (OSError, ValueError):
-            raise UnavailableError(f"{file} cannot be read") from None
-
-    return Counter(f"RAPL {name}", read, int((folder / "max_energy_range_uj").read_text()) / 1e6)
+def _zone_joules(file: Path) -> float:
+    try:
+        return int(file.read_text()) / 1e6
+    except ValueError:
+        raise OSError(f"{file} cannot be read") from None

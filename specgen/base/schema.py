@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from specgen.base.errors import SpecgenError
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 LARGEST = 4 << 20  # bytes of a file that `read` takes
-_DEEPEST = {"YAML": 20, "JSON": 100}  # levels of nesting; specgen's own files need six
-_LONG_NUMBER = re.compile(r"\d{19}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64 or int64
-_HUGE = re.compile(r"[-+]?\d[\w:.]{100,}", re.ASCII)  # Python does not print integers of thousands of digits
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_DEEPEST = 20  # levels of nesting of YAML; specgen's own files need six
+_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64
 T = TypeVar("T")
 
 
@@ -38,12 +36,10 @@ def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LA
     where, text = f"the {what} {path}", read_text(path, what, hint, largest)
     value = parse_json(text, where, hint) if path.suffix == ".json" else parse_yaml(text, where, hint)
     try:
-        text = json.dumps(value, default=str)
-        checked = check(text, kind, where, hint)
-        _json_value(text, finite=True)  # NaN and infinity where `kind` allows any value
-    except (TypeError, ValueError, RecursionError) as error:  # a key that is a date, an integer of thousands of digits
+        text = json.dumps(value, default=str, allow_nan=False)
+    except (TypeError, ValueError) as error:  # a key that is a date, NaN, an integer of thousands of digits
         raise SpecgenError(f"{where} holds what is not allowed: {error}", hint) from error
-    return checked
+    return check(text, kind, where, hint)
 
 
 def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> str:
@@ -75,30 +71,25 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
 
 
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
-    """Returns the value of JSON text. Halves of characters (lone surrogates) become question marks.
+    """Returns the value of JSON text.
 
-    Raises SpecgenError for what is not JSON, for deep nesting, and unless `finite` is False for NaN, infinity and numbers that
-    neither an int64 nor a float64 can hold.
+    Raises SpecgenError for what is not JSON, such as half of a character, for deep nesting, and unless `finite` is False for NaN,
+    infinity and numbers that a float64 cannot hold.
     """
+    from pydantic_core import from_json
+
     try:
-        return _json_value(text, finite=finite)
-    except RecursionError as error:
-        raise SpecgenError(f"{where} is not JSON (too many levels of nesting)", hint) from error
+        value = from_json(text, allow_inf_nan=not finite)
+        if finite and _LONG_NUMBER.search(text):  # hooks for each number are slow
+            json.loads(text, parse_int=_check_number, parse_float=_check_number)
     except ValueError as error:
-        raise SpecgenError(f"{where} is not JSON ({' '.join(str(error).split())[:100]})", hint) from error
-
-
-def _json_value(text: str, *, finite: bool) -> Any:
-    """Returns the value of JSON text as `parse_json` does. Raises ValueError, and RecursionError for very deep nesting."""
-    hooks: dict[str, Any] = {"parse_constant": _refuse_constant} if finite else {}
-    if finite and _LONG_NUMBER.search(text):  # hooks for each number are slow
-        hooks |= {"parse_int": _integer, "parse_float": _float}
-    value = json.loads(text, **hooks)
-    if text.count("[") + text.count("{") > _DEEPEST["JSON"] and _is_deeper(value, _DEEPEST["JSON"]):
-        raise ValueError(f"more than {_DEEPEST['JSON']} levels of nesting")
-    if _ESCAPED_SURROGATE.search(text):
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        raise SpecgenError(f"{where} is not JSON ({error})", hint) from error
     return value
+
+
+def _check_number(digits: str) -> None:
+    if math.isinf(float(digits)):
+        raise ValueError(f"{digits[:20]} is too large")
 
 
 def parse_yaml(text: str, where: str, hint: str = "") -> Any:
@@ -117,10 +108,8 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
             position: Any = event.start_mark
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
-            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _HUGE.fullmatch(event.value):
-                raise yaml.MarkedYAMLError(problem=f"a number of {len(event.value):,} digits", problem_mark=position)
-            if depth > _DEEPEST["YAML"]:
-                raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST['YAML']} levels of nesting", problem_mark=position)
+            if depth > _DEEPEST:
+                raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -155,30 +144,3 @@ def shown(value: object) -> str:
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 40 else text[:39] + "…"
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    found: list[object] = [value]
-    for _ in range(levels):
-        found = [inner for outer in found if isinstance(outer, dict | list) for inner in _inner(outer)]
-    return any(isinstance(inner, dict | list) for inner in found)
-
-
-def _inner(outer: dict[str, object] | list[object]) -> Iterable[object]:
-    return outer.values() if isinstance(outer, dict) else outer
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 20 or abs(int(digits)) >= 1 << 63:
-        raise ValueError(f"{digits if len(digits) < 30 else f'{digits[:20]}…'} is too large")
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    if math.isinf(number := float(digits)):
-        raise ValueError(f"{digits[:20]} is too large")
-    return number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")

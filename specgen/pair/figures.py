@@ -98,7 +98,7 @@ class Figures:
 
     def add_energy(self, energy: Energy) -> None:
         """Adds the energy that one run used."""
-        self.energy = energy if self.energy is None else self.energy + energy
+        self.energy = energy
         self._add_joules(_or_nan(energy.joules), _or_nan(energy.gross_joules))
 
     def _add_joules(self, joules: float, gross: float) -> None:

@@ -4,7 +4,6 @@ README and do not change."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from io import FileIO
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
-
-_BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 
 def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
@@ -91,65 +88,50 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    The file is opened and locked at once, and changed with the first line. With `resumes`, lines are added to an existing file
+    The file is locked at once, and opened with the first line. With `resumes`, lines are added to an existing file
     after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
-    SpecgenError if the file cannot be opened, or if another process of this user writes to it.
+    SpecgenError if another process of this user writes to it.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
-        self._path, self._resumes = path, resumes
         self.keep = 0
-        self._is_new = not path.exists()
-        self._is_file = False
-        self._is_changed = False
-        try:
-            self._file = self._opened()
-        except OSError as error:
-            verb = "continue" if resumes else "write"
-            raise SpecgenError(f"cannot {verb} the trace {path}: {error.strerror}", "Name another file") from error
-
-    def _opened(self) -> FileIO:
+        self._path, self._resumes = path, resumes
+        self._file: FileIO | None = None
         self._lock: FileLock | None = None
-        stream = None if self._resumes else own_stream(self._path)
-        if stream is not None:
-            return stream
-        self._is_file = self._is_new or self._path.is_file()  # a device can be written by several processes
-        if self._resumes and not self._is_file:
-            raise SpecgenError(f"cannot continue the trace {self._path}: it is not a file", "Name one that --trace wrote")
-        if self._is_file:
-            self._lock = take_lock(self._path)
+        is_file = path.is_file()
+        if resumes and not is_file:
+            raise SpecgenError(f"cannot continue the trace {path}: it is not a file", "Name one that --trace wrote")
+        if is_file or not path.exists():  # several processes may write to a device
+            self._lock = take_lock(path)
             if self._lock is None:
-                raise SpecgenError(f"another process writes the trace {self._path}", "Wait for its end, or name another file")
-        flags = os.O_RDWR if self._resumes else os.O_WRONLY | os.O_CREAT
-        return FileIO(os.open(self._path, flags | _BINARY, 0o666), "r+" if self._resumes else "w")
+                raise SpecgenError(f"another process writes the trace {path}", "Wait for its end, or name another file")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes one line. Raises RunError if the line cannot be written."""
         data = json_line(line)
         try:
-            if not self._is_changed:
-                self._is_changed = True
-                self._begin()
+            if self._file is None:
+                self._file = self._opened()
             written = self._file.write(data)
         except OSError as error:
             raise RunError(f"cannot write the trace {self._path}: {error.strerror}") from error
         if written != len(data):
             raise RunError(f"cannot write the trace {self._path}: the disk is full")
 
-    def _begin(self) -> None:
-        if not self._is_file:
-            return
-        self._file.truncate(self.keep)
+    def _opened(self) -> FileIO:
+        if not self._resumes:
+            return own_stream(self._path) or FileIO(self._path, "w")
+        file = FileIO(self._path, "r+")
+        file.truncate(self.keep)
         if self.keep:
-            self._file.seek(self.keep - 1)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
+            file.seek(self.keep - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        return file
 
     def close(self) -> None:
-        """Closes the file, and deletes it if it is new and nothing was written to it. A link to it stays."""
-        if self._is_new and not self._is_changed and os.name == "posix":
-            Path(os.path.realpath(self._path)).unlink(missing_ok=True)
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._lock is not None:
             self._lock.release()
 
