@@ -38,7 +38,7 @@ from transformers import (
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.families import read_architecture, read_config
-from specgen.engine.native.loading import load_native
+from specgen.engine.native.native_model import load_native
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor
 from specgen.engine.parts.trained_part import ExitDescription, TrainedPart
 from specgen.engine.transformers.transformers_model import TransformersModel

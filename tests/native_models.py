@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specgen.engine.native import loading, products
+from specgen.engine.native import products
 from specgen.engine.native.families import read_architecture, read_config
-from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.native_model import NativeModel, load_native
 
 _TINY = {
     "hidden_size": 32,
@@ -152,9 +152,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = Fals
         if pack:
             patch.setattr(products, "_SMALL", 0)
         else:
-            patch.setattr(products, "packing_problem", lambda _: "packing is switched off")
+            patch.setattr(products, "packing_works", lambda _: False)
         architecture = read_architecture(read_config(folder, "the model"))
-        return loading.load_native(folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact)
+        return load_native(folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact)
 
 
 def both(config: dict[str, Any], folder: Path, **options: Any) -> tuple[Any, NativeModel]:

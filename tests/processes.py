@@ -50,7 +50,7 @@ _FORKSERVER.set_forkserver_preload(
         "specgen.cli.generate",
         "specgen.cli.compare",
         "specgen.pair.loading",
-        "specgen.engine.native.loading",
+        "specgen.engine.native.native_model",
         "specgen.workers.server",
     ]
 )

@@ -94,7 +94,7 @@ LIGHT = [
     # methods and settings
     generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
-    generate("-m eagle:policy=svip:width=2", "'eagle:policy=svip:width=2'", "-m eagle --set policy=svip --set width=2"),
+    generate("-m eagle:policy=svip:width=2", "there is no method 'eagle:policy=svip:width=2'"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),

@@ -11,7 +11,6 @@ from specgen.compare.results import method_results, ranked
 from specgen.compare.verdict import Difference
 from specgen.view.comparison import picture, speed_table
 from specgen.view.pages import comparison_page
-from specgen.view.theme import BACKGROUNDS
 
 
 @pytest.mark.parametrize(
@@ -70,4 +69,3 @@ def test_a_picture_of_the_table_hides_no_column() -> None:
     svg = picture(comparison()).replace("&#160;", " ")
     assert "lexity" in svg
     assert "A wider terminal" not in svg
-    assert all(each.background_color.hex in svg for each in BACKGROUNDS.values())

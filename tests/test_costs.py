@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.files import cache_folder
 from specgen.base.types import Context, Draft
-from specgen.cli.output_writers import _window
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.policy import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
@@ -110,15 +105,6 @@ def test_eesd_speedup_by_hand() -> None:
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None
 
 
-def test_the_printed_times_of_passes_fit_the_printed_ratio() -> None:
-    costs = ParallelCosts(0.000654, 0.009026, 0.004, 15, 64)
-    schedule = SimpleNamespace(window=SimpleNamespace(is_flexible=False))
-    line = _window(cast(Any, SimpleNamespace(costs=costs, schedule=schedule)))
-    target, draft, ratio = map(float, re.findall(r"([\d.]+) ms", line) + re.findall(r"c ([\d.]+)", line))
-    assert round(target / draft, 1) == ratio
-    assert f"; {costs.window.first} while it verifies one token" in line
-
-
 class SlowTarget:
     """A pass takes a base time plus a time per token, on a simulated clock."""
 
@@ -198,37 +184,6 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.window == simulated_window(near)
     assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
-
-
-@given(st.floats(0.01, 0.99), st.floats(1e-4, 1.0), st.floats(1e-4, 1.0), st.integers(1, LONGEST_WINDOW), st.floats(-0.5, 0.0))
-def test_pearl_is_no_faster_than_sd_where_the_models_take_turns(
-    acceptance: float, draft: float, target: float, size: int, overlap: float
-) -> None:
-    costs = ParallelCosts(draft, target, target, 8, 64, overlap, draft, target)
-    pearl, sequential = costs.speeds(size, acceptance)
-    assert pearl <= sequential * (1 + 1e-9)
-    assert costs.gain is not None
-    assert costs.gain <= 1 + 1e-9
-    assert costs.remark
-    assert not ParallelCosts(draft, target, target, 8, 64, 1.0, draft, target).remark
-
-
-def simulated_speed(size: int, acceptance: float, seconds: float) -> float:
-    """The tokens per second of PEARL's steps, each of so many seconds: a rejection is drawn for each token."""
-    rng, tokens, steps, pending = random.Random(size), 0, 0, 1
-    while steps < 8_000:
-        steps += 1
-        accepted = next((number for number in range(pending) if rng.random() >= acceptance), pending)
-        tokens += accepted + (accepted < pending)
-        pending = size if accepted == pending else 1
-    return tokens / (steps * seconds)
-
-
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_the_expected_speed_is_that_of_simulated_steps(size: int) -> None:
-    for overlap, seconds in ((0.0, 8 + 2 * size), (1.0, max(8, 2 * size)), (0.5, 8 + 2 * size - 0.5 * min(8, 2 * size))):
-        speed, _ = ParallelCosts(3.0, 9.0, 9.0, 8, 64, overlap, 2.0, 8.0).speeds(size, 0.6)
-        assert speed == pytest.approx(simulated_speed(size, 0.6, seconds), rel=0.05)
 
 
 def test_tuning_tries_the_default_window_first() -> None:

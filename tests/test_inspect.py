@@ -67,14 +67,6 @@ def test_runs_of_other_programs_and_of_one_round_are_shown(inspect: Inspect, tmp
     assert "the run has no rounds: another program decoded it" in (tmp_path / "p.html").read_text()
 
 
-def test_what_is_not_recorded_names_the_option_that_records_it(inspect: Inspect, tmp_path: Path) -> None:
-    assert "--record distributions adds to a trace how likely acceptance is" in inspect(written(tmp_path, traces.a_run()))[0]
-    lookup = [line | {"entropies": []} if line["type"] == "round" else line for line in traces.a_run("lookup")]
-    out, _ = inspect(written(tmp_path, lookup))
-    assert "--record" not in out, "a draft without a model has no distributions"
-    assert "by its mean entropy" not in out
-
-
 def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) -> None:
     path = written(tmp_path, traces.a_recorded_run(100))
     assert "and 60 more rounds: --rounds 100" in inspect(path)[0]
@@ -103,16 +95,6 @@ def test_options_that_contradict_are_refused(inspect: Inspect, arguments: tuple[
     assert out == ""
     assert named in err
     assert len(err.splitlines()) == 1
-
-
-def test_malformed_traces_get_one_line_and_no_page(inspect: Inspect, tmp_path: Path) -> None:
-    path = traces.write(tmp_path / "t.jsonl", traces.start_line(), {"type": "round", "index": "x\x1b[31m"})
-    for options in ((), ("--json",), ("--html", tmp_path / "page.html")):
-        out, err = inspect(path, *options, code=2)
-        assert (out, len(err.splitlines())) == ("", 1)
-        assert err.startswith(f"error: {path}, line 2: round.index: Input should be a valid integer (it is 'x")
-        assert "\x1b" not in err
-    assert not (tmp_path / "page.html").exists()
 
 
 def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:

@@ -41,6 +41,6 @@ def test_a_command_imports_no_library_that_it_does_not_need(arguments: tuple[str
 
 
 def test_the_draft_worker_imports_no_more_than_it_needs() -> None:
-    seen = imported("import specgen.workers.server, specgen.engine.native.loading")
+    seen = imported("import specgen.workers.server, specgen.engine.native.native_model")
     assert "torch" in seen
     assert seen.isdisjoint(HEAVY | IN_WORKER)

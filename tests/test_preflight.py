@@ -206,15 +206,3 @@ def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPa
         devices = CPU, torch.device(draft)
         report = pair_inspection.inspect_files(sources[0], sources[1], devices, ("float32", None), lambda _: None)
         assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, own)
-
-
-def test_choices_come_from_the_loaded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with specgen.load(save(make_model("llama"), tmp_path), device="cpu", dtype="float32") as pair:
-        assert pair_inspection.engine_choices(pair).threads is None
-        pair.warm_up()
-        choices = pair_inspection.engine_choices(pair)
-    assert choices.threads == pair.measurements.threads
-    assert choices.threads is not None
-    assert choices.threads.reason == "OMP_NUM_THREADS is set"
-    assert {choice.reason for choice in choices.products["target"]} == {"too small"}

@@ -33,7 +33,7 @@ from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
-from specgen.engine.native.loading import load_native
+from specgen.engine.native.native_model import load_native
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner, SkippedLayers
 from specgen.engine.parts.part import FeatureRunner

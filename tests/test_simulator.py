@@ -92,7 +92,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the methods of which rounds are timed. They take what `COSTS` says."""
     names: list[str] = []
     monkeypatch.setattr(module, "time_rounds", lambda _, name, *given, **named: names.append(name) or [])
-    monkeypatch.setattr(module, "costs_of", lambda _: COSTS)
+    monkeypatch.setattr(module, "costs_of", lambda *_: COSTS)
     return names
 
 
@@ -245,16 +245,11 @@ def test_a_parallel_round_takes_the_longer_of_draft_and_pass(near: Pair, pair_of
     assert found.phase_seconds["draft"] == pytest.approx(prompts * (4 + 6 * 0.5))
 
 
-def test_each_shape_is_timed_once_after_plain_passes_that_correct_its_costs(
-    near: Pair, timed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pass alone takes 10 s now and took 30 s together with all other methods: the machine is three times as fast now."""
+def test_each_shape_is_timed_once(near: Pair, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = simulator(near)
     for name, given in [("mtad", {"k": 2}), ("mtad", {"k": 3, "tau": 0.5}), ("mtad", {"beams": 2}), ("bild", {})]:
         made.run(name, given)
-    assert timed == ["ar", "mtad", "ar", "mtad", "ar", "bild"]
-    verify = [simulator(near, costs=costs).run("mtad", {"k": 2}).phase_seconds["verify"] for costs in (COSTS, COSTS.times(3))]
-    assert verify[1] == pytest.approx(3 * verify[0])
+    assert timed == ["mtad", "mtad", "bild"]
     monkeypatch.undo()
     real = Simulator(near, made.references, GREEDY, made.costs, clock=count().__next__)
     assert real.run("mtad", {"k": 2}).seconds > 0

@@ -145,7 +145,7 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     made = Simulator(pair, [record_reference(pair, ids, GREEDY) for ids in PROMPTS], GREEDY, {"echo": costs, "model": costs})
     task = request(1000)
     run = Tuner(pair, task, Mock())
-    candidates = run.choose(made, ["ar", "sd", "svip", "confidence"])
+    candidates = run.choose(made, ["ar", "svip", "confidence"])
     assert not run.left_out
     found = outcome_of(made, candidates, task, {}, made.run("sd", {"k": 1}).acceptance_rate)
     assert found.chosen.name == found.methods[0].name == "ar"

@@ -44,7 +44,6 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
 ) -> None:
     """What drafting costs is given: a token of the stored draft takes 2.0 s, and a pass of the target ten."""
     stored, rounded = both
-    monkeypatch.setattr(tuner, "COMPARED", 0.5)
     ran: list[tuple[Pair, float]] = []
 
     def given(pair: Pair, kinds: Any, *_: Any) -> Any:

@@ -23,11 +23,10 @@ from tuning_helpers import outcome
 from specgen.compare.columns import as_json, csv_text
 from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice
-from specgen.engine.native.products import ProductChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import Candidate
-from specgen.tune.pair_inspection import Difference, EngineChoices, ModelFacts, PairReport, Readiness, TokenizerFacts
+from specgen.tune.pair_inspection import Difference, ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
 from specgen.view.pages import comparison_page
@@ -98,10 +97,6 @@ def pair(**changes: Any) -> PairReport:
         tokenizer_fallback="it has code of its own",
     )
     tokens = TokenizerFacts(32_000, 32_000, 32_000, (), None, ("a b", (1, 2, 3), (1, 4)))
-    products = {
-        "target": [ProductChoice(4096, 1024, packed=True), ProductChoice(8, 8, reason="too small")],
-        "draft": [],
-    }
     methods = {
         "ar": Readiness(True, "needs no draft model"),
         "sd": Readiness(True),
@@ -109,8 +104,8 @@ def pair(**changes: Any) -> PairReport:
     }
     model = SpeedupModel({width: 0.02 + 0.0002 * (width - 1) for width in WIDTHS}, 0.004, 256)
     costs = ParallelCosts(0.005, 0.02, 0.02, 4, 256)
-    choices = EngineChoices(ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01}), products)
-    report = PairReport(target, draft, tokens, 7 << 30, methods, model, costs, choices, ranks=2)
+    threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})
+    report = PairReport(target, draft, tokens, 7 << 30, methods, model, costs, threads, ranks=2)
     return replace(report, **changes)
 
 
@@ -118,7 +113,7 @@ def foreign() -> PairReport:
     """A pair whose drafts are in common tokens, not measured; the target's weights do not fit."""
     overlap = TokenOverlap(common=20_000, vocabulary=32_000, covered=300, tokens=500)
     tokens = TokenizerFacts(32_000, 50_000, 20_000, (), None, None, overlap)
-    return pair(tokenizers=tokens, free_bytes=1 << 30, speedup_model=None, parallel_costs=None, choices=None, ranks=None)
+    return pair(tokenizers=tokens, free_bytes=1 << 30, speedup_model=None, parallel_costs=None, threads=None, ranks=None)
 
 
 def untranslated() -> PairReport:

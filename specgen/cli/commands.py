@@ -102,14 +102,9 @@ def check_outputs(
 
 
 def _is_read(path: Path, given: Path) -> bool:
-    """Whether `path` is the file `given`, or belongs to the folder `given`: it lies in it and is not of a kind that specgen
-    writes, or it is linked from it."""
-    if not os.path.isdir(given):
-        return file_identity(path) == file_identity(given)
-    target = Path(os.path.realpath(path))
-    if target.parent == Path(os.path.realpath(given)) and target.suffix not in OWN_SUFFIXES:
-        return True
-    return file_identity(path) in {file_identity(other) for other in given.iterdir() if other.suffix not in OWN_SUFFIXES}
+    """Whether `path` is the file `given`, or one in the folder `given` (or linked from it) that specgen has not written."""
+    read = [other for other in given.iterdir() if other.suffix not in OWN_SUFFIXES] if given.is_dir() else [given]
+    return file_identity(path) in map(file_identity, read)
 
 
 def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:

@@ -12,9 +12,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import parse_pairs
 from specgen.cli.commands import check_outputs
 from specgen.cli.opening import choose, open_pair, show_overlap
-from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling, ModelOptions
+from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
-from specgen.methods.method import Method
 from specgen.pair.records import TraceWriter
 from specgen.view import theme
 from specgen.view.pair_report import method_card
@@ -29,7 +28,9 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         method_card(theme.console(no_color=output.no_color), methods.find(asked.method or methods.DEFAULT_METHOD))
         return
     params, given = sampling.params(), parse_pairs(asked.settings or [])
-    chosen = _method(asked.method, models)
+    chosen = methods.find(methods.DEFAULT_METHOD if asked.method is None else asked.method)
+    if chosen.needs_draft_model and not models.has_draft:
+        raise chosen.without_part(models.target)
     by_text = methods.resolve(chosen, given).drafts_text
     record = output.record is not None
     if record and output.trace is None and not output.json:
@@ -59,22 +60,6 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         if (unused := pair.parts.unused(chosen)) is not None and not quiet:
             err.print(Text(unused), soft_wrap=True)
         OutputWriter(pair, request, run, output, tuned, trace).write()
-
-
-def _method(name: str | None, models: ModelOptions) -> Method:
-    """Returns the requested method, or the default one if `name` is None.
-
-    Raises SpecgenError if the name is followed by settings, and if the method needs a draft model that is missing.
-    """
-    name = methods.DEFAULT_METHOD if name is None else name
-    bare, *with_settings = name.split(":")
-    if bare in methods.METHODS and with_settings:
-        hint = " ".join(["-m", bare, *(f"--set {setting}" for setting in with_settings)])
-        raise SpecgenError(f"--method is {name!r}: a name with settings, as for compare --methods", f"Write {hint}")
-    chosen = methods.find(name)
-    if chosen.needs_draft_model and not models.has_draft:
-        raise chosen.without_part(models.target)
-    return chosen
 
 
 def _prompt(given: str | None, system: str | None, *, chat: bool) -> str:

@@ -152,12 +152,11 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
-        if self.target is None and self.draft is not None:
-            raise SpecgenError(f"--draft {self.draft} is given without --target", "Name the target too: --target MODEL")
-        if self.draft_revision is not None and self.draft is None:
-            raise SpecgenError("--draft-revision is given without --draft", "Name the draft model too")
-        if self.revision is not None and self.target is None:
-            raise SpecgenError("--revision is given without --target", "Name the target too: --target MODEL")
+        for given, needed in (("draft", "target"), ("revision", "target"), ("draft_revision", "draft")):
+            value = getattr(self, given)
+            if value is not None and getattr(self, needed) is None:
+                option = f"--{given.replace('_', '-')} {value}"
+                raise SpecgenError(f"{option} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL")
         check_draft_dtype(self.draft_dtype, has_draft=self.has_draft)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError
 from specgen.base.interrupts import interrupts
@@ -19,7 +19,6 @@ from specgen.view.progress import Progress, reading_prompt
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
-    from specgen.methods.pearl import Parallel
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
 
@@ -56,7 +55,6 @@ class OutputWriter:
                 pair.target.eos_ids,
                 len(request.prompt_ids),
                 parallel=request.method.is_parallel,
-                window=_window(run),
                 branches=request.method.drafts_trees(run.settings),
             )
 
@@ -158,7 +156,7 @@ class OutputWriter:
         if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
             yield rounded
         if costs is not None:
-            yield from filter(None, (f"window {costs.window.size}, c {costs.ratio:.1f}", costs.remark))
+            yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if method.copies and self._pair.draft is None:
@@ -171,20 +169,3 @@ class OutputWriter:
             yield f"{seconds:.1f} s of it capturing CUDA graphs"
         if finish_reason == "interrupted":
             yield "interrupted"
-
-
-def _window(run: Run) -> str:
-    """Returns, in words, PEARL's window (tokens drafted during a target pass) and the measured pass times that it was chosen by.
-
-    Returns an empty string where no times were measured, because the window was given or the method is not PEARL.
-    """
-    costs = run.costs
-    if costs is None:
-        return ""
-    words = f"window {costs.window.size}: a target pass over {costs.width} tokens takes {costs.target_pass * 1e3:.4g} ms, "
-    words += f"a draft pass {costs.draft_pass * 1e3:.4g} ms, c {costs.ratio:.1f}"
-    if cast("Parallel", run.schedule).window.is_flexible:
-        words += "; drafts end with the pass"
-    elif costs.window.first != costs.window.size:
-        words += f"; {costs.window.first} while it verifies one token"
-    return f"{words}; {costs.remark}" if costs.remark else words

@@ -24,9 +24,9 @@ from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap
 from specgen.cli.options import ModelOptions, OutputOptions, TrainingOptions, TuneOptions, TuneSampling
 from specgen.cli.train import train as run_training
-from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.prompts import load_prompts
 from specgen.tune import export as exports
-from specgen.tune.outcome import BY_SPEED, Objective
+from specgen.tune.outcome import BY_SPEED, Deadline, Objective, TuningRequest
 from specgen.view import pair_report as view
 from specgen.view import theme
 from specgen.view.progress import Progress, TuneProgress
@@ -75,6 +75,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
     names = _names(asked.methods)
     _check(asked, names, goal, has_draft=models.has_draft)
     prompts = load_prompts(asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True)
+    deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
+    request = TuningRequest(prompts, sampling, deadline, names, asked.chat, goal)
     # --export may take the profile of an earlier tuning, if no option says what to tune and --out has one
     is_default = (asked.methods, asked.prompts, asked.category, goal) == (None, None, None, BY_SPEED)
     may_reuse = is_default and asked.export is not None and (asked.out is None or (asked.out / "profile.yaml").is_file())
@@ -86,16 +88,19 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
     parallel = models.has_draft and any(methods.find(name).is_parallel for name in names or methods.METHODS)
     pair, _ = open_pair(models, err, quiet=output.quiet, parallel=parallel)
     with pair:
-        if asked.export is not None and may_reuse:
-            with Progress(err, quiet=output.quiet) as line:
-                existing = find_profile(pair, sampling, asked.out, lambda text: line.keep(Text(text)), any_draft_dtype=True)
-            if existing is not None:
-                _export(asked.export, pair, existing, err, output.quiet)
-                return
-        if not output.quiet:
-            show_overlap(pair, err)
-        with (None if models.draft_dtype is not None else _rounded(pair)) or nullcontext() as rounded:
-            _tune(pair, rounded, asked, (names, prompts, sampling, goal), err, output, begin)
+        profile, failure = None, None
+        if may_reuse:
+            note = Progress(err, quiet=output.quiet).keep
+            profile = find_profile(pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True)
+        if profile is None:
+            if not output.quiet:
+                show_overlap(pair, err)
+            with (None if models.draft_dtype is not None else _rounded(pair)) or nullcontext() as rounded:
+                profile, failure = _tune(pair, rounded, request, asked, output, begin)
+        if asked.export is not None:
+            _export(asked.export, pair, profile, err, output.quiet)
+    if failure is not None:
+        raise failure
 
 
 def _names(given: str | None) -> list[str] | None:
@@ -110,8 +115,7 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported because there is no draft model."""
     if not LEAST_BUDGET <= asked.budget < math.inf:
         raise SpecgenError(f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds")
-    if asked.export is not None:
-        exports.check(asked.export)
+    exported = None if asked.export is None else exports.methods_of(asked.export)
     named = [methods.find(name) for name in names or methods.METHODS]
     if names and (yardsticks := [method.name for method in named if method.is_yardstick]):
         hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
@@ -122,9 +126,9 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     usable = [method for method in named if has_draft or not method.needs_draft_model]
     if len(usable) < len(named) and all(method.name == "ar" for method in usable):
         raise next(method for method in named if method.needs_draft_model).without_part(None)
-    if asked.export is not None and not any(method.name in exports.ENGINES[asked.export].methods for method in usable):
+    if exported is not None and not any(method.name in exported for method in usable):
         without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
-        ways = f"It has {', '.join(exports.ENGINES[asked.export].methods)}: name one with --methods{draft}"
+        ways = f"It has {', '.join(exported)}: name one with --methods{draft}"
         raise SpecgenError(f"{asked.export} has none of the methods that can be tuned{without}", ways)
 
 
@@ -146,35 +150,26 @@ def _rounded(pair: Pair) -> Pair | None:
 
 
 def _tune(
-    pair: Pair,
-    rounded: Pair | None,
-    asked: TuneOptions,
-    what: tuple[list[str] | None, list[Prompt], SamplingParams, Objective],
-    err: Console,
-    output: OutputOptions,
-    begin: float,
-) -> None:
-    """Tunes the methods, on the prompts, for the sampling and the objective of `what`. Writes the profile and the report.
+    pair: Pair, rounded: Pair | None, request: TuningRequest, asked: TuneOptions, output: OutputOptions, begin: float
+) -> tuple[Profile, RunError | None]:
+    """Tunes the methods, writes the profile and prints the result. Returns the profile and why it could not be written.
 
-    `rounded` is the pair with its draft's weights rounded, None if it is not tried. Raises SpecgenError, once the result is
-    shown, if the profile cannot be written.
+    `rounded` is the pair with its draft's weights rounded, None if it is not tried.
     """
     from specgen.tune import profile as profiles
-    from specgen.tune.outcome import Deadline, TuningRequest
     from specgen.tune.tuner import tune
 
-    names, prompts, sampling, goal = what
-    key = profiles.profile_key_of(pair)
+    sampling, key = request.sampling, profiles.profile_key_of(pair)
     default = profiles.default_folder(key, sampling)
     folder = asked.out or default
     _check_folder(folder, asked)
+    how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+    err = theme.console(stderr=True, no_color=output.no_color)
     with Progress(err, quiet=output.quiet) as line:
         progress = TuneProgress(line, begin, asked.budget)
-        how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
         progress.done(f"{models_in_words(pair)}, {how}: loaded")
-        deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
-        outcome = tune(pair, TuningRequest(prompts, sampling, deadline, names, asked.chat, goal), progress, rounded)
-    profile = profiles.from_outcome(outcome, key, prompts)
+        outcome = tune(pair, request, progress, rounded)
+    profile = profiles.from_outcome(outcome, key, request.prompts)
     path, failure = None, None
     try:
         path = profiles.save(profile, folder)
@@ -182,14 +177,11 @@ def _tune(
         failure = error
     if not output.quiet:
         view.show_tuning(err, outcome, path, is_default=folder.resolve() == default.resolve())
-    if asked.export is not None:
-        _export(asked.export, pair, profile, err, output.quiet)
-    elif output.json:
+    if asked.export is None and output.json:
         print_json(json_line(outcome, path) | {"objective": asked.objective})
-    else:
+    elif asked.export is None:
         print_result(outcome.chosen.written)
-    if failure is not None:
-        raise failure
+    return profile, failure
 
 
 def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
@@ -325,7 +325,7 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
     """Measures the seconds of single forward passes of both models: `draft` of one draft pass over one token (None without a
     draft model), and `target` of target passes, by the number of tokens in the pass.
 
-    Passes follow a context of typical length: the median, over the prompts, of the prompt's tokens plus half of its answer's. The
+    Passes follow a context of typical length: the prompts' median of tokens, plus half of plain decoding's mean answer. The
     target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
     """
     from specgen.engine.model_runner import time_passes
@@ -333,10 +333,8 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
 
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
-    plain = {index: run.tokens for (written, index, _), run in results.runs.items() if written == REFERENCE}
-    prompts = [prompt for prompt in results.config.prompts if prompt.index in plain]
-    lengths = [len(pair.tokenizer.encode(prompt.text)) + plain[prompt.index] // 2 for prompt in prompts]
-    context = max(int(median(lengths)), 1) if lengths else 1
+    answer = fmean(run.tokens for (written, _, _), run in results.runs.items() if written == REFERENCE)
+    context = int(median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts) + answer / 2)
     target, draft = runners(pair)
     draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
     return {"draft": draft_seconds, "target": time_passes(target, widths, context)}

@@ -192,20 +192,28 @@ class Runner:
             if prompt.previous_turns:
                 lengths.append(sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text)))
         self.pair.reserve(min(max(lengths), self.pair.target.context_limit))
+
+        def step(
+            done: int, spec: MethodSpec | None = None, prompt: Prompt | None = None, warming_up: bool = False
+        ) -> BenchmarkStep:
+            left = sum(not self._is_ruled_out(other, prompt) for other, prompt, _ in todo[done:])
+            seconds_left = left * fmean(self._seconds) if self._seconds else None  # the methods take turns
+            return BenchmarkStep(spec, prompt, warming_up, done, done + left, seconds_left)
+
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
-            yield self._step(todo, 0, spec, prompts[0], warming_up=True)
+            yield step(0, spec, prompts[0], warming_up=True)
             self._attempt(spec, prompts[0], 0)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if self._is_ruled_out(spec, prompt):
                 continue
-            yield self._step(todo, position, spec, prompt)
+            yield step(position, spec, prompt)
             finished = self._attempt(spec, prompt, repeat)
             if finished is not None:
                 with interrupts.held():
                     self._add(spec, prompt, repeat, Run.of(finished), finished)
                     self._write(finished)  # last: if it fails, the results have the run nevertheless
-        yield self._step(todo, len(todo), None, None)
+        yield step(len(todo))
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
@@ -218,25 +226,12 @@ class Runner:
         reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
         raise SpecgenError(f"none of these methods can run: {reasons}", failures[0].hint)
 
-    def _step(
-        self,
-        todo: Sequence[tuple[MethodSpec, Prompt, int]],
-        done: int,
-        spec: MethodSpec | None,
-        prompt: Prompt | None,
-        *,
-        warming_up: bool = False,
-    ) -> BenchmarkStep:
-        left = sum(not self._is_ruled_out(other, prompt) for other, prompt, _ in todo[done:])
-        seconds_left = left * fmean(self._seconds) if self._seconds else None  # the methods take turns
-        return BenchmarkStep(spec, prompt, warming_up, done, done + left, seconds_left)
-
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
     def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> TracedRun | None:
-        """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error) or if
-        the prompt is skipped."""
+        """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error), or if
+        the prompt is a later turn that plain decoding finds too long: it is skipped for all methods."""
         from specgen.decoding.drafting import derive_seed  # imports torch
 
         if self._is_ruled_out(spec, prompt):
@@ -246,25 +241,19 @@ class Runner:
         try:
             finished = self._run(spec, self.prompt_ids(prompt), replace(self.config.sampling, seed=seed))
         except (SpecgenError, RuntimeError, MemoryError) as error:
-            self._fail(spec, prompt, error)
+            if is_out_of_memory(error):
+                error = RunError("out of memory", "Leave this method out, or take a smaller -n")
+            is_too_long = spec.written == REFERENCE and prompt.previous_turns and not isinstance(error, RunError)
+            if not isinstance(error, SpecgenError) or (spec.written == REFERENCE and not is_too_long):
+                raise error from None
+            if is_too_long:
+                self.results.skipped.add(prompt.index)
+            else:
+                self.results.failures[spec.written] = error
             return None
         self._seconds.append(time.perf_counter() - start)
         keys = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
         return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
-
-    def _fail(self, spec: MethodSpec, prompt: Prompt, error: Exception) -> None:
-        """Handles an error of a run. If the method cannot run, its error is recorded; if plain decoding finds a later turn too
-        long, that turn is skipped for all methods. Any other error is raised."""
-        if is_out_of_memory(error):
-            error = RunError("out of memory", "Leave this method out, or take a smaller -n")
-        if not isinstance(error, SpecgenError):
-            raise error
-        if spec.written != REFERENCE:
-            self.results.failures[spec.written] = error
-        elif prompt.previous_turns and not isinstance(error, RunError):
-            self.results.skipped.add(prompt.index)
-        else:
-            raise error
 
     def _run(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> TracedRun:
         """Makes one run and returns what a trace records of it. Transformers' own methods have no rounds; the limits and the seed

@@ -52,14 +52,6 @@ def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
 
 
-def _cache_folder() -> Path:
-    """The cache folder for models, chosen by the same environment variables as in huggingface_hub, which need not be imported."""
-    found = os.environ.get("XDG_CACHE_HOME", str(Path("~", ".cache")))
-    found = os.environ.get("HF_HOME", str(Path(found, "huggingface")))
-    found = os.environ.get("HUGGINGFACE_HUB_CACHE", str(Path(found, "hub")))  # the older name
-    return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", found))).expanduser()
-
-
 def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
@@ -97,6 +89,6 @@ def _download(name: str, revision: str | None, offline: bool, remote_code: bool,
         ) from error
     except (OSError, hub_errors.HfHubHTTPError) as error:  # the disk or the hub fails during the download
         if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EROFS):
-            problem = f"cannot download {name} to {_cache_folder()}: {error.strerror}"
+            problem = f"cannot download {name} to {constants.HF_HUB_CACHE}: {error.strerror}"
             raise SpecgenError(problem, "Check the folders in HF_HOME, HF_HUB_CACHE and XDG_CACHE_HOME") from error
         raise RunError(f"cannot download {name}: {' '.join(str(error).split())[:200]}") from error

@@ -170,10 +170,6 @@ class PenaltyProcessor:
             if config.no_repeat_ngram_size:
                 self._bans.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
 
-    def forbids_all(self, tokens: Iterable[int]) -> bool:
-        """Whether none of these tokens can ever follow."""
-        return self._always.issuperset(tokens)
-
     def __call__(
         self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
     ) -> torch.Tensor:

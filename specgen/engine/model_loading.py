@@ -28,7 +28,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures, CudaGraphs
-from specgen.engine.native.loading import load_native
+from specgen.engine.native.native_model import load_native
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner

@@ -97,10 +97,10 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
             return resolve(method, given, has_predictor=True)
-        except SpecgenError as error:
+        except SpecgenError:
             with suppress(SpecgenError):
                 return resolve(method, given, has_predictor=False)
-            raise error
+            raise
     wanted = dict(given)
     policy = method.policy if has_predictor is not False else method.policy_without_predictor or method.policy
     if method.k_alone and "k" in wanted:
@@ -115,46 +115,35 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
     for name in wanted:
         if name not in known:
             combination = method.name if policy == method.policy else f"{method.name} with policy={policy}"
-            settable = [*(["policy"] if method.any_policy else []), *known]
-            if method.k_alone and not {"policy", "k"} & given.keys():
-                settable.append("k")
-            raise SpecgenError(
-                f"{combination} has no setting {name!r}{nearest(name, settable)}",
-                f"It has {', '.join(settable)}" if settable else "It has none",
-            )
+            settable = [*(["policy"] if method.any_policy else []), *known, *(["k"] if method.k_alone else [])]
+            hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
+            raise SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
     if policy == Fixed.name and "depth" in known:
         _join_k_and_depth(known, wanted)
     values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
     _check_signals(method, policy, values)
-    if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
-        raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
-    _check_tree(method, given, values)
-    _check_text(policy, values)
+    _check_combination(method, policy, given, values)
     return Settings(policy, values)
 
 
-def _check_tree(method: Method, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
-    """Raises SpecgenError if settings of a tree were `given` for a chain, or those of a chain for a tree. `values` are all.
+def _check_combination(method: Method, policy: str | None, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
+    """Raises SpecgenError if some of the user's settings `given` exclude each other. `values` are all settings by name.
 
-    A chain ignores a tree's setting that has its default value.
+    A chain ignores a tree's setting that has its default value. Drafts by way of text do not look at the target's tokens.
     """
-    if values.get("width", 1) != 1 and values.get("cape"):
-        raise SpecgenError(f"cape adds candidates to a chain, and width is {values['width']}", "Take width=1, or leave cape out")
+    width, by_text = values.get("width", 1), values.get("translation") == "text"
+    if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
+        raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
+    if width != 1 and values.get("cape"):
+        raise SpecgenError(f"cape adds candidates to a chain, and width is {width}", "Take width=1, or leave cape out")
     for name in ("nodes",) if method.grows_trees else ("depth", "nodes"):
         if values.get("width") == 1 and name in given and values[name] not in ("auto", method.settings[name].default):
             raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
-
-
-def _check_text(policy: str | None, values: Mapping[str, Value]) -> None:
-    """Raises SpecgenError if drafts by way of text are combined with a setting that looks at the target's tokens."""
-    if values.get("translation") != "text":
-        return
-    if policy == Adaptive.name:
-        others = ", ".join(name for name in POLICIES if name not in (Adaptive.name, CaliTS.name))
+    if by_text and policy == Adaptive.name:
         message = "translation=text cannot use the policy 'adaptive', which follows single tokens of the target"
-        raise SpecgenError(message, f"Use one of {others}")
+        raise SpecgenError(message, "Name another with policy=")
     for name, off in (("width", 1), ("cape", False)):
-        if values.get(name) != off:
+        if by_text and values.get(name) != off:
             raise SpecgenError(f"translation=text drafts a chain, and {name} is {values[name]}", f"Leave {name} out")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 LONGEST_WINDOW = 64
 _ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
-_LEAST_OVERLAP = 0.25  # below, the models count as taking turns
 _TURNS = 2  # estimates of the window after the first
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
 _WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implementation
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
-_ROUGH_STEPS = _OVERLAP_STEPS = 5
+_ROUGH_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,6 @@ class ParallelCosts:
     """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
 
     `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
-    `overlap` is how much of the shorter one's time both models save together, against one after the other: 1 if they do not slow
-    each other, 0 if they take turns, negative if they are slower together. `draft_alone` is one draft pass while the target is
-    idle, `target_alone` a target pass over `width` tokens while the draft model is idle. All three are None where they were not
-    measured: unless one thread runs both models.
     """
 
     draft_pass: float
@@ -83,9 +78,6 @@ class ParallelCosts:
     single_pass: float
     width: int
     context_length: int
-    overlap: float | None = None
-    draft_alone: float | None = None
-    target_alone: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -123,42 +115,9 @@ class ParallelCosts:
         """Seconds of a target pass over `width` tokens, on the line through the two measured ones."""
         return self.single_pass + (self.target_pass - self.single_pass) / max(self.width - 1, 1) * (width - 1)
 
-    @property
-    def gain(self) -> float | None:
-        """PEARL's expected speed / that of `sd`, each with its best number of tokens. None if `overlap` was not measured."""
-        if self.overlap is None:
-            return None
-        speeds = [self.speeds(size) for size in range(1, LONGEST_WINDOW + 1)]
-        return max(pearl for pearl, _ in speeds) / max(sequential for _, sequential in speeds)
-
-    def speeds(self, size: int, acceptance: float = _ACCEPTANCE) -> tuple[float, float]:
-        """Returns the expected tokens per second of PEARL with a window of `size`, and of `sd` with drafts of `size` tokens.
-
-        Each token is accepted with probability `acceptance`. From one rejection to the next, PEARL generates 1 / (1 - acceptance)
-        tokens: by a step that verifies one token, and further ones, as long as all tokens are accepted, that verify `size` tokens
-        each. Only where `overlap` was measured.
-        """
-        assert self.overlap is not None
-        assert self.draft_alone is not None
-        assert self.target_alone is not None
-        drafting = size * self.draft_alone
-        one_after_the_other = self.target_alone + drafting
-        step = one_after_the_other - min(1.0, self.overlap) * min(self.target_alone, drafting)
-        steps = 1 + acceptance / (1 - acceptance**size)
-        tokens = sum(acceptance**position for position in range(size + 1))
-        return 1 / (1 - acceptance) / (steps * step), tokens / one_after_the_other
-
-    @property
-    def remark(self) -> str:
-        """What limits PEARL here, in words; empty if nothing was measured to."""
-        if self.overlap is None or self.overlap >= _LEAST_OVERLAP:
-            return ""
-        return f"the models take turns on this machine, so PEARL is expected to have {self.gain:.2f} times the speed of sd"
-
     def as_dict(self) -> dict[str, float]:
         """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**given, "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+        return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
 
 
 def _rounded(ratio: float) -> int:
@@ -312,7 +271,6 @@ def time_parallel_passes(
     context: Context,
     timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
-    shared: bool = False,
 ) -> ParallelCosts:
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
@@ -320,32 +278,32 @@ def time_parallel_passes(
     steps estimate the window first. It is then measured with target passes over that many tokens, and once more if it changes by
     more than one token.
     `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens.
-    `shared`: one thread runs both models, so also measures whether they overlap. Closes the drafter.
+    Closes the drafter.
     """
     with closing(drafter):
         drafter.prefill(context)
         target.logits(context)
-        passes = _TimedPasses(target, drafter, context, timer, time.perf_counter() + _TIME_LIMIT)
-        costs = passes.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS)
+        deadline = time.perf_counter() + _TIME_LIMIT
+        timed = _Timed(target, drafter, context, timer)
+        costs = timed.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
         for _ in range(_TURNS):
             width = min(costs.window.size, widest)
-            costs = passes.steps(width, _WARM_UP + _STEPS)
+            costs = timed.steps(width, _WARM_UP + _STEPS, deadline)
             if abs(costs.window.size - width) <= 1:
                 break
-        return passes.with_overlap(costs) if shared and costs.draft_pass < math.inf else costs
+        return costs
 
 
 @dataclass(frozen=True, slots=True)
-class _TimedPasses:
-    """Times passes of both models after `context`, until the `deadline` (of `time.perf_counter`)."""
+class _Timed:
+    """What `time_parallel_passes` times."""
 
     target: ModelRunner
     drafter: ParallelDrafter
     context: Context
     timer: DeviceTimer | None
-    deadline: float
 
-    def steps(self, width: int, count: int) -> ParallelCosts:
+    def steps(self, width: int, count: int, deadline: float) -> ParallelCosts:
         """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
 
         Every third step is followed by one with a one-token target pass, so that a slow phase of the machine affects both.
@@ -353,46 +311,26 @@ class _TimedPasses:
         drafts: list[float] = []  # seconds of a draft pass
         passes: dict[int, list[float]] = {width: [], 1: []}  # seconds of target passes by the number of tokens
         for number in range(count):
-            if number >= _FEWEST and time.perf_counter() >= self.deadline:
+            if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
             for tokens in (width, 1) if number % 3 == 0 else (width,):
-                self.drafter.start(self.context, (), width)
-                start = time.perf_counter()
-                ended = self._started(tokens)
-                drafted = len(self.drafter.finish().tokens)
-                passes[tokens].append(ended() - start)
+                seconds, drafted = self.step(tokens, width)
+                passes[tokens].append(seconds)
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
                 drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
         target_pass, single_pass = _warm_median(passes[width]), _warm_median(passes[1])
         return ParallelCosts(_warm_median(drafts), target_pass, single_pass, width, len(self.context))
 
-    def with_overlap(self, costs: ParallelCosts) -> ParallelCosts:
-        """Returns the costs with the share of the shorter one of target pass and draft that runs beside the other."""
-        drafted = 0
-        seconds: dict[str, list[float]] = {"target": [], "draft": [], "both": []}
-        for _ in range(_OVERLAP_STEPS):
-            for kind, times in seconds.items():
-                start = end = time.perf_counter()
-                if kind != "target":
-                    self.drafter.start(self.context, (), costs.width)
-                ended = self._started(costs.width) if kind != "draft" else None
-                if kind != "target":
-                    drafted = len(self.drafter.finish().tokens)
-                    end = time.perf_counter()
-                times.append((end if ended is None else max(end, ended())) - start)
-        target, draft, both = (_warm_median(times) for times in seconds.values())
-        overlap = (target + draft - both) / min(target, draft)
-        return replace(costs, overlap=overlap, draft_alone=draft / max(drafted, 1), target_alone=target)
-
-    def _started(self, tokens: int) -> Callable[[], float]:
-        """Starts a target pass over so many tokens. Returns a function that waits for it and returns when it ended."""
+    def step(self, tokens: int, window: int) -> tuple[float, int]:
+        """Returns the seconds of a target pass over so many tokens, and how many (at most `window`) were drafted meanwhile."""
+        self.drafter.start(self.context, (), window)
         if self.timer is not None:
             self.timer.start()
+        start = time.perf_counter()
         self.target.logits(self.context, [self.context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
-        if self.timer is not None:
-            return self.timer.mark()
-        ended = time.perf_counter()
-        return lambda: ended
+        end = time.perf_counter() if self.timer is None else self.timer.mark()
+        drafted = len(self.drafter.finish().tokens)
+        return (end() if callable(end) else end) - start, drafted
 
 
 def _warm_median(seconds: list[float]) -> float:

@@ -90,12 +90,9 @@ class SuffixIndex:
         own, tail = self.ids, list(ids[-LONGEST_MATCH:])
         longest, found = length, list[int]()
         for position in positions:
-            if position >= len(tail) and own[position - len(tail) : position] == tail:
-                matched = len(tail)
-            else:
-                matched, most = length, min(position, len(tail))
-                while matched < most and own[position - 1 - matched] == tail[-1 - matched]:
-                    matched += 1
+            matched, most = length, min(position, len(tail))
+            while matched < most and own[position - 1 - matched] == tail[-1 - matched]:
+                matched += 1
             if matched > longest:
                 longest, found = matched, []
             if matched == longest:
@@ -124,9 +121,7 @@ class Continuation:
         counted = [token for token in following if token != _BORDER]
         if not counted:
             return False
-        token, count = counted[0], counted.count(counted[0])
-        if 2 * count < len(counted):  # otherwise no other token is more frequent
-            token, count = Counter(counted).most_common(1)[0]
+        token, count = Counter(counted).most_common(1)[0]
         odds = _ODDS * (self.match_length + drafted) * count / (len(counted) - count + 1)
         self.probs.append(odds / (1 + odds))
         self.tokens.append(token)
@@ -151,22 +146,18 @@ class Continuation:
 
 
 class SuffixHistory:
-    """The outputs of earlier runs, in memory only: at most `budget` tokens, in two generations.
+    """The outputs of earlier runs, in memory only: at most `budget` tokens. An output that does not fit replaces all before it.
 
-    New outputs go to the young generation. When it has half of the budget it becomes the old one, and the old one is dropped. The
-    output of a run is added when the next one begins.
+    The output of a run is added when the next one begins.
     """
 
     def __init__(self, budget: int = HISTORY_TOKENS) -> None:
-        self._most = budget // 2
+        self._budget = budget
         self.clear()
 
     def clear(self) -> None:
-        self._young, self._old = SuffixIndex(), SuffixIndex()
+        self.index = SuffixIndex()
         self._running: Context | None = None
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
 
     def begin(self, context: Context) -> None:
         """Adds the output of the run before this one. `context` is this run's, which is added when another one begins.
@@ -178,23 +169,12 @@ class SuffixHistory:
         self._running = context
 
     def add(self, output: Sequence[int]) -> None:
-        """Adds an output, or its last tokens if it does not fit in a generation."""
-        output = output[-max(self._most - 1, 0) :]  # one for the border
-        if not output or self._most < 2:
-            return
-        if len(self._young) + len(output) + 1 > self._most:
-            self._old, self._young = self._young, SuffixIndex()
-        self._young.extend(output)
-        self._young.end_sequence()
-
-    def find(self, ids: Sequence[int]) -> Continuation | None:
-        """Returns what followed the longest match in the outputs, the newer generation's of two equally long ones."""
-        return longest(self._young.find(ids), self._old.find(ids))
-
-
-def longest(*found: Continuation | None) -> Continuation | None:
-    """Returns the continuation with the longest match, the first of equally long ones. None if all are None."""
-    return max((each for each in found if each is not None), key=lambda each: each.match_length, default=None)
+        """Adds an output, or its last tokens if it is longer than the budget."""
+        output = output[-(self._budget - 1) :]  # one for the border
+        if len(self.index) + len(output) + 1 > self._budget:
+            self.index = SuffixIndex()
+        self.index.extend(output)
+        self.index.end_sequence()
 
 
 class SuffixDrafter:
@@ -255,7 +235,10 @@ class SuffixDrafter:
 
     def _find(self, context: Context) -> Continuation | None:
         found = self._index.find(context.ids)
-        return found if self._history is None else longest(found, self._history.find(context.ids))
+        earlier = None if self._history is None else self._history.index.find(context.ids)
+        if found is None or (earlier is not None and earlier.match_length > found.match_length):
+            return earlier
+        return found
 
     def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
         """Shows the policy how far the last match agreed with the tokens that have joined the context since."""

@@ -357,7 +357,7 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), setup, LONGEST_WINDOW)
         assert setup.target is not None
         timer, context = device_timer(pair.target.device), Context([1] * length)
-        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest, not worker.is_process))
+        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest))
 
     logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
     key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,11 +73,12 @@ class ExportedMethod:
         return self.tuned_length or LENGTH
 
 
-def check(engine: str) -> None:
-    """Raises SpecgenError for an unknown engine, with the nearest name."""
+def methods_of(engine: str) -> list[str]:
+    """Returns the methods that an engine supports. Raises SpecgenError for an unknown engine, with the nearest name."""
     if engine not in ENGINES:
         known = ", ".join(ENGINES)
         raise SpecgenError(f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}", f"There are {known}")
+    return [name for name, row in methods.METHODS.items() if engine in row.engines]
 
 
 def export(
@@ -97,8 +98,7 @@ def export(
     names (None: no draft model), `heads` are the heads of methods that need one. `draft_dtype` is what the draft's weights were
     rounded to, None if they were not. Raises SpecgenError if the engine supports none of the methods.
     """
-    check(engine)
-    write, known, head_kinds = ENGINES[engine]
+    known, (write, head_kinds) = methods_of(engine), ENGINES[engine]
     fitting = {name: head for name, head in (heads or {}).items() if head.kind in head_kinds}
     usable = [name for name in tuned if name in known and (name in fitting or not methods.find(name).head)]
     if not usable:
@@ -217,15 +217,8 @@ def _mlx(method: ExportedMethod) -> str:
     return f"mlx_lm.generate {models} --num-draft-tokens {method.length}"
 
 
-class Engine(NamedTuple):
-    """The function that writes an engine's options, the methods that it supports, and the kinds of heads that it reads."""
-
-    write: Callable[[ExportedMethod], str]
-    methods: tuple[str, ...]
-    head_kinds: tuple[str, ...]
-
-
-_WRITERS: Mapping[str, tuple[Callable[[ExportedMethod], str], tuple[str, ...]]] = {
+# tests/bench/check_exports.py compares the options with the engines themselves
+ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Sequence[str]]] = {
     "transformers": (_transformers, ()),
     "vllm": (_vllm, ("eagle", "eagle3")),
     "sglang": (_sglang, ("eagle", "eagle3")),
@@ -233,8 +226,4 @@ _WRITERS: Mapping[str, tuple[Callable[[ExportedMethod], str], tuple[str, ...]]] 
     "llama.cpp": (_llama_cpp, ("eagle3",)),
     "mlx": (_mlx, ()),
 }
-# tests/bench/check_exports.py compares the options with the engines themselves
-ENGINES: Mapping[str, Engine] = {
-    engine: Engine(write, tuple(name for name, row in methods.METHODS.items() if engine in row.engines), kinds)
-    for engine, (write, kinds) in _WRITERS.items()
-}
+"""For each engine the function that writes its options, and the kinds of heads that it reads."""

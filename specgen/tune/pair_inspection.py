@@ -21,8 +21,6 @@ from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
 from specgen.engine.model_runner import time_passes
-from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import ProductChoice
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
@@ -97,17 +95,6 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChoices:
-    """What was chosen for the loaded models, and why: the CPU threads (None on an accelerator), and the weights of each model.
-
-    `products` has the choices for the weights of target and draft model, only for models that the native decoder runs.
-    """
-
-    threads: ThreadChoice | None
-    products: Mapping[str, Sequence[ProductChoice]]
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """A token id to which the two tokenizers give different tokens; None for a tokenizer that does not have the id."""
 
@@ -134,11 +121,6 @@ class TokenizerFacts:
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
     overlap: TokenOverlap | None = None
 
-    @property
-    def differ(self) -> bool:
-        """Whether the draft model has another vocabulary than the target."""
-        return self.refusal is not None or self.overlap is not None
-
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "overlap": None if self.overlap is None else self.overlap.as_dict()}
 
@@ -164,7 +146,8 @@ class PairReport:
     device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same device.
     `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
-    as in PEARL; None if not measured or without a usable draft model. `choices` are the engine's, None if not measured.
+    as in PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of CPU threads, None if
+    not measured.
     `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
     `ranks` is the number of processes that torchrun started, None without it.
     """
@@ -176,7 +159,7 @@ class PairReport:
     methods: Mapping[str, Readiness]
     speedup_model: SpeedupModel | None = None
     parallel_costs: ParallelCosts | None = None
-    choices: EngineChoices | None = None
+    threads: ThreadChoice | None = None
     placement: Placement | None = None
     ranks: int | None = None
     draft_free_bytes: int | None = None
@@ -217,7 +200,7 @@ class PairReport:
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
-            "engine": None if self.choices is None else asdict(self.choices),
+            "engine": None if self.threads is None else {"threads": asdict(self.threads)},
             "measured": measured,
         }
 
@@ -243,8 +226,8 @@ def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float 
         "draft_seconds": model.draft_seconds or None,
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
-        "pearl_overlap": None if parallel is None else parallel.overlap,
-        "pearl_gain_over_sd": None if parallel is None else parallel.gain,
+        "pearl_overlap": None,  # two keys of earlier versions, which measured this
+        "pearl_gain_over_sd": None,
         "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [expected(acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else expected(kappa),
@@ -302,7 +285,7 @@ def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], 
         report,
         tokenizers=tokenizers,
         speedup_model=measure(pair, announce),
-        choices=engine_choices(pair),
+        threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
         methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
     )
@@ -317,13 +300,6 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     seconds = time_passes(pair.target.runner(), widths, length)
     drafting = time_passes(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
     return SpeedupModel(seconds, drafting, length)
-
-
-def engine_choices(pair: Pair) -> EngineChoices:
-    """Returns what was chosen for the loaded models of a pair that was warmed up."""
-    models = {"target": pair.target.model} | ({"draft": pair.draft.model} if pair.draft is not None else {})
-    products = {role: model.product_choices for role, model in models.items() if isinstance(model, NativeModel)}
-    return EngineChoices(pair.measurements.threads, products)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:

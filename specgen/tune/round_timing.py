@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
 _SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths to time: fewer for a slower target
-MOST_ROUNDS = 5  # rounds that are timed with each draft length in a turn
+MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
-_TURNS = 2  # each kind of rounds is timed in this many turns
-_LABELS = {"echo": "the target alone", "model": "with the draft", "exit": "with the exit layer", "parallel": "pearl"}
+_LABELS = {"parallel": "pearl", "echo": "the target alone", "model": "with the draft", "exit": "with the exit layer"}
+_ORDER = list(_LABELS)  # of timing: PEARL's worker has started before anything else is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,35 +204,31 @@ def measure_costs(
     """Times rounds of each of `kinds` until the deadline, after a prompt of `references` of median length.
 
     The kinds are `echo` (the target alone), `model` (with the draft model), `exit` (with the exit layer) and `parallel` (PEARL).
-    They take turns, so that a machine that slows down affects all of them. Returns the costs by kind, and why kinds could not be
-    timed. Raises SpecgenError if the rounds of the target alone cannot be timed.
+    Returns the costs by kind, and why kinds could not be timed. Raises SpecgenError if the rounds of the target alone cannot be
+    timed.
     """
-    costs, failures, timed = dict[str, RoundCosts](), dict[str, str](), defaultdict[str, list[TimedRound]](list)
+    costs, failures = dict[str, RoundCosts](), dict[str, str]()
     by_length = sorted(references, key=lambda reference: len(reference.prompt_ids))
     reference = by_length[len(by_length) // 2]
     limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
     prompt = reference.prompt_ids[: max(1, min(limits) // 2)]
-    order = sorted(kinds, key=lambda kind: kind != "parallel")  # PEARL's worker starts before anything else is timed
-    seconds = deadline.left / (_TURNS * len(kinds))
+    seconds = deadline.left / len(kinds)
     token_seconds = reference.seconds / len(reference.token_ids)
     fitting = (sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < seconds / 2)
     lengths = next(fitting, _SWEEPS[-1])
-    for kind in order * _TURNS:
-        if kind in failures or kind in costs or (timed[kind] and deadline.left < 0):
-            continue
+    for kind in sorted(kinds, key=_ORDER.index):
         announce(f"timing rounds ({_LABELS[kind]})")
         try:
             if kind == "parallel":
                 costs[kind] = time_parallel_rounds(pair, reference, sampling)
             else:
-                ends = Deadline.after(seconds, deadline.clock)
-                timed[kind] += _time_kind(pair, kind, prompt, sampling, ends, lengths)
+                rounds = _time_kind(pair, kind, prompt, sampling, Deadline.after(seconds, deadline.clock), lengths)
+                costs[kind] = costs_of(rounds, costs.get("echo"))
         except SpecgenError as error:
             if kind == "echo":
                 raise
             failures[kind] = error.message
-    alone = costs_of(timed["echo"])
-    return costs | {kind: costs_of(rounds, alone) for kind, rounds in timed.items() if rounds and kind not in failures}, failures
+    return costs, failures
 
 
 def _time_kind(

@@ -27,7 +27,7 @@ from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.chain import ModelDrafter
-from specgen.decoding.drafting import LearningDrafter, RepeatDrafter, Setup, derive_seed
+from specgen.decoding.drafting import LearningDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
 from specgen.decoding.verification import match_path
 from specgen.engine.forward_pass import ModelOutput, depths
@@ -58,7 +58,7 @@ MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are 
 _NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
 _SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
-_SHAPE_SECONDS, _PLAIN_SECONDS = 0.3, 0.1  # for timing a shape, and for timing plain passes before it
+_SHAPE_SECONDS = 0.3  # for timing a shape
 _WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
     "bild": {"fallback": 0.0},
     "eesd-tree": {"depth": 64},
@@ -126,8 +126,8 @@ class MemoisedRunner:
                 paths.append((*paths[parent + 1], token))
         keys = [self.key(context, path) for path in paths[start:]]
         if all(key in self._kept for key in keys):
-            kept = [self._kept[key] for key in keys]
-            return kept[0] if len(kept) == 1 else _joined(kept)
+            parts = zip(*(self._kept[key] for key in keys), strict=True)
+            return ModelOutput(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
         computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
         bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
         for position, key in enumerate(keys):
@@ -142,11 +142,6 @@ class MemoisedRunner:
         before.extend(context.ids[context.prompt_length : -1])
         states = self.logits(before).hidden_states
         return None if states is None else states[0]
-
-
-def _joined(outputs: Sequence[ModelOutput]) -> ModelOutput:
-    parts = ([part for part in parts if part is not None] for parts in zip(*outputs, strict=True))
-    return ModelOutput(*(torch.cat(part) if part else None for part in parts))  # type: ignore[arg-type]
 
 
 class DrawnRunner:
@@ -222,9 +217,9 @@ class PricedTarget:
         return None if self.runner is None else self.runner.logits(context, draft, parents)
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
-        positions = [self._generated, *(self._generated + depth + 1 for depth in depths(draft.parents))]
-        known = self._reference.token_ids
-        return match_path(draft, lambda row: known[positions[row]] if positions[row] < len(known) else _NO_TOKEN, self._rows)
+        known = [*self._reference.token_ids[self._generated :], *[_NO_TOKEN] * (len(draft.tokens) + 1)]
+        choices = [known[0], *(known[depth + 1] for depth in depths(draft.parents))]
+        return match_path(draft, choices.__getitem__, self._rows)
 
 
 class PricedDrafter(LearningDrafter):
@@ -310,8 +305,7 @@ class Simulator:
     """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by kind.
 
     Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
-    shape (a method with its width, beams or drafts). The machine may then be slower than before, so target passes
-    are timed again with them, and the costs are corrected by the ratio to the earlier ones.
+    shape (a method with its width, beams or drafts).
     """
 
     def __init__(
@@ -329,11 +323,13 @@ class Simulator:
         self._models: dict[tuple[str, int], _Models] = {}
 
     @inference
-    def run(self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None) -> Figures:
+    def run(
+        self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None, *, perplexity: bool = False
+    ) -> Figures:
         """Simulates the method `name` with the settings `given`, and returns one summary of all runs, with expected seconds.
 
-        Runs on the prompts with these `numbers`, None for all. For a lossy method the summary has the perplexity of the output
-        under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
+        Runs on the prompts with these `numbers`, None for all. With `perplexity`, and for lossy methods, the summary has the
+        perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
@@ -346,7 +342,7 @@ class Simulator:
             for round_ in self._run(method, settings, costs, number, learned).rounds():
                 summary.add(round_)
                 ids += round_.token_ids
-            if not method.lossless:
+            if perplexity or not method.lossless:
                 summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
         return summary
 
@@ -362,15 +358,9 @@ class Simulator:
         key = (method.name, signals, *shape.values())
         if key not in self._shape_costs:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
-            fixed = {**shape, **_WITHOUT_STOP.get(method.name, {})}
-
-            def timed(method: str, lengths: Sequence[int], seconds: float, **more: Any) -> RoundCosts:
-                deadline = Deadline.after(seconds, self._clock)
-                return costs_of(time_rounds(self.pair, method, prompt, self._sampling, deadline, lengths, **more))
-
-            ((length, now),) = timed(PLAIN, (0,), _PLAIN_SECONDS, drafter=RepeatDrafter()).verification_cost.curves.items()
-            costs = timed(method.name, _LENGTHS, _SHAPE_SECONDS, signals=signals, settings=fixed)
-            self._shape_costs[key] = costs.times(self.costs["echo"].verification_cost.at(1, length) / now.at(1))
+            deadline, fixed = Deadline.after(_SHAPE_SECONDS, self._clock), {**shape, **_WITHOUT_STOP.get(method.name, {})}
+            rounds = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=fixed)
+            self._shape_costs[key] = costs_of(rounds, self.costs["echo"])
         return self._shape_costs[key]
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:

@@ -5,13 +5,13 @@ models, choose. Each step takes a share of the time that is left. Sets of layers
 real runs.
 
 A draft with rounded weights (`--draft-dtype int8`) is tried too: rounding makes a draft pass shorter where it is bound by memory,
-and some of what it drafts worse. Both are measured, and simulated runs of one method say which draft gives the larger speedup
-over plain decoding.
+and some of what it drafts worse. Both are measured: the costs of rounds, and how much is accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from specgen.compare.results import BenchmarkConfig, method_results
 from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
-from specgen.pair.figures import Figures
+from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair.pair import skipping_speed
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 Grids = Mapping[str, Sequence["GivenSettings"]]
 Tried = Mapping[str, Sequence[Candidate]]
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, ROUNDED, COMPARED = 0.15, 0.28, 0.3, 0.5, 0.4, 0.7, 0.1
+RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, ROUNDED = 0.15, 0.28, 0.3, 0.5, 0.4, 0.7
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
 FEWEST_PROMPTS = 2  # a method is really run on at least this many prompts
 MOST_REPEATS = 50  # a method is really run at most this many times on each prompt
@@ -59,7 +59,7 @@ MARGIN = 1.2  # real runs may take this many times the expected seconds
 LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
 SOME = "some settings"  # the key in `left_out` that says that not all settings were simulated
 TIME_WAS_SHORT = "time was short (a larger --budget helps)"
-_DRAFTERS = {"model": ("sd", "the draft's"), "exit": ("eesd-fixed", "the exit layer's")}  # a method that drafts so, and in words
+_DRAFTERS = {"model": "sd", "exit": "eesd-fixed"}  # methods that draft chains of fixed length
 
 
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
@@ -74,13 +74,13 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: 
     simulator, acceptance = tuner.measure(pair, names, references, request.deadline)
     names = [name for name in names if name not in tuner.left_out]
     tuner.check_named()
-    with_draft, draft_dtype = [name for name in names if METHODS[name].needs_draft_model and name in SIMPLE], None
-    if rounded is not None and rounded.draft is not None and with_draft:
+    draft_dtype = None
+    if rounded is not None and rounded.draft is not None and "model" in simulator.costs:
         dtype = rounded.draft.dtype_name
         try:
-            deadline = request.deadline.share(ROUNDED)
-            other, share = tuner.measure(rounded, [PLAIN, *with_draft], references, deadline)
-            if tuner.is_faster(other, simulator, with_draft, dtype):
+            with_draft = [name for name in names if METHODS[name].needs_draft_model]
+            other, share = tuner.measure(rounded, with_draft, references, request.deadline.share(ROUNDED))
+            if tuner.is_faster(other, simulator, (share or 0.0, acceptance or 0.0), dtype):
                 other.costs = {**simulator.costs, **other.costs}
                 simulator, acceptance, draft_dtype = other, share, dtype
         except SpecgenError as error:
@@ -108,16 +108,16 @@ class Tuner:
         """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
         named = [name for name in self.request.names or () if name != PLAIN]
         if named and all(name in self.left_out for name in named):
-            reasons = {
-                self.left_out[name]: [other for other in named if self.left_out[other] == self.left_out[name]] for name in named
-            }
+            reasons = defaultdict[str, list[str]](list)
+            for name in named:
+                reasons[self.left_out[name]].append(name)
             why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:
         """Returns which of the requested methods can be tuned for this pair; plain decoding always is. Raises SpecgenError."""
         names = self.request.names
-        wanted = [name for name in METHODS if names is None or name in (PLAIN, *names)]
+        wanted = [name for name in METHODS if name == PLAIN or (name in (names or METHODS) and not METHODS[name].is_yardstick)]
         for name in wanted:
             if (reason := self._obstacle(name)) is not None:
                 self.left_out[name] = reason
@@ -125,15 +125,13 @@ class Tuner:
         return [name for name in wanted if name not in self.left_out and not METHODS[name].stands_for]
 
     def _obstacle(self, name: str) -> str | None:
-        method, draft, is_named = METHODS[name], self.pair.draft, self.request.names is not None
-        if method.is_yardstick:
-            return "it is always slower than plain decoding" if is_named else None
-        if method.skips_layers and not is_named:
+        method, draft = METHODS[name], self.pair.draft
+        if method.skips_layers and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
         if method.uses_draft_model and draft is None:  # also if copying would do
             return "there is no draft model"
-        error = draft.refusal if method.uses_draft_model and draft is not None else None
-        error = error or obstacle(self.pair, name)
+        refusal = draft.refusal if method.uses_draft_model and draft is not None else None
+        error = refusal or obstacle(self.pair, name)
         return None if error is None else error.message
 
     def record(self) -> list[ReferenceOutput]:
@@ -178,29 +176,28 @@ class Tuner:
         observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
         pair.measurements.tuned_costs = costs
         simulator = Simulator(pair, references, sampling, costs, self.request.deadline.clock)
+        kind = "model" if "model" in costs else "exit"
+        if kind not in costs:
+            return simulator, None
         observer.doing("running the draft model on the target's output")
-        accepted: dict[str, float] = {}
-        for kind, (method, whose) in _DRAFTERS.items():
-            if kind in costs and (share := simulator.run(method, {"k": 1}).acceptance_rate) is not None:
-                accepted[whose] = share
-        if accepted:
-            shares = " and ".join(f"{share:.0%} of {whose} tokens" for whose, share in accepted.items())
-            observer.done(f"the target accepts {shares}")
-        return simulator, next(iter(accepted.values()), None)
+        share = simulator.run(_DRAFTERS[kind], {"k": 1}).acceptance_rate
+        if share is not None:
+            observer.done(f"the target accepts {share:.0%} of the {'draft' if kind == 'model' else 'exit layer'}'s tokens")
+        return simulator, share
 
-    def is_faster(self, rounded: Simulator, stored: Simulator, names: Sequence[str], dtype: str) -> bool:
+    def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
         """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
 
-        One of the methods `names` is simulated with both drafts, and compared by its largest speedups over plain decoding.
+        `shares` are those of the rounded and of the stored draft's tokens that the target accepts.
         """
-        name, speedups = "sd" if "sd" in names else names[0], []
-        for simulator in (rounded, stored):
-            deadline = self.request.deadline.share(COMPARED)
-            tried = self.search(simulator, {PLAIN: grid(PLAIN), name: grid(name)}, deadline, is_needed=True)
-            speedups.append(max(each.predicted for each in tried[name]) / tried[PLAIN][0].predicted)
+        speedups = []
+        for simulator, share in zip((rounded, stored), shares, strict=True):
+            costs = simulator.costs["model"]
+            speedups.append(1 / DraftingCosts.of_rounds(costs, min(costs.verification_cost.curves)).time_per_token(share))
         is_faster = AS_FAST * speedups[0] > speedups[1]
-        found = f"{dtype} draft: {speedups[0]:.2f}× expected, else {speedups[1]:.2f}×"
-        self.observer.done(f"{found}: {'taken' if is_faster else 'not taken'}")
+        figures = [f"{speedup:.2f}× with {share:.0%} accepted" for speedup, share in zip(speedups, shares, strict=True)]
+        verdict = "taken" if is_faster else "not taken"
+        self.observer.done(f"{dtype} draft: {figures[0]} expected, else {figures[1]}: {verdict}")
         return is_faster
 
     def search(
@@ -257,7 +254,7 @@ class Tuner:
             self._report(found, "shape", "of trees, drafts and beams simulated")
             tried = {name: [*tried.get(name, ()), *found.get(name, ())] for name in (*tried, *found)}
         is_lossy = any(settings for name, settings in tried.items() if not METHODS[name].lossless)
-        perplexity = plain_perplexity(simulator, numbers) if is_lossy else None
+        perplexity = simulator.run(PLAIN, {}, numbers, perplexity=True).perplexity if is_lossy else None
         best = {name: self._best(name, settings, perplexity) for name, settings in tried.items()}
         candidates = [each for each in best.values() if each is not None]
         if perplexity is not None:
@@ -376,15 +373,6 @@ def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
 
 def _token_seconds(references: Sequence[ReferenceOutput]) -> float:
     return sum(each.seconds for each in references) / sum(len(each.token_ids) for each in references)
-
-
-def plain_perplexity(simulator: Simulator, numbers: Iterable[int]) -> float:
-    """The perplexity of the target's own outputs under the target; a lossless method is expected to have the same."""
-    figures = Figures(PLAIN)
-    for reference in (simulator.references[number] for number in numbers):
-        figures.token_ids += reference.token_ids
-        figures.add_log_likelihood(simulator.pair.log_likelihood(reference.prompt_ids, reference.token_ids))
-    return figures.perplexity or 0.0
 
 
 def outcome_of(

@@ -205,8 +205,7 @@ class RoundsView:
     """Prints a legend and one line per round.
 
     `text_of` returns the text of token ids. `eos_ids` are shown as `<eos>`. `prompt_length` is in tokens. `parallel` adds a
-    column for PEARL's two modes, pre-verify and post-verify. `window` is a line for the legend that says how PEARL's window (the
-    number of tokens drafted during a target pass) was chosen. `branches` explains in the legend the marks of drafts that are
+    column for PEARL's two modes, pre-verify and post-verify. `branches` explains in the legend the marks of drafts that are
     trees.
     """
 
@@ -218,11 +217,10 @@ class RoundsView:
         prompt_length: int,
         *,
         parallel: bool = False,
-        window: str = "",
         branches: bool = False,
     ) -> None:
         self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
-        self._parallel, self._window, self._branches = parallel, window, branches
+        self._parallel, self._branches = parallel, branches
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
@@ -239,7 +237,6 @@ class RoundsView:
         more = ["a|b: candidates for one position   ²: the second one was accepted"] if self._branches else []
         if self._parallel:
             more.append("pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified")
-            more += [self._window] if self._window else []
         for each in (line, *(Text(text, "quiet") for text in more)):
             for part in wrapped(each, self._console.width):
                 self._console.print(part)

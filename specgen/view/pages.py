@@ -85,14 +85,11 @@ def trace_page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]
 
 
 def _headline(shown: Sequence[RecordedMethod]) -> str:
-    """Returns the headline of recorded methods: acceptance and efficiency of a single one, or the fastest of several."""
-    summary, top = shown[0].figures.summary, best(shown)
-    if len(shown) == 1 and summary.acceptance_rate is None:
-        return f"{shown[0].label}: nothing was drafted, {shown[0].speed:.1f} tokens per second"
+    """Returns the headline of recorded methods: the main numbers of a single one, or the fastest of several."""
     if len(shown) == 1:
-        accepted = f"{summary.acceptance_rate:.0%} of drafted tokens accepted"
-        return f"{shown[0].label}: {accepted}, {summary.block_efficiency or 0:.2f} tokens per target pass"
-    prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
+        figures = main_figures(shown[0].figures.summary)
+        return f"{shown[0].label}: {', '.join(' '.join(figure) for figure in figures)}"
+    top, prompts = best(shown), {tuple(entry.run.start["prompt_ids"]) for entry in shown}
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
     what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"

@@ -203,8 +203,7 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         if model.tokenizer_fallback is not None:
             text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
         yield "· engine" if model is report.target else "", f"{role}: {text}"
-    threads = None if report.choices is None else report.choices.threads
-    if threads is not None:
+    if (threads := report.threads) is not None:
         times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
         yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
 
@@ -219,7 +218,7 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
     yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
     if parallel is not None:
         text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
-        yield "", f"{text}PEARL's window is {parallel.window.size}" + (f"; {parallel.remark}" if parallel.remark else "")
+        yield "", f"{text}PEARL's window is {parallel.window.size}"
     rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:

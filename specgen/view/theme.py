@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,17 +172,10 @@ def recorder(width: int, flavour: str) -> ThemedConsole:
 def svg(lines: Sequence[Text], width: int) -> str:
     """Returns styled lines as an SVG picture, `width` terminal cells wide.
 
-    It loads no fonts, and its colours follow the system's light or dark mode.
+    It loads no fonts. Where the system is in dark mode, its colours are inverted.
     """
-    template, pictures = _PICTURE.read_text(encoding="utf-8"), {}
-    for flavour, background in BACKGROUNDS.items():
-        console = recorder(width, flavour)
-        for line in lines:
-            console.print(line, soft_wrap=True)
-        pictures[flavour] = console.export_svg(title="", theme=background, code_format=template, unique_id="specgen")
-    light, dark = (background.background_color.hex for background in BACKGROUNDS.values())
-    # Rich numbers the CSS classes of styles as they appear, so those of both flavours match
-    rules = re.findall(r"^\s*(\.specgen-r\d+ {.*})$", pictures["dark"], flags=re.MULTILINE)
-    rules.append(f".specgen-background {{ fill: {dark}; }}")
-    dark_rules = "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
-    return pictures["light"].replace("[[background]]", light).replace("[[dark]]", dark_rules)
+    console = recorder(width, "light")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    template = _PICTURE.read_text(encoding="utf-8")
+    return console.export_svg(title="", theme=BACKGROUNDS["light"], code_format=template, unique_id="specgen")

@@ -29,7 +29,6 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", *_LAYER_COUNTS)
 _MOST_LAYERS = 4096  # the deepest models have some hundreds
-_SPECIAL_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 _SLIDING_TYPE = "sliding_attention"
 _LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
 
@@ -209,7 +208,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
         raise SpecgenError(f"{name} is no Hugging Face model: it has no config.json", hint)
     try:
-        config = json.loads(path.read_text("utf-8"), object_hook=_special_number)
+        config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
@@ -303,9 +302,3 @@ def _eos(fields: Fields, default: int | None) -> int | list[int] | None:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise fields.refuse("eos_token_id")
     return eos  # type: ignore[no-any-return]
-
-
-def _special_number(found: dict[str, Any]) -> Any:
-    """Returns the number that transformers writes as an object such as {"__float__": "Infinity"}; other objects as they are."""
-    written = found.get("__float__")
-    return _SPECIAL_NUMBERS[written] if len(found) == 1 and isinstance(written, str) and written in _SPECIAL_NUMBERS else found

@@ -83,14 +83,9 @@ class KVBuffer:
             data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        """Drops all sequences but those with the indices `kept`; see `forward_pass.Cache`. No memory is allocated or freed."""
-        heads = self._kv_heads
-        for index, data in enumerate(self.parts):
-            for new, old in enumerate(kept):
-                if new != old:  # moved to a lower index, so a sequence that is moved later is not overwritten
-                    moved = data[:, :, old * heads : (old + 1) * heads, : self.length]
-                    data[:, :, new * heads : (new + 1) * heads, : self.length] = moved
-            self.parts[index] = data[:, :, : len(kept) * heads]
+        """Drops all sequences but those with the indices `kept`; see `forward_pass.Cache`."""
+        of_each = [data.view(*data.shape[:2], -1, self._kv_heads, *data.shape[3:]) for data in self.parts]
+        self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:
         """Copies the valid entries to new buffers, with room for `needed` and `capacity` tokens and twice the old ones'.

@@ -28,8 +28,14 @@ from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import bias_of, final_norm, layer_tensors, layer_weights
-from specgen.engine.native.loading import open_model, return_free_memory, table_names
-from specgen.engine.native.native_model import NativeForward, NativeModel, NativeParts
+from specgen.engine.native.native_model import (
+    NativeForward,
+    NativeModel,
+    NativeParts,
+    open_model,
+    return_free_memory,
+    table_names,
+)
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.spread.ranks import Group, joined
 from specgen.engine.weights import WeightFiles
@@ -240,9 +246,6 @@ class ShardedModel(NativeModel):
         self.group.add(cache)
         return cache
 
-    def embed(self, ids: Sequence[int]) -> Tensor:
-        return self._embedded(torch.tensor(ids))
-
     def _embedded(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [n, width] of token ids. Each rank adds the rows that it holds."""
         table = self.parts.embedding
@@ -304,7 +307,7 @@ def load_on(group: Group, prepared: PreparedModel, dtype: torch.dtype, device: t
 
 
 def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: torch.dtype, exact: bool) -> ShardedModel:
-    """Loads this rank's part of the model in the folder `path`, as `native.loading.load_native` loads a whole one.
+    """Loads this rank's part of the model in the folder `path`, as `native_model.load_native` loads a whole one.
 
     Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot
     be split so.
@@ -325,7 +328,7 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
             files.close()
             if not files.are_copied:
                 return_free_memory()
-    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, norm_gain=gain, exact=exact)
+    return ShardedModel(shard, group, layers, parts, norm_gain=gain, exact=exact)
 
 
 def _tables(
