@@ -160,7 +160,7 @@ def test_what_fails_in_the_worker_is_told_here(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
             pair.generate(PROMPT, "pearl", window=4)
         process = worker_of(pair)
-        with pytest.raises(RunError, match="the draft worker failed: AttributeError: .*no attribute 'nothing'"):
+        with pytest.raises(RunError, match=r"the draft worker failed: AttributeError: .*no attribute 'nothing'"):
             process.receive(process.send("nothing"))
         pid = process_of(pair)
     assert not is_running(pid), "closing the pair ends it"
