@@ -152,7 +152,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = Fals
         if pack:
             patch.setattr(products, "_SMALL", 0)
         else:
-            patch.setattr(products, "packing_problem", lambda _: "packing is switched off")
+            patch.setattr(products, "packing_works", lambda _: False)
         architecture = read_architecture(read_config(folder, "the model"))
         return load_native(folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact)
 

@@ -145,7 +145,7 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "auto-map"]
     shown = CliRunner().invoke(app, ["inspect", *models], env={"COLUMNS": "200"}).stdout
-    assert "cpu: layers 7 to 11, norm, head: " in shown
+    assert "cpu: layers 7 to 11; " in shown
     report = json.loads(CliRunner().invoke(app, ["inspect", *models, "--json"]).stdout)["placement"]
     assert [each["layers"] for each in report["devices"]] == [[0, 6], [7, 11]]
     assert sum(each["draft_bytes"] > 0 for each in report["devices"]) == 1

@@ -23,6 +23,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.products import DenseProduct
 from specgen.engine.native.rotary import RotaryTable
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
@@ -73,7 +74,7 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
         ids = random_ids(count)
         assert_close(native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0])
     packed = load(models.folder(family, index), pack=True)
-    assert all(choice.packed for choice in packed.product_choices)
+    assert not any(isinstance(layer._qkv, DenseProduct) for layer in packed.layers)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(packed), 1024)):
         monkeypatch.setattr(model_runner, "PREFILL_CHUNK", size)

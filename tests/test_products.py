@@ -16,7 +16,7 @@ from specgen.engine.native.products import (
     Product,
     ProductFactory,
     packed_product,
-    packing_problem,
+    packing_works,
     quantised,
     refusal,
     restored,
@@ -28,7 +28,7 @@ from specgen.engine.native.products import (
 
 CPU = torch.device("cpu")
 BIG = (1024, 1024)  # 4 MB in float32
-needs_packing = pytest.mark.skipif(packing_problem(torch.float32) is not None, reason="packing does not work here")
+needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="packing does not work here")
 needs_rounding = pytest.mark.skipif(
     any(refusal(kind, CPU) is not None for kind in QUANTISED), reason="this torch or this processor has no such products"
 )
@@ -37,7 +37,7 @@ needs_rounding = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [DenseProduct, partial(DenseProduct, by_columns=True), trained_product, packed_product])
 def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: torch.dtype) -> None:
-    if kind is packed_product and packing_problem(dtype) is not None:
+    if kind is packed_product and not packing_works(dtype):
         pytest.skip(f"{dtype} cannot be packed here")
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((96, 70), (96,)))
@@ -55,7 +55,7 @@ def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: 
 
 
 @needs_packing
-def test_large_weights_are_packed_and_the_reason_is_said_for_others() -> None:
+def test_large_weights_are_packed_on_a_cpu() -> None:
     make = ProductFactory(CPU, torch.float32)
     assert not isinstance(make(torch.zeros(*BIG)), DenseProduct)
     small = make(torch.zeros(BIG[0] - 1, BIG[1]))
@@ -65,28 +65,24 @@ def test_large_weights_are_packed_and_the_reason_is_said_for_others() -> None:
     trained = make(weight)
     assert isinstance(trained, DenseProduct)
     assert trained._transposed.data_ptr() == weight.data_ptr()  # sees the optimizer's steps
-    assert [(choice.packed, choice.reason) for choice in make.choices[:2]] == [(True, None), (False, "too small")]
-    for device, dtype, reason in (("meta", torch.float32, "packing is for CPUs"), ("cpu", torch.float64, "packing ")):
+    for device, dtype in (("meta", torch.float32), ("cpu", torch.float64)):
         make = ProductFactory(torch.device(device), dtype)
         assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseProduct)
-        assert str(make.choices[0].reason).startswith(reason)
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.001, None])
 def test_packed_products_that_are_wrong_or_missing_are_not_used(monkeypatch: pytest.MonkeyPatch, change: object) -> None:
     def broken(weight: torch.Tensor, *_: object) -> Product:
         if not callable(change):
-            raise RuntimeError("mkldnn is\nnot there")
+            raise RuntimeError("mkldnn is not there")
         return Product(weight.shape, lambda x: change(torch.nn.functional.linear(x, weight)))
 
     monkeypatch.setattr(products, "packed_product", broken)
-    packing_problem.cache_clear()
+    packing_works.cache_clear()
     try:
-        make = ProductFactory(CPU, torch.float32)
-        assert isinstance(make(torch.randn(*BIG)), DenseProduct)
-        assert make.choices[0].reason == ("packing gives wrong results" if change else "packing failed: mkldnn is")
+        assert isinstance(ProductFactory(CPU, torch.float32)(torch.randn(*BIG)), DenseProduct)
     finally:
-        packing_problem.cache_clear()
+        packing_works.cache_clear()
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -130,14 +126,11 @@ def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(monkeypatch
     monkeypatch.setattr(products, "with_rounded_activations", lambda weight: lambda x: x @ weight.T * 1.05)
     products._working.cache_clear()
     try:
-        multiply, kind, reason = quantised("int8", torch.randn(64, 64))
-        assert (multiply is not None, kind, reason) == (True, "int8", None)  # the next way
+        assert quantised("int8", torch.randn(64, 64)) is not None  # the next way
         monkeypatch.setattr(products, "with_int8_weights", fails)
         monkeypatch.setattr(products, "with_int4_weights", fails)
         products._working.cache_clear()
-        make = ProductFactory(CPU, torch.float32, quantise="int4")
-        assert isinstance(make(torch.randn(64, 64)), DenseProduct)
-        assert (make.choices[0].quantised, make.choices[0].reason) == (None, "int4 products failed: no such operator")
+        assert isinstance(ProductFactory(CPU, torch.float32, quantise="int4")(torch.randn(64, 64)), DenseProduct)
         assert refusal("int8", CPU) == "int8 products failed: no such operator"
     finally:
         products._working.cache_clear()
@@ -145,8 +138,8 @@ def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(monkeypatch
 
 @needs_rounding
 def test_rows_without_groups_are_rounded_to_int8() -> None:
-    make = ProductFactory(CPU, torch.float32, quantise="int4")
-    for columns in (64, 48):
-        make(torch.randn(64, columns))
-    assert [choice.quantised for choice in make.choices] == ["int4", "int8"]
-    assert make.choices[1].reason == "int4 products failed: rows of 48 numbers are no groups of 32"
+    weight, x = torch.randn(64, 48), torch.randn(3, 48)
+    multiply, int8 = quantised("int4", weight), quantised("int8", weight)
+    assert multiply is not None
+    assert int8 is not None
+    assert torch.equal(multiply(x), int8(x))

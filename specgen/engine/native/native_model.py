@@ -29,7 +29,7 @@ from specgen.engine.native.layer_weights import (
     layer_shapes,
     layer_weights,
 )
-from specgen.engine.native.products import DenseProduct, Product, ProductChoice, ProductFactory
+from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.weights import WeightFiles, model_files
 
 
@@ -49,8 +49,8 @@ class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
     `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that a token's logits
-    have the same bits whichever tokens are run with it, in drafts without trees. `product_choices` say which weights are packed,
-    and why. `captures` runs the short passes of the functions that the methods return as CUDA graphs, see `graphs`; None: none.
+    have the same bits whichever tokens are run with it, in drafts without trees. `captures` runs the short passes of the
+    functions that the methods return as CUDA graphs, see `graphs`; None: none.
     `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the norm and the
     head, whose device is the model's: all outputs are there.
     """
@@ -64,7 +64,6 @@ class NativeModel:
         *,
         norm_gain: float = 1.0,
         exact: bool = False,
-        product_choices: Sequence[ProductChoice] = (),
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.architecture, self.parts, self.layers = architecture, parts, layers
@@ -72,7 +71,7 @@ class NativeModel:
         self.dtype, self.device = dtype, parts.norm.device
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
-        self.product_choices, self.exact = product_choices, exact
+        self.exact = exact
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
         self.inputs = InputMaker(architecture, dtype, self.layer_devices, exact=exact)
         self.captures: Any = None  # a `graphs.Captures`, which cannot be imported here
@@ -287,7 +286,6 @@ def load_native(
             dtype,
             norm_gain=gain,
             exact=exact,
-            product_choices=[choice for factory in factories.values() for choice in factory.choices],
             layer_devices=layer_devices,
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache, partial
 from math import sqrt
 from pathlib import Path
@@ -98,21 +98,6 @@ def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.
     return Product(weight.shape, lambda x: multiply(x, packed, bias, "none", [], ""), scale)
 
 
-@dataclass
-class ProductChoice:
-    """What was chosen for the weights of one shape, and why.
-
-    `reason` says why weights are not packed, or not quantised as was asked for; None if they are. `quantised` is `int8` or `int4`
-    if weights are stored so.
-    """
-
-    out_features: int
-    in_features: int
-    packed: bool = False
-    reason: str | None = None
-    quantised: str | None = None
-
-
 class ProductFactory:
     """Makes the products of one model.
 
@@ -121,32 +106,21 @@ class ProductFactory:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, quantise: str | None = None) -> None:
-        self._device, self._dtype, self._quantise = device, dtype, quantise
-        self._by_shape: dict[tuple[int, ...], ProductChoice] = {}
+        self._on_cpu, self._dtype, self._quantise = device.type == "cpu", dtype, quantise
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
-        choice = self._by_shape.setdefault(tuple(weight.shape), ProductChoice(*weight.shape))
-        if self._quantise is not None:
-            multiply, choice.quantised, choice.reason = quantised(self._quantise, weight, bias)
-            if multiply is not None:
-                return Product(weight.shape, multiply, scale)
-        on_cpu, is_small = self._device.type == "cpu", self._dtype == torch.float32 and weight.nbytes < _SMALL
-        problem = "packing is for CPUs" if not on_cpu else "too small" if is_small else packing_problem(self._dtype)
-        choice.packed, choice.reason = problem is None, choice.reason or problem
-        if choice.packed:
+        if self._quantise is not None and (multiply := quantised(self._quantise, weight, bias)) is not None:
+            return Product(weight.shape, multiply, scale)
+        is_small = self._dtype == torch.float32 and weight.nbytes < _SMALL
+        if self._on_cpu and not is_small and packing_works(self._dtype):
             return packed_product(weight, bias, scale)
-        return DenseProduct(weight, bias, scale, by_columns=on_cpu and is_small and not weight.requires_grad)
-
-    @property
-    def choices(self) -> list[ProductChoice]:
-        """The choices so far, in the order of the shapes' first weights."""
-        return list(self._by_shape.values())
+        return DenseProduct(weight, bias, scale, by_columns=self._on_cpu and is_small and not weight.requires_grad)
 
 
 @cache
-def packing_problem(dtype: torch.dtype) -> str | None:
-    """Returns why packed products cannot be used in this dtype here, None if they can: tries one for 1 and 4 rows."""
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether packed products in this dtype are right here: tries one for 1 and 4 rows."""
     generator, size = torch.Generator().manual_seed(0), 256
     weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, 4))
     limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps  # roundings of result and sums
@@ -154,9 +128,9 @@ def packing_problem(dtype: torch.dtype) -> str | None:
         with torch.no_grad():
             packed, expected = packed_product(weight), torch.nn.functional.linear(x, weight)
             errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, 4)]
-    except _ERRORS as error:
-        return f"packing failed: {_first_line(error)}"
-    return None if max(errors) <= limit * expected.abs().max() else "packing gives wrong results"
+    except _ERRORS:
+        return False
+    return bool(max(errors) <= limit * expected.abs().max())
 
 
 def last_level_cache() -> int:
@@ -247,25 +221,18 @@ def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
     return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
 
 
-def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Multiply | None, str | None, str | None]:
-    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`) and adds `bias`, the kind
-    that it was rounded to, and why that is another one; None and None if there are no such products here. Not differentiable.
+def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
+    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`) and adds `bias`.
 
-    A weight that cannot be rounded to int4 groups is rounded to int8. The choice depends on the device and the weight, not on
-    timings: the draft's probabilities are alike in all processes.
+    A weight that cannot be rounded to int4 groups is rounded to int8; None if that is not possible either. The choice depends on
+    the device and the weight, not on timings: the draft's probabilities are alike in all processes. Not differentiable.
     """
-    reason = None
     for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
-        prepare, problem = _working(tried, weight.device.type)
+        prepare, _ = _working(tried, weight.device.type)
         if prepare is not None:
-            try:
-                multiply = prepare(weight.detach())
-            except _ERRORS as error:  # a shape that the operator does not take
-                problem = f"{tried} products failed: {_first_line(error)}"
-            else:
-                return partial(_with_bias, multiply, bias), tried, reason
-        reason = reason or problem
-    return None, None, reason
+            with suppress(*_ERRORS):  # a shape that the operator does not take
+                return partial(_with_bias, prepare(weight.detach()), bias)
+    return None
 
 
 def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -291,7 +258,8 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
                 return prepare, None
             reason = f"{kind} products give wrong results"
         except _ERRORS as error:
-            reason = f"{kind} products failed: {_first_line(error)}"
+            first_line, *_ = str(error).split("\n")
+            reason = f"{kind} products failed: {first_line}"
     return None, reason
 
 
@@ -313,7 +281,3 @@ def restored(kind: str, weight: Tensor) -> Tensor:
     """Returns a weight [out, in] as it is after rounding, in float64."""
     numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
     return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -328,7 +328,7 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
             files.close()
             if not files.are_copied:
                 return_free_memory()
-    return ShardedModel(shard, group, layers, parts, product_choices=factory.choices, norm_gain=gain, exact=exact)
+    return ShardedModel(shard, group, layers, parts, norm_gain=gain, exact=exact)
 
 
 def _tables(
