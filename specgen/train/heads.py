@@ -138,8 +138,8 @@ class HeadObjective(Objective):
         made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
         return self.begin(made, texts, NOT_HELD_OUT)
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
-        found, labels = self.predictions(batch, None if seed is None else Random(seed))
+    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
+        found, labels = self.predictions(batch, rng)
         return found.outputs, labels
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
