@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_models import TableRunner, ids_of, scripted_run
+from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.decoding.policy import DraftedToken
-from specgen.methods import METHODS, adaptive, available_policies
+from specgen.methods import adaptive
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
 from specgen.methods.learned_drafting import (
     LONGEST_PAUSE,
@@ -33,7 +33,6 @@ from specgen.methods.learned_drafting import (
 )
 from specgen.methods.pearl import Parallel, Window
 from specgen.pair import measurements
-from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.workers.worker import DraftWorker
 
@@ -380,30 +379,3 @@ def test_each_judged_token_of_a_run_is_learned_once(
         if window is None:  # how long a flexible window's drafts are depends on the machine
             assert len(learned[5.0]) > 20
             assert len(set(lengths(rounds))) > 2
-
-
-CHOOSING = [row.name for row in METHODS.values() if row.any_policy and "adaptive" in available_policies(row)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [name for name in CHOOSING if name != "pearl"])  # beside the target's pass a token is free
-def test_any_method_can_draft_nothing(name: str, temperature: float) -> None:
-    """Such rounds have a reason, and they are no drafts of length 0."""
-    target, model = TableRunner(0), TableRunner(1)
-    sampling = SamplingParams(max_new_tokens=24, temperature=temperature)
-    given = {
-        "policy": "adaptive",
-        "draft_cost": 4.0,
-        "verify_cost": 4.0,
-        "exploration": 0.1,
-        **({"fallback": 0} if name == "bild" else {}),
-    }
-    rounds = list(scripted_run(name, given, target, model, sampling).rounds())
-    assert len(ids_of(rounds)) == 24
-    if temperature == 0 and METHODS[name].lossless:
-        assert ids_of(rounds) == ids_of(scripted_run("ar", {}, target, None, sampling).rounds())
-    declined = [round_ for round_ in rounds if (round_.draft.stop_reason or "").startswith("no draft: ")]
-    assert len(declined) > 3, "even the first token costs more than it is worth"
-    assert all(len(round_.token_ids) == 1 and round_.verdict.source is None for round_ in declined)
-    summary, drafted = Figures(name, rounds), [length for length in lengths(rounds) if length]
-    assert summary.mean_draft_length == (sum(drafted) / len(drafted) if drafted else None)

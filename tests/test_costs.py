@@ -11,7 +11,6 @@ import pytest
 import torch
 from tuning_helpers import GREEDY, PROMPTS
 
-from specgen.base.files import cache_folder
 from specgen.base.types import Context, Draft
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.policy import LengthPolicy
@@ -20,7 +19,6 @@ from specgen.methods import METHODS, resolve
 from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
-from specgen.tune.outcome import grid
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
 from specgen.view import pair_report
@@ -83,15 +81,6 @@ def test_costs_follow_a_machine_that_is_slower() -> None:
         "together": 0.5,
     }
     assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, "times that fall, as short measurements may, are never below zero"
-
-
-def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    monkeypatch.delenv("SPECGEN_CACHE")
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "specgen"
 
 
 def test_eesd_speedup_by_hand() -> None:
@@ -184,11 +173,6 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.window == simulated_window(near)
     assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
-
-
-def test_tuning_tries_the_default_window_first() -> None:
-    assert grid("pearl")[0] == {"window": "auto"}
-    assert {settings["window"] for settings in grid("pearl")} > {1, 16}
 
 
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:

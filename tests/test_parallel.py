@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_models import TableRunner, ids_of, scripted_run
 
-from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.methods.pearl import Parallel, Window
+from specgen.base.types import Draft, Round, SamplingParams, TokenStatus
+from specgen.decoding.policy import DraftedToken, Fixed
+from specgen.methods.pearl import Parallel, Window, _joined
+from specgen.pair.records import round_line
 from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 
@@ -140,6 +143,31 @@ def test_rounds_as_in_the_papers_figure_3() -> None:
         "window 3",
     ]
     assert rounds[4].statuses == (TokenStatus.ACCEPTED, TokenStatus.REJECTED, *[TokenStatus.DISCARDED] * 3)
+
+
+class Predicting(Fixed):
+    """Predicts 0.1 for the first token of a draft, 0.2 for the second, and so on."""
+
+    def starts_draft(self, **_: object) -> bool:
+        self.predictions: list[float] = []
+        return True
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        self.predictions.append(token.position / 10)
+        return super().keep_drafting(token)
+
+
+def test_each_judged_token_has_its_prediction() -> None:
+    """Also where a round judges parts of two drafts. A token that ends its draft without the policy has none."""
+    runner = RandomRunner(8, 0)
+    run = scripted_run("sd", {"k": 4}, runner, runner, SamplingParams(max_new_tokens=30), eos={1})
+    for round_ in replace(run, policy=Predicting(4)).rounds():
+        wanted = [None if token == 1 else position / 10 for position, token in enumerate(round_.draft.tokens, 1)]
+        assert round_line(round_, str)["predicted"] == (wanted if wanted != [None] else [])
+    first, second = Draft.chain([1, 2]), Draft.chain([3]).with_predictions([0.5])
+    assert [math.isnan(share) for share in _joined(first, second).predicted] == [True, True, False]
+    assert [math.isnan(share) for share in _joined(second, first).predicted] == [False, True, True]
+    assert (_joined(first, first).predicted, _joined(second, first).part(0, 1).predicted) == ([], [0.5])
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])

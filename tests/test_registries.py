@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,9 +12,8 @@ from typer.testing import CliRunner
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
-from specgen.base.types import Context, Draft, SamplingParams
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import DraftedToken, LengthPolicy
 from specgen.methods.method import Method
 from specgen.tune import outcome
@@ -38,13 +33,6 @@ class Margin(LengthPolicy):
     def keep_drafting(self, token: DraftedToken) -> bool:
         self.reason = "small margin"
         return token["margin"] >= self.threshold
-
-
-class Repeat:
-    """Drafts the context's last token twice."""
-
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        return Draft.chain([context.ids[-1]] * min(2, limit))
 
 
 def decode(method: Method, settings: dict[str, object], draft: TableRunner | None) -> tuple[list[int], set[str | None]]:
@@ -79,26 +67,3 @@ def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
     assert [decode(method, given, None)[0] for given in both] == [tokens] * 2
     with pytest.raises(SpecgenError, match="adaptive has no setting 'k'"):
         methods.resolve(methods.find("adaptive"), {"k": 4})
-
-
-def test_a_drafter_is_one_entry_and_a_method_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(setup: Setup, settings: Settings) -> Repeat:
-        return Repeat()
-
-    row = Method("repeat", "a test", drafter=make)
-    monkeypatch.setitem(methods.METHODS, "repeat", row)  # type: ignore[arg-type]
-    method = methods.find("repeat")
-    assert not method.needs_draft_model
-    assert decode(method, {}, None)[0] == decode(methods.find("ar"), {}, None)[0]
-    assert "repeat" in CliRunner().invoke(app, ["inspect", "--methods"]).output
-
-
-def test_the_tables_import_no_torch() -> None:
-    code = "import sys, specgen.methods, specgen.tune.outcome; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_no_test_module_imports_another() -> None:
-    """What test modules share is in modules whose names do not start with `test_`."""
-    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")}
-    assert [name for name, source in sources.items() if re.search(r"^\s*(from|import) test_", source, re.MULTILINE)] == []

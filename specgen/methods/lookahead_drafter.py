@@ -211,7 +211,6 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         self._pool = NgramPool(ngram, width)
         self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
         self._context: Context | None = None
-        self._sequence = Context(())  # the context and the chain: the draft model's own context
         self._drawn: deque[tuple[int, torch.Tensor | None]] = deque()  # tokens of the last pass, with their distributions
         self._chain: list[int] = []
         self._tried: list[_Branch] = []
@@ -222,11 +221,15 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         limit = self._room(context, limit)
         if limit < 1:
             return Draft()
-        self._follow(context)
+        if context is not self._context:
+            self._context = context
+            self._window.start(context.ids[: context.prompt_length])
+        self._pool.read(context)
+        self._drawn.clear()
         probs: list[torch.Tensor] = []
 
         def extend(position: int) -> DraftedToken | str:
-            if not self._drawn and not self._run(limit - len(self._chain)):
+            if not self._drawn and not self._run(context, limit - len(self._chain)):
                 return NO_CANDIDATES
             token, drawn_from = self._drawn.popleft()
             self._chain.append(token)
@@ -242,56 +245,37 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         padded = logits_ops.pad_probs(torch.stack(probs), self._vocab_size) if probs else None
         return Draft(tree.tokens, tree.parents, padded, stop_reason=reason)
 
-    def _follow(self, context: Context) -> None:
-        """Makes the draft model's context equal to `context`, and adds the context's new n-grams to the pool."""
-        if context is not self._context:
-            self._context = context
-            self._window.start(context.ids[: context.prompt_length])
-        self._pool.read(context)
-        self._drawn.clear()
-        length = len(self._sequence)
-        if self._sequence.prompt_length != context.prompt_length or self._sequence.ids != context.ids[:length]:
-            self._sequence = Context(context.ids)
-            self._sequence.prompt_length = context.prompt_length
-        elif length < len(context):
-            self._sequence.extend(context.ids[length:])
+    def _run(self, context: Context, limit: int) -> bool:
+        """Runs the draft model once, on the phrases that may follow the chain and on its window.
 
-    def _run(self, limit: int) -> bool:
-        """Runs the draft model once, on the phrases that may follow the last token and on its window.
-
-        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and adds them to its context. Returns False, without
-        any, where penalties forbid all tokens.
+        Puts the tokens that it chooses, at most `limit`, into `_drawn`. Returns False, without any, where penalties forbid all
+        tokens.
         """
-        sequence, window = self._sequence, self._window
-        last = sequence.ids[-1]
-        tree = Tree()
+        window, tree = self._window, Tree()
+        end = tree.extend(-1, self._chain)[-1] if self._chain else -1
+        last, start = [*context.ids[-1:], *self._chain][-1], len(tree)
         for phrase in (window.next_tokens, *self._pool.phrases(last)):
             known = takewhile(lambda token: token < self._runner.num_embeddings, until_end(phrase, self._eos_ids))
-            tree.extend(-1, list(known)[: limit - 1])
-        candidates = Draft(tree.tokens[:], tree.parents[:])
-        rows = len(tree) + 1
-        window.add_to(tree, -1, room(self._runner, sequence))
-        output = self._runner.logits(sequence, tree.tokens, tree.parents)
+            tree.extend(end, list(known)[: limit - 1])
+        candidates = Draft(tree.tokens[start:], [parent - start for parent in tree.parents[start:]])  # the chain's end: -1
+        rows = len(candidates.tokens) + 1
+        window.add_to(tree, end, room(self._runner, context) - start)
+        output = self._runner.logits(context, tree.tokens, tree.parents, start=start)
         logits = output.logits[:, : self._vocab_size]
         if output.unpenalised is not None and logits_ops.is_forbidden(logits):
             return False
-        greedy = self._sampling.greedy
-        choose: Callable[[int], int]
-        if greedy:
-            tokens = logits_ops.argmax_tokens(logits)
-            choose = tokens.__getitem__
-            found = [tokens[node + 1] for node in window.tips]
-        else:
+        likeliest = logits_ops.argmax_tokens(logits)
+        choose: Callable[[int], int] = likeliest.__getitem__
+        if not self._sampling.greedy:
             choose = own_tokens(logits[:rows], self._sampling, self._generator)
-            tips = upload(torch.tensor([node + 1 for node in window.tips], dtype=torch.long), logits.device)
-            found = logits_ops.argmax_tokens(logits.index_select(0, tips))
         verdict = match_path(candidates, lambda row: logits_ops.valid_token(choose(row), "draft"), rows)
-        window.update([logits_ops.valid_token(token, "draft") for token in found], last, self._pool)
+        found = [logits_ops.valid_token(likeliest[node - start + 1], "draft") for node in window.tips]
+        window.update(found, last, self._pool)
         assert verdict.token is not None
         chosen = [*(candidates.tokens[node] for node in verdict.path), verdict.token]
         for row, token in zip((0, *(node + 1 for node in verdict.path)), chosen, strict=True):
-            self._drawn.append((token, None if greedy else logits_ops.warp(logits[row], self._sampling)))
-        sequence.extend(chosen)
+            probs = None if self._sampling.greedy else logits_ops.warp(logits[row], self._sampling)
+            self._drawn.append((token, probs))
         return True
 
     def _add_branches(self, tree: Tree, end: int, limit: int) -> None:
