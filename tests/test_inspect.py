@@ -75,28 +75,6 @@ def test_the_number_of_rounds_can_be_chosen(inspect: Inspect, tmp_path: Path) ->
     assert "✗rejected" not in inspect(path, "--rounds", "0")[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("t.jsonl", "--pair"), "a trace and --pair cannot be combined"),
-        (("t.jsonl", "--draft-dtype", "int8"), "a trace and --draft-dtype cannot be combined"),
-        (("--methods", "--device", "cpu"), "--device and --methods cannot be combined"),
-        (("--pair", "--html", "x.html"), "--html is given without a trace"),
-        (("--pair", "--target", "x"), "--pair is the bundled pair"),
-        (("--draft", "x"), "--draft x is given without --target"),
-        (("t.jsonl", "--rounds", "-1"), "--rounds is -1"),
-        (("t.jsonl", "--run", "0"), "--run is 0"),
-        (("nowhere.jsonl",), "cannot read the trace nowhere.jsonl"),
-        (("nowhere.jsonl", "--html", "nowhere/page.html"), "cannot write the page"),
-    ],
-)
-def test_options_that_contradict_are_refused(inspect: Inspect, arguments: tuple[str, ...], named: str) -> None:
-    out, err = inspect(*arguments, code=2)
-    assert out == ""
-    assert named in err
-    assert len(err.splitlines()) == 1
-
-
 def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:
     start, first, second, *_ = traces.a_run()
     nulls = second | {"entropies": [None, 0.5, None], "overlap": [None, 0.5, 0.25], "kl": [0.5, None, 0.5], "top_probs": []}

@@ -22,7 +22,7 @@ from specgen.pair import records as writing
 from specgen.pair.figures import Figures
 from specgen.traces import reader
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
-from specgen.traces.statistics import TraceStatistics, calibration_of, complete_runs, posteriors
+from specgen.traces.statistics import TraceStatistics, acceptance_bins, complete_runs, posteriors
 
 Change = Callable[[list[dict[str, Any]]], Any]
 
@@ -169,29 +169,16 @@ def test_traces_are_read_and_shown_without_torch(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ figures
 
 
-@pytest.mark.parametrize("by", ["entropies", "predicted"])
-def test_acceptance_by_a_number_known_before_counts_judged_tokens_only(tmp_path: Path, by: str) -> None:
-    (run,) = read(tmp_path, *traces.a_recorded_run(300))
-    rows: list[tuple[float, bool]] = []
-    for round_ in (traced.round for traced in run.rounds):
-        accepted = len(round_.verdict.path)
-        judged = accepted + (round_.verdict.source == "correction")
-        rows += [(number, position < accepted) for position, number in enumerate(getattr(round_.draft, by)[:judged])]
-    table = np.array([row for row in rows if not math.isnan(row[0])])
-    found, (numbers, accepted_) = statistics_of(run), table.T
-    calibration = calibration_of(found.predictions) or {}
-    bins, mean = (calibration["bins"], "predicted") if by == "predicted" else (found.acceptance_by_entropy(), "mean")
-    assert sum(each["judged"] for each in bins) == len(table) > 300
+def test_acceptance_in_ranges_of_a_number_has_wilsons_interval() -> None:
+    rng = np.random.default_rng(3)
+    numbers, accepted = rng.random(400), rng.random(400) < 0.7
+    bins = acceptance_bins([*zip(numbers, accepted, strict=True)], (0.0, 0.1, 0.5, 1.0), "mean")
+    assert [each["low"] for each in bins] == [0.0, 0.1, 0.5]
     for each in bins:
-        inside = (numbers >= each["low"] - 1e-12) & (numbers < (each["high"] or math.inf))
-        assert (each["judged"], each["accepted"]) == (inside.sum(), accepted_[inside].sum())
-        assert (each["rate"], each[mean]) == pytest.approx((accepted_[inside].mean(), numbers[inside].mean()))
-        wilson = stats.binomtest(each["accepted"], each["judged"]).proportion_ci(0.95, method="wilson")
-        assert (each["rate_low"], each["rate_high"]) == pytest.approx((wilson.low, wilson.high), abs=1e-5)
-    if by == "predicted":
-        error = sum(each["judged"] * abs(each["rate"] - each[mean]) for each in bins) / len(table)
-        whole = {"judged": len(table), "predicted": numbers.mean(), "rate": accepted_.mean(), "error": error}
-        assert {name: calibration[name] for name in whole} == pytest.approx(whole)
+        inside = (numbers >= each["low"]) & (numbers < each["high"])
+        wilson = stats.binomtest(int(accepted[inside].sum()), int(inside.sum())).proportion_ci(0.95, method="wilson")
+        found = (each["mean"], each["rate"], each["rate_low"], each["rate_high"])
+        assert found == pytest.approx((numbers[inside].mean(), accepted[inside].mean(), *wilson), abs=1e-5)
 
 
 def drafted(path: Path, *drafts: tuple[Sequence[float | None], int, dict[str, Any]]) -> TraceStatistics:

@@ -23,6 +23,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.types import Context
+from specgen.cli.train import TRAINABLE, _draft_report
 from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
@@ -88,18 +89,16 @@ def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
     held_out, predictor, of_train = (documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN))
     assert (held_out, predictor) == ({0, 8, 16}, {2, 5, 10, 13, 18, 21})
     assert of_train == set(range(24)) - held_out - predictor
-    assert repeated.different([Part.HELD_OUT]) == [(0,) * 4, (8,) * 4, (16,) * 4]
     assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Part.HELD_OUT) == set(range(7)), "too few to split"
     for parts, expected in (((Part.TRAIN,), of_train), (NOT_HELD_OUT, of_train | predictor)):
         batches = TrainingBatches(task_of(Path(), replace(TINY, batch=8), corpus=repeated), [], parts)
         assert {int(token) for step in range(20) for token in batches.batch(step).ids.unique()} == expected
-    texts = [[number * 100 + index for index in range(10 + number)] for number in range(16)]
+    corpus = Corpus([[number * 100 + index for index in range(10 + number)] for number in range(16)])
     for seed in range(100):
-        found = Corpus(texts).sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
-        text = texts[found[0] // 100]
-        first = text.index(found[0])
-        assert text[first : first + 6] == found
-        assert Corpus(texts).sample(random.Random(seed), 6, from_start=True)[0] % 100 == 0
+        found = corpus.sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
+        assert found == list(range(found[0], found[0] + 6))
+        assert found[-1] % 100 < 10 + found[0] // 100
+        assert corpus.sample(random.Random(seed), 6, from_start=True)[0] % 100 == 0
 
 
 def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> None:
@@ -108,20 +107,19 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> No
     folder = save(make_model("llama"), tmp_path / "chat", tokenizer)
     own = opened(folder).tokenizer
     says = [("system", "be kind"), ("user", "ab"), ("assistant", "cd"), ("user", "ef" * 8)]
-    entries: list[Any] = [{"messages": [{"role": role, "content": text} for role, text in says]}, {"prompt": "hello"}]
+    messages = [{"role": role, "content": text} for role, text in says]
     path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, entries)))
+    path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "hello"}))
     start, short = "system be kind\nuser ab\nassistant ", "user hello\nassistant "
     for limit, expected in ((100, [f"{start}cd\nuser {'ef' * 8}\nassistant "]), (40, [start]), (25, [])):
         texts = [own.text_of(ids) for ids in chat_prompts(path, own, limit)]
         assert texts == [*expected, short], "the last message that leaves room"
-    for wrong in ({}, {"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": 3}, 7):
-        (tmp_path / "b.jsonl").write_text(json.dumps(wrong))
+    for wrong in ("{}", '{"messages": [{"role": "user"}]}', '{"prompt": 3}'):
+        (tmp_path / "b.jsonl").write_text(wrong)
         with pytest.raises(SpecgenError, match=r"b.jsonl, line 1(: | has neither)"):
             chat_prompts(tmp_path / "b.jsonl", own, 100)
     options = ["tune", "--train", "-t", folder, "--out", str(tmp_path / "out"), "--chat"]
-    for more in ([], ["--corpus", str(path), "--window", "16"]):
-        assert "there are no prompts for --chat of at most" in refused([*options, *more])
+    assert "there are no prompts for --chat of at most" in refused([*options, "--corpus", str(path), "--window", "16"])
     sizes = ["--window", "48", "--batch-size", "4", "--steps", "1", "--device", "cpu", "--dtype", "float32", "-q"]
     trained([*options, "--methods", "medusa", "--corpus", str(path), *sizes])
 
@@ -140,11 +138,6 @@ def test_batched_texts_equal_those_generated_alone(family: str, backend: str, mo
         assert text[-1] == EOS or len(text) >= 24
     first, again, another = (continuations(target, prompts, 30, greedy=False, seed=seed) for seed in (1, 1, 2))
     assert first == again != another
-    if (family, backend) == ("llama", "native"):
-        samples = torch.tensor([text[3] for text in continuations(target, [[5, 9, 7]] * 4000, 4, greedy=False, seed=3)])
-        expected = target.model.reference_logits([5, 9, 7])[-1].softmax(dim=-1)
-        found = torch.bincount(samples, minlength=len(expected)) / 4000
-        assert float((found - expected).abs().max()) < 5 * (0.25 / 4000) ** 0.5
 
 
 PARTS = {"head": (Part.TRAIN, Part.HELD_OUT), "exit": tuple(Part), "predictor": (Part.PREDICTOR, Part.HELD_OUT)}
@@ -169,14 +162,14 @@ def test_every_text_continues_a_document_of_its_part(
         top1 = predicted(target, text).top_k_ids[text.prompt_length - 1 : -1, 0].tolist()
         assert text.ids[text.prompt_length :] == top1 or not text.greedy
     parts = [text.part for text in texts]
-    assert {text.greedy for text in texts} == {True, False}
+    of_greedy = sum(text.greedy for text in texts)
+    assert 0 < of_greedy < len(texts)
     if is_prompted:
-        assert sum(text.greedy for text in texts) <= 24, "greedily, each prompt is continued once"
+        assert of_greedy <= 24, "greedily, each prompt is continued once"
     elif used == "predictor":
         assert set(parts) == {Part.PREDICTOR, Part.HELD_OUT}
     else:
-        assert sum(text.greedy for text in texts) * 2 == len(texts)
-        assert parts.count(Part.HELD_OUT) == len(parts) / 8
+        assert (2 * of_greedy, 8 * parts.count(Part.HELD_OUT)) == (len(texts), len(texts))
         assert 0 < parts.count(Part.PREDICTOR) < len(parts) / 4 if used == "exit" else Part.PREDICTOR not in parts
     path = tmp_path / "training" / "texts-0000.json"
     path.write_text(path.read_text()[:-5])
@@ -225,10 +218,10 @@ def test_a_resumed_run_ends_with_the_same_weights(
         monkeypatch.setattr(training_texts, "free_memory", lambda _: None)
     with pytest.raises(SpecgenError, match=r"another run \(window: 24, now 25\)"):
         run(kind, folder, other, tmp_path / "resumed", corpus, Recorder(), replace(TINY, window=25))
-    state = tmp_path / "resumed" / "training" / "state.safetensors"
+    state = tmp_path / "resumed" / "training" / "state.pt"
     content = state.read_bytes()
     state.write_bytes(content[:-9])
-    with pytest.raises(SpecgenError, match=r"cannot read .*state\.safetensors"):
+    with pytest.raises(SpecgenError, match=r"cannot read .*state\.pt"):
         run(kind, folder, other, tmp_path / "resumed", corpus, Recorder())
     state.write_bytes(content)
     last = Recorder()
@@ -271,13 +264,13 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
     folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Files have the weights in bfloat16: they are rounded before they are measured and before the predictor is trained."""
-    measured: dict[str, Any] = {}
+    rounded, measured = [], list[Text]()
 
     def recording(texts: list[Text], ranks_of: Any) -> Any:
         dtype = torch.float32 if kind == "sd" else torch.bfloat16
-        measured["rounded"] = all(torch.equal(each, each.to(dtype).float()) for each in LAST[0].parameters.values())
-        measured.update(agreement=held_out_agreement(texts, ranks_of), texts=texts)
-        return measured["agreement"]
+        rounded.append(all(torch.equal(each, each.to(dtype).float()) for each in LAST[0].parameters.values()))
+        measured[:] = [text for text in texts if text.part == Part.HELD_OUT and text.greedy]
+        return held_out_agreement(texts, ranks_of)
 
     for module in ("exits", "distillation", "heads"):
         monkeypatch.setattr(f"specgen.train.{module}.held_out_agreement", recording)
@@ -286,35 +279,29 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
     path, made = run(kind, folder, other, tmp_path, corpus, recorder, recipe)
     first, *_, last = (float(figures.split()[-1]) for figures in recorder.shown["Training"])
     assert last < first - 0.1
-    assert measured["rounded"], "what is measured are the saved weights"
-    agreement, figures = measured["agreement"][0], made["figures"]
-    texts = [text for text in measured["texts"] if text.part == Part.HELD_OUT]
+    assert rounded[-1], "what is measured are the saved weights"
+    figures, target = made["figures"], opened(folder)
     if kind == "medusa":
-        weights: Any = open_part(path, opened(folder), is_exit=False).load()
+        weights: Any = open_part(path, target, is_exit=False).load()
         assert len(weights.rank_accuracies[0]) == RANKS
-        assert figures["held_out_agreement"] == agreement
-        assert agreement["greedy"][0] > 0.1
+        assert figures["held_out_agreement"]["greedy"][0] > 0.1
         return
     if kind == "sd":
-        assert figures["agreement"]["greedy"] == agreement["greedy"][0] > figures["agreement_before"]["greedy"] + 0.1
+        agreement, draft = figures["agreement"]["greedy"], opened(tmp_path).model
+        assert agreement > figures["agreement_before"]["greedy"] + 0.1
         assert weights_fingerprint(other) == own
         assert {each.name for each in tmp_path.iterdir()} >= {each.name for each in other.iterdir()}
-        saved: Any = opened(tmp_path).model
-        logits = [saved.reference_logits(text.ids) for text in texts]
+        logits = [draft.reference_logits(text.ids) for text in measured]
     else:
-        exit_: Any = open_part(path, opened(folder), is_exit=True).load()
-        drafts = make_runners(exit_, opened(folder).model, None, lambda: None).draft
-        logits = [drafts.logits(Context(text.ids[:1]), text.ids[1:]).logits for text in texts]
-        assert figures["held_out_agreement"]["greedy"] == agreement["greedy"][0] > 0.3
-        assert figures["predictor"]["base_loss"] > 0
-        assert exit_.predictor is not None
-    for name, greedy in (("greedy", True), ("sampled", False)):
-        right, target = list[bool](), opened(folder)
-        for text, found in zip(texts, logits, strict=True):
-            if text.greedy == greedy:
-                top1 = predicted(target, text).top_k_ids[:, 0]
-                right += (found.argmax(dim=-1) == top1)[text.prompt_length - 1 : -1].tolist()
-        assert agreement[name] == [sum(right) / len(right)]
+        agreement, part = figures["held_out_agreement"]["greedy"], open_part(path, target, is_exit=True)
+        assert agreement > 0.3
+        assert part.has_predictor
+        drafts = make_runners(part.load(), target.model, None, lambda: None).draft  # type: ignore[arg-type]
+        logits = [drafts.logits(Context(text.ids[:1]), text.ids[1:]).logits for text in measured]
+    right = list[bool]()
+    for text, found in zip(measured, logits, strict=True):
+        right += (found.argmax(dim=-1)[:-1] == torch.tensor(text.ids[1:]))[text.prompt_length - 1 :].tolist()
+    assert agreement == sum(right) / len(right)
 
 
 def test_teacher_references_point_to_the_probabilities_of_their_token(folder: Path, other: Path, corpus: Path) -> None:
@@ -349,16 +336,14 @@ def judged(ids: list[int], top1: list[int], prompt_length: int, exit_top1: list[
 
 
 def test_rounds_start_after_the_last_committed_token() -> None:
-    """Greedy text: a round ends at the first rejected token, and the next one starts after the correction. Sampled text is
-    followed as long as it is the target's most probable."""
+    """Greedy text: a round ends at the first rejected token, and the next one starts after the correction."""
     ids = [7, 8, 9, 10, 11, 12, 13, 14]  # the prompt has 2 tokens, and the prefill gives the third
-    exits_ = [*ids[1:], 99]
-    exits_[4] = 50  # wrong about token 5
+    exits = [8, 9, 10, 11, 50, 13, 14, 99]  # wrong about token 5
     expected = [(1, 2, 1, True), (1, 3, 2, True), (1, 4, 3, False), (4, 5, 1, True), (4, 6, 2, True)]
-    assert judged(ids, [*ids[1:], 99], 2, exits_, 1.0) == expected
-    # Drafts of one token: each is followed by a bonus token, and the next round starts after that.
-    assert judged(ids, [*ids[1:], 99], 2, exits_, 0.0) == [(1, 2, 1, True), (3, 4, 1, False), (4, 5, 1, True)]
-    top1 = [8, 9, 10, 60, 12, 99]  # the token after 10 was sampled: 60 is more probable
+    assert judged(ids, [*ids[1:], 99], 2, exits, 1.0) == expected
+    expected = [(1, 2, 1, True), (3, 4, 1, False), (4, 5, 1, True)]  # drafts of one token, each followed by a bonus token
+    assert judged(ids, [*ids[1:], 99], 2, exits, 0.0) == expected
+    top1 = [8, 9, 10, 60, 12, 99]  # the token after 10 was sampled: 60 is more probable, and the draft is followed up to there
     assert judged(ids[:6], top1, 1, top1, 1.0) == [(0, 1, 1, True), (0, 2, 2, True), (0, 3, 3, True), (3, 4, 1, True)]
 
 
@@ -412,20 +397,13 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
     """From text for predictors alone; the command replaces the files by default."""
     monkeypatch.setattr(training_texts, "PREDICTOR_TOKENS", 2000)
     path, old = run("eesd", folder, other, tmp_path / "exit", corpus, Recorder())
-    recipe = replace(TINY, steps=None, seed=3)
-
-    def again(recorder: Recorder) -> Any:
-        target = opened(folder)
-        task = task_of(tmp_path / "new", recipe, recorder, corpus=corpus_of(corpus, target))
-        return train(PredictorObjective(task, target, path))
-
-    with pytest.raises(TrainingStopped):
-        again(Recorder("Generating text", 25))
-    made, description = again(Recorder())
+    target = opened(folder)
+    task = task_of(tmp_path / "new", replace(TINY, steps=None, seed=3), corpus=corpus_of(corpus, target))
+    made, description = train(PredictorObjective(task, target, path))
     before, after = load_file(path), load_file(made)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys()
-    assert changed == {name for name in before if name.startswith("predictor.")}
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) != name.startswith("predictor.")
     assert description["figures"]["steps"] == old["figures"]["steps"]
     assert description["made_with"]["predictor"]["seed"] == 3
     options = ["tune", "--train", "-t", str(folder), "--exit-layer", str(path.parent), "--corpus", str(corpus)]
@@ -436,14 +414,6 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
 
 
 # the command
-
-PRINTED = {
-    "eesd": "Trained an exit layer for ",
-    "medusa": "Trained Medusa heads for ",
-    "eagle": "Trained an EAGLE head for ",
-    "glide": "Trained a GliDe head for ",
-    "sd": "Distilled a draft model.",
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -459,7 +429,7 @@ def test_the_command_trains_where_it_is_found(
     result = trained(train_command(kind, corpus, None, *named, "--steps", "3", "--json"))
     line, fingerprint = json.loads(result.stdout), weights_fingerprint(folder)
     assert (line["type"], line["figures"]["steps"]) == ("train", 3)
-    assert PRINTED[kind] in result.stderr
+    assert ("Distilled a draft model." if kind == "sd" else f"Trained {TRAINABLE[kind].name} for ") in result.stderr
     assert "Training: 100%, step 3" in result.stderr
     assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
     draft = None
@@ -481,13 +451,11 @@ def test_the_command_trains_where_it_is_found(
 
 REFUSED: list[tuple[str, list[str], str]] = [
     ("eesd", ["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
-    ("eesd", ["--steps", "0"], "--steps is 0"),
     ("eesd", ["--exit-head", "other"], "--exit-head is 'other'"),
     ("sd", [], "there is no draft model to train"),
     ("eesd", ["--layer", "3"], "after layer 3"),
     ("eesd", ["--methods", "svip"], "svip has nothing to train"),
     ("eesd", ["--exit-layer", "x", "--steps", "3"], "--steps, --batch-size cannot be combined with --train --exit-layer"),
-    ("eesd", ["--limit", "3", "-n", "9"], "--limit, --max-new-tokens cannot be combined with --train"),
     ("medusa", ["--layer", "1"], "--layer cannot be combined with --train --methods medusa, which trains Medusa heads"),
     ("medusa", ["--methods", "medusa,glide"], "glide and medusa cannot be trained in one run"),
     ("sd", ["--self-text", "0"], "--self-text is 0"),
@@ -527,16 +495,13 @@ def test_training_needs_text_and_says_so_of_too_little(folder: Path, tmp_path: P
     assert "predictor: false" in (tmp_path / "out" / EXIT_DESCRIPTION).read_text()
 
 
-def test_only_a_draft_that_agrees_more_is_recommended(
-    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shares = iter({"greedy": [greedy], "sampled": [0.5]} for greedy in (0.9, 0.95, 0.9, 0.7))
-    monkeypatch.setattr("specgen.train.distillation.held_out_agreement", lambda *_: (next(shares), []))
-    for name, said, unsaid in (("better", "Use it: --draft", "did not rise"), ("worse", "did not rise: keep", "Use it: ")):
-        result = trained(train_command("sd", corpus, tmp_path / name, "-t", str(folder), "-d", str(other), "--steps", "1"))
-        assert "of the greedy tokens (before: 90.0%)" in result.stderr
-        assert said in result.stderr
-        assert unsaid not in result.stderr
+def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:
+    for after, said in ((0.95, f"Use it: --draft {tmp_path}"), (0.9, "did not rise: keep the draft you have")):
+        figures = {"agreement_before": {"greedy": 0.9}, "agreement": {"greedy": after}}
+        fields, sentence = _draft_report(tmp_path, figures)
+        assert fields["figures"] == figures
+        assert f"{after:.1%} of the greedy tokens (before: 90.0%)" in sentence
+        assert said in sentence
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")

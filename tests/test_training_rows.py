@@ -9,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, LETTERS, make_model, make_tokenizer, model_of, save
+from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import LAYERED, quick
-from training_helpers import TEXTS, corpus_of, objective, opened, packed, task_of, written
+from training_helpers import TEXTS, TINY, corpus_of, objective, opened, packed, task_of, written
 
 from specgen.base.types import Context
-from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.products import trained_product
 from specgen.engine.parts import eagle, glide, medusa
-from specgen.engine.parts.own_layers import ExitLayers
 from specgen.train import heads
 from specgen.train.corpus import Part
-from specgen.train.heads import HEADS, HeadObjective
-from specgen.train.loop import IGNORED, RANKS, Training, TrainingBatches, held_out_agreement
-from specgen.train.texts import Text, predicted
+from specgen.train.heads import HeadObjective
+from specgen.train.loop import IGNORED, Training, held_out_agreement
+from specgen.train.texts import Text
 
 RUNNERS: dict[str, Any] = {"eagle": eagle, "glide": glide, "medusa": medusa}
-LENGTH = 20
+TOKENS = sum(map(len, TEXTS))
 
 
 class BlocksOf(Random):
@@ -41,13 +38,12 @@ def started(
     kind: str, folder: Path, backend: str = "native", scale: float = 0.2, texts: Sequence[Text] = (), **of_task: Any
 ) -> HeadObjective:
     """An objective with random weights around its initial ones."""
-    made = objective(kind, task_of(folder / "out", **of_task), opened(folder, backend))
+    made: HeadObjective = objective(kind, task_of(folder / "out", **of_task), opened(folder, backend))
     made.start(texts)
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in made.parameters.values():
             weight.add_(torch.randn_like(weight) * scale)
-    assert isinstance(made, HeadObjective)
     return made
 
 
@@ -85,12 +81,11 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
     For EAGLE-3 this is the training-time test, for GliDe the block mask.
     """
     head = started(kind, saved(family, tmp_path), backend, 0.1)
-    batch = packed(TEXTS, sum(map(len, TEXTS)))
-    found, (_, top_k_ids, top_k_log_probs) = head.predictions(batch, BlocksOf(0) if kind == "glide" else None)
+    batch = packed(TEXTS, TOKENS)
+    found, (_, top_k_ids, log_probs) = head.predictions(batch, BlocksOf(0) if kind == "glide" else None)
     with torch.no_grad():
         logits = head.logits(found.outputs, found.depths)
-    target = ModelRunner(head.model)
-    draft = RUNNERS[kind].make_runners(head.weights([]), head.model, target, lambda: None).draft
+    draft = RUNNERS[kind].make_runners(head.weights([]), head.model, ModelRunner(head.model), lambda: None).draft
     pairs = list(zip(found.sources.tolist(), found.depths.tolist(), strict=True))
     assert sorted(pairs) == sorted(rows_of(kind, head.depths))
     ids, segments = batch.ids[0].tolist(), batch.segments[0].tolist()
@@ -102,21 +97,20 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
         own = head.model.reference_logits(text[begin:])[-1]
         assert top_k_ids[row, 0] == own.argmax()
         of_top = own.log_softmax(-1)[top_k_ids[row]]
-        torch.testing.assert_close(top_k_log_probs[row], of_top, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(log_probs[row], of_top, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "glide"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
     """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some steps lower the loss."""
     folder = saved("llama", tmp_path, num_hidden_layers=8)
-    own = corpus_of(corpus, opened(folder))
-    head = started(kind, folder, scale=0.0 if kind == "medusa" else 0.05, corpus=own)
-    batch = packed(TEXTS, sum(map(len, TEXTS)))
+    head = started(kind, folder, scale=0.0 if kind == "medusa" else 0.05, corpus=corpus_of(corpus, opened(folder)))
+    batch = packed(TEXTS, TOKENS)
     found, _ = head.predictions(batch, None)
     if kind == "medusa":
         hidden = head.states(batch).hidden.flatten(0, 1)
         assert torch.equal(found.outputs, hidden[found.sources - found.depths - 1])
-    training = Training(head, TrainingBatches(head.task, [], (Part.TRAIN,)))
+    training = Training(head, head.begin(head.parameters, [], (Part.TRAIN,)))
     losses = [training.advance() for _ in range(8)]
     assert sum(losses[-2:]) < 0.97 * sum(losses[:2])
     assert all(moment["exp_avg"].abs().max() > 0 for moment in training._optimizer.state.values())
@@ -136,101 +130,65 @@ def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytes
     depths = torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
         logits = head.logits(outputs, depths)
-        losses = [head.losses(outputs[row, None], *(each[row, None] for each in (depths, top, log_probs))) for row in range(4)]
+        loss = head.losses(outputs, depths, top, log_probs)
     assert logits.isfinite().nonzero()[:, 1].view(4, -1).tolist() == [ids] * 4
     p, q = (each[:, ids].log_softmax(-1) for each in (target_logits, logits))
     expected = (p.exp() * (p - q)).sum(-1) * torch.tensor([1, 0.8, 0.64, 0])
-    torch.testing.assert_close(torch.stack(losses), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, expected.sum(), atol=1e-4, rtol=1e-4)
 
 
-def test_held_out_agreement_is_that_of_each_token_after_right_ones(tmp_path: Path) -> None:
-    """Counted by hand: for each generated token, each head's prediction and its rank."""
+def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:
+    """Two greedy drafts and a sampled one of three depths; -1 where nothing is predicted. Other parts do not count."""
+    ranks = {1: [[0, 0, 2], [0, 4, -1]], 2: [[99, 0, 0]], 3: [[0, 0, 0]]}
+    texts = [Text([number, 7], 1, number == 1, Part.TRAIN if number == 3 else Part.HELD_OUT) for number in ranks]
+    agreement, by_rank = held_out_agreement(texts, lambda text: torch.tensor(ranks[text.ids[0]]))
+    assert agreement == {"greedy": [1.0, 0.5, 0.0], "sampled": [0.0]}
+    assert [row[:5] for row in by_rank] == [[0.5, 0, 0, 0, 0], [0.75, 0, 0, 0, 0.25], [0.5, 0, 0.5, 0, 0]]
+    assert held_out_agreement([], lambda _: torch.empty(0)) == ({"greedy": None, "sampled": None}, [])
+
+
+def test_ranks_are_those_of_the_targets_tokens(tmp_path: Path) -> None:
+    """Of each draft that begins after the prompt's last token or a later one."""
     head = started("medusa", saved("llama", tmp_path), scale=0.1)
-    prompts = [[5, 9, token] for token in range(3, 19)]
-    texts = [text for greedy in (True, False) for text in written(head.target, prompts, 12, greedy=greedy, part=Part.HELD_OUT)]
-    agreement, found_ranks = held_out_agreement(texts, head.ranks_of)
-    shares: list[list[list[float]]] = []
-    for name, greedy in (("greedy", True), ("sampled", False)):
-        reached, right, ranks = [0] * HEADS, [0] * HEADS, [list[int]() for _ in range(HEADS)]
-        for text in (text for text in texts if text.greedy == greedy):
-            rows, _ = head.predictions(packed([text.ids], len(text.ids)), None)
-            top1 = predicted(head.target, text).top_k_ids[:, 0].tolist()
-            logits = head.logits(rows.outputs, rows.depths)
-            places = zip(rows.sources.tolist(), rows.depths.tolist(), strict=True)
-            by_place = {(source - depth, depth): logits[row] for row, (source, depth) in enumerate(places)}
-            for last in range(text.prompt_length - 1, len(text.ids) - 1):  # the last token that is not drafted
-                are_right = True
-                for depth in range(min(HEADS, len(text.ids) - 1 - last)):
-                    order = by_place[last, depth].argsort(descending=True).tolist()
-                    ranks[depth].append(order.index(top1[last + depth]))
-                    reached[depth] += are_right
-                    are_right = are_right and ranks[depth][-1] == 0
-                    right[depth] += are_right
-        expected = [right[depth] / reached[depth] for depth in range(HEADS) if reached[depth]]
-        assert agreement[name] == pytest.approx(expected)
-        shares.append([[own.count(rank) / len(own) for rank in range(RANKS)] for own in ranks])
-    assert 0 < expected[0] < 1
-    for depth in range(HEADS):
-        both = zip(shares[0][depth], shares[1][depth], strict=True)
-        assert found_ranks[depth] == pytest.approx([sum(pair) / 2 for pair in both])
-    assert held_out_agreement([], head.ranks_of) == ({"greedy": None, "sampled": None}, [])
-
-
-def random_batch() -> BatchPass:
-    """Two sequences: a text of 20 tokens, and two texts of 13 and 7 tokens."""
-    ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    at = torch.stack((torch.arange(LENGTH), torch.cat((torch.arange(13), torch.arange(7)))))
-    segments = torch.stack((torch.zeros(LENGTH), (torch.arange(LENGTH) >= 13).float()))
-    visible = (segments[:, :, None] == segments[:, None, :]) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    return BatchPass(ids, at, visible, at)
-
-
-def reference_gradients(module: Any, batch: BatchPass, first: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of the next tokens and its gradients, by transformers' whole model; the names are those of an exit's file."""
-    module.requires_grad_(True)
-    logits = torch.zeros(2, LENGTH, module.config.vocab_size)
-    for row, start, end in [(0, 0, LENGTH), (1, 0, 13), (1, 13, LENGTH)]:
-        logits[row, start:end] = module(batch.ids[row : row + 1, start:end], use_cache=False).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="sum")
-    loss.backward()
-    gradients = {"head.weight": module.lm_head.weight.grad}
-    for name, weight in module.model.named_parameters():
-        parts = name.split(".")
-        if parts[0] == "norm":
-            gradients[name] = weight.grad
-        elif parts[0] == "layers" and int(parts[1]) >= first:
-            gradients[".".join(("layers", str(int(parts[1]) - first), *parts[2:]))] = weight.grad
-    return loss.detach(), gradients
-
-
-def exit_loss(model: Any, parameters: dict[str, torch.Tensor], count: int, depth: int, batch: BatchPass) -> torch.Tensor:
-    with torch.no_grad():
-        hidden = model.batch(batch, depth, with_head=False).hidden_states
-    layers = ExitLayers(model, count, parameters, trained_product)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.dtype != torch.float32):
-        logits, _ = layers.norm_and_head(layers.run_layers(hidden, batch))
-    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="sum")
+    (text,) = written(head.target, [[5, 9, 7]], 12, greedy=True, part=Part.HELD_OUT)
+    found, (_, top_k_ids, _) = head.predictions(packed([text.ids], len(text.ids)), None)
+    orders = head.logits(found.outputs, found.depths).argsort(descending=True)
+    expected = torch.full((len(text.ids), head.depths), -1)
+    for row, (source, depth) in enumerate(zip(found.sources.tolist(), found.depths.tolist(), strict=True)):
+        if source - depth >= 2:
+            expected[source - depth, depth] = orders[row].tolist().index(top_k_ids[row, 0])
+    assert torch.equal(head.ranks_of(text), expected)
 
 
 @pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
 def test_an_exits_loss_and_gradients_are_those_of_the_whole_model(family: str, backend: str, tmp_path: Path) -> None:
-    """An untrained exit before the model's last layers is the model itself, on either backend."""
-    module = make_model(family, tie_word_embeddings=False)
+    """An untrained exit before the model's last layers is the model itself, on either backend and of packed texts."""
+    module: Any = make_model(family, tie_word_embeddings=False)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if weight.dim() == 1:  # norms and biases, which begin as all ones or zeros
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))), alpha=0.2)
-    save(module, tmp_path)
-    model, batch = model_of(module, backend), random_batch()
-    parameters = {name: torch.nn.Parameter(weight) for name, weight in model.last_layers(tmp_path, 2).items()}
-    loss = exit_loss(model, parameters, 2, 1, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    expected_loss, expected = reference_gradients(module, batch, 1)
-    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-5, atol=0)
-    assert parameters.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(parameters[name].grad, gradient, rtol=1e-4, atol=1e-4 * scale, msg=name)
+    target = opened(save(module, tmp_path / "target", make_tokenizer(LETTERS)), backend)
+    layers = target.model.shape.num_layers - 1
+    made = objective("eesd", task_of(tmp_path / "out"), target, 1, layers)
+    training = Training(made, made.start([]))
+    batch = packed(TEXTS, TOKENS)
+    labelled = TOKENS - len(TEXTS)
+    assert int((batch.labels != IGNORED).sum()) == labelled
+    loss = training.backward(batch, labelled)
+    module.requires_grad_(True)
+    expected = torch.zeros(())
+    for text in TEXTS:
+        logits = module(torch.tensor([text]), use_cache=False).logits[0, :-1]
+        expected = expected + torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum") / labelled
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+    theirs = {name.removeprefix("model."): weight.grad for name, weight in module.named_parameters()}
+    for name, weight in training.trained.items():
+        kind, number, *rest = name.split(".")
+        later = ".".join((kind, str(int(number) + 1), *rest)) if kind == "layers" else name.replace("head.", "lm_head.")
+        scale = float(theirs[later].abs().max())
+        torch.testing.assert_close(weight.grad, theirs[later], rtol=1e-4, atol=1e-4 * scale, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])
@@ -238,19 +196,16 @@ def test_gradients_do_not_depend_on_the_piece_size(
     kind: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece; in pieces of 5 predicted tokens, a sequence at a time."""
-    folder, weights = saved("llama", tmp_path), []
+    folder, gradients = saved("llama", tmp_path), []
     for rows in (1 << 20, 5):
         target = opened(folder)
-        task = task_of(tmp_path / "out", corpus=corpus_of(corpus, target))
+        task = task_of(tmp_path / "out", TINY, corpus=corpus_of(corpus, target))
         made = objective(kind, task, target, *([opened(folder)] if kind == "sd" else []))
         made.rows = rows
         monkeypatch.setattr("specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary)
-        prompts = [[5, 9, token] for token in range(3, 9)]
-        texts = written(target, prompts, 20, greedy=True, part=Part.TRAIN)
-        batches = made.start(texts)
-        batch = batches.batch(0)
-        training = Training(made, batches)
-        assert training.backward(batch, int((batch.labels != IGNORED).sum())) > 0
-        weights.append({name: weight.grad.clone() for name, weight in training.trained.items()})  # type: ignore[union-attr]
-    for name, gradient in weights[0].items():
-        torch.testing.assert_close(gradient, weights[1][name], atol=2e-6, rtol=1e-4)
+        texts = written(target, [[5, 9, token] for token in range(3, 9)], 20, greedy=True, part=Part.TRAIN)
+        training = Training(made, made.start(texts))
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, _: gradients.append([w.grad for w in weights]))
+        training.advance()
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-4)

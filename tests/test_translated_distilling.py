@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from families import make_model, save
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
@@ -21,18 +20,16 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.text.translation import Translation
 from specgen.train.corpus import Corpus, Part
-from specgen.train.distillation import DraftBatches, DraftObjective, check_overlap, translate
+from specgen.train.distillation import DraftObjective, check_overlap, translate
 from specgen.train.loop import IGNORED, divergence
 from specgen.train.texts import Text, predicted
 
 WORDS = ["the", "quick", "brown", "lazy", "dog", "and", "is", "not", "amused", "12345", "times", "fibonacci", "été", "Größe"]
-ONLY_TAUGHT = replace(TINY, self_text=1.0)
 VOCABULARY = 480  # rows of the models' tables; both tokenizers have fewer tokens
 
 
-def saved(folder: Path, pipeline: str | Pipeline, seed: int) -> Path:
+def saved(folder: Path, pipeline: Pipeline, seed: int) -> Path:
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    pipeline = Pipeline.from_str(pipeline) if isinstance(pipeline, str) else pipeline
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pipeline, **named)
     return Path(save(make_model("llama", seed=seed, vocab_size=VOCABULARY), folder, tokenizer))
 
@@ -47,7 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     made = tmp_path_factory.mktemp("translated")
     of_target = json.loads(byte_level(with_template=True))
     of_target["added_tokens"] = [token for token in of_target["added_tokens"] if token["special"]]
-    return saved(made / "target", json.dumps(of_target), 0), saved(made / "draft", metaspace(), 7)
+    target = saved(made / "target", Pipeline.from_str(json.dumps(of_target)), 0)
+    return target, saved(made / "draft", Pipeline.from_str(metaspace()), 7)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +65,12 @@ def texts(target: LoadedModel) -> list[Text]:
     return [*written(target, prompts, 24, greedy=False, part=Part.TRAIN), Text(read, len(read), False, Part.TRAIN)]
 
 
-def started(folders: tuple[Path, Path], texts: list[Text]) -> tuple[DraftObjective, DraftBatches]:
+def started(folders: tuple[Path, Path], texts: list[Text]) -> DraftObjective:
     target, draft = opened(folders[0]), opened(folders[1])
     draft.translation = between(target, draft)
-    objective = DraftObjective(task_of(folders[0] / "out", ONLY_TAUGHT), target, draft)
+    objective = DraftObjective(task_of(folders[0] / "out", replace(TINY, self_text=1.0)), target, draft)
     objective.start(texts)
-    return objective, objective.batches
+    return objective
 
 
 def test_a_translated_text_has_the_same_bytes_before_each_comparison(translation: Translation, texts: list[Text]) -> None:
@@ -87,44 +85,33 @@ def test_a_translated_text_has_the_same_bytes_before_each_comparison(translation
                 assert of_draft == translation.target.of_ids(text.ids[: before + 1]).removeprefix(b" ")
 
 
-def test_the_divergence_on_the_overlap_is_the_formula() -> None:
-    torch.manual_seed(0)
-    logits, target = 2 * torch.randn(6, 12), (2 * torch.randn(6, 10)).log_softmax(dim=-1)
-    to_draft = torch.tensor([3, -1, 0, 5, -1, 7, 2, 9, 8, 11])
-    off_overlap = torch.ones(12, dtype=torch.bool)
-    off_overlap[to_draft[to_draft >= 0]] = False
-    off, q, common = off_overlap.nonzero()[:, 0], logits.softmax(dim=-1), to_draft >= 0
-    p = target[:, common].exp()
-    m, drafted = p.sum(dim=-1), q[:, to_draft[common]]
-    restricted = (p / m[:, None]), drafted / drafted.sum(dim=-1, keepdim=True)
-    inside = m * F.kl_div(restricted[1].log(), restricted[0], reduction="none").sum(dim=-1)
-    outside = (1 - m) * ((1 - m) / (1 - drafted.sum(dim=-1))).log() + m * (m / drafted.sum(dim=-1)).log()
-    top = target.topk(10)
-    torch.testing.assert_close(divergence(logits, to_draft[top.indices], top.values, off), inside + outside, rtol=1e-4, atol=1e-5)
-    top = target.topk(5)  # the others on the overlap are one outcome
-    ids, known = to_draft[top.indices], top.values.exp()
-    is_common = ids >= 0
-    m = torch.where(is_common, known, 0).sum(dim=-1) / known.sum(dim=-1)
-    drafted = torch.where(is_common, q.gather(-1, ids.clamp_min(0)), 0)
-    others = q[:, ~off_overlap].sum(dim=-1) - drafted.sum(dim=-1), m * (1 - known.sum(dim=-1)), q[:, off_overlap].sum(dim=-1)
-    expected = torch.where(is_common, known * (known / drafted).log(), 0).sum(dim=-1)
-    expected = expected + others[1] * (others[1] / others[0]).log() + torch.xlogy(1 - m, (1 - m) / others[2])
-    torch.testing.assert_close(divergence(logits, ids, top.values, off), expected, rtol=1e-4, atol=1e-5)
-    for k in (4, 12):  # of the same vocabulary: by its definition, the rest being one outcome
-        p, q = (2 * torch.randn(5, 12)).softmax(dim=-1), logits[:5].softmax(dim=-1)
-        top = p.topk(k)
-        q = q.gather(-1, top.indices)
-        expected = (top.values * (top.values / q).log()).sum(dim=-1)
-        rest = 1 - top.values.sum(dim=-1), 1 - q.sum(dim=-1)
-        expected = expected if k == 12 else expected + rest[0] * (rest[0] / rest[1]).log()
-        torch.testing.assert_close(divergence(logits[:5], top.indices, top.values.log()), expected, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("known", [5, 10])
+@pytest.mark.parametrize("to_draft", [list(range(10)), [3, -1, 0, 5, -1, 7, 2, 9, 8, 11]])
+def test_the_divergence_is_that_of_its_outcomes(known: int, to_draft: list[int]) -> None:
+    """KL(P || Q) over the known tokens that the draft has, all others on the overlap, and all off the overlap."""
+    generator = torch.Generator().manual_seed(0)
+    size = max(to_draft) + 1
+    logits, target = (2 * torch.randn(6, vocabulary, generator=generator) for vocabulary in (size, 10))
+    top = target.log_softmax(dim=-1).topk(known)
+    ids, of_target = torch.tensor(to_draft)[top.indices], top.values.exp()
+    off = torch.tensor([id_ for id_ in range(size) if id_ not in to_draft], dtype=torch.long)
+    found = divergence(logits, ids, top.values, off)
+    draft = logits.softmax(dim=-1)
+    for row in range(6):
+        pairs = [(float(p), float(draft[row, id_])) for p, id_ in zip(of_target[row], ids[row], strict=True) if id_ >= 0]
+        total, outside = float(of_target[row].sum()), float(draft[row, off].sum())
+        mass = sum(p for p, _ in pairs) / total
+        outcomes = [*pairs, ((1 - total) * mass, 1 - outside - sum(q for _, q in pairs)), (1 - mass, outside)]
+        outcomes = [pair for pair in outcomes if min(pair) > 1e-5]
+        expected = sum(p * torch.tensor(p / q).log() for p, q in outcomes)
+        torch.testing.assert_close(found[row], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_rows_have_the_targets_predictions_in_the_drafts_ids(
     folders: tuple[Path, Path], target: LoadedModel, translation: Translation, texts: list[Text]
 ) -> None:
-    _, batches = started(folders, texts)
-    assert batches.window > ONLY_TAUGHT.window, "as many of the target's tokens"
+    batches = started(folders, texts).batches
+    assert batches.window > TINY.window, "as many of the target's tokens"
     to_draft = torch.tensor([*translation.target_to_draft, *[-1] * VOCABULARY], dtype=torch.int)
     for text, (taught, teacher) in zip(texts, batches._taught, strict=True):
         found = predicted(target, text)
@@ -142,34 +129,25 @@ def test_agreement_is_that_of_the_restricted_draft(
     folders: tuple[Path, Path], target: LoadedModel, translation: Translation, texts: list[Text]
 ) -> None:
     text = texts[0]._replace(part=Part.HELD_OUT)
-    objective, _ = started(folders, [text, *texts[1:]])
+    objective = started(folders, [text, *texts[1:]])
     logits = 4 * torch.randn(200, VOCABULARY, generator=torch.Generator().manual_seed(3))
     objective.next_logits = lambda ids: logits[: len(ids)]  # type: ignore[method-assign]
-    found, of_target = objective.agreement(), predicted(target, text)
+    best = predicted(target, text).top_k_ids[:, 0].tolist()
     _, positions = translate(translation, text.ids, text.prompt_length)
-    to_draft, matches, tokens = translation.target_to_draft, 0, 0
+    matches = []
     for after, before in enumerate(positions):
         if text.prompt_length - 1 <= before < len(text.ids) - 1:
-            q = logits[after].index_fill(-1, objective.off_overlap, -torch.inf).softmax(dim=-1)
-            best = int(of_target.top_k_ids[before, 0])
-            matches += best < len(to_draft) and to_draft[best] == int(q.argmax())
-            tokens += 1
-    assert tokens == len(text.ids) - text.prompt_length
-    assert found == {"greedy": None, "sampled": matches / tokens}
+            own = int(logits[after].index_fill(-1, objective.off_overlap, -torch.inf).argmax())
+            matches.append(best[before] < len(translation.target_to_draft) and translation.target_to_draft[best[before]] == own)
+    assert objective.agreement() == {"greedy": None, "sampled": sum(matches) / len(matches)}
 
 
-@pytest.fixture(scope="module")
-def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng, path = Random(1), tmp_path_factory.mktemp("texts") / "corpus.txt"
-    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(200)), encoding="utf-8")
-    return path
-
-
-def test_the_command_distils_across_tokenizers(folders: tuple[Path, Path], corpus_file: Path, tmp_path: Path) -> None:
+def test_the_command_distils_across_tokenizers(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    rng, corpus = Random(1), tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(200)), encoding="utf-8")
     sizes = ["--steps", "6", "--json", "--self-text", "1", "--learning-rate", "0.003"]
-    result = trained(train_command("sd", corpus_file, tmp_path / "out", "-t", str(folders[0]), "-d", str(folders[1]), *sizes))
-    line = json.loads(result.stdout)
-    figures = line["figures"]
+    result = trained(train_command("sd", corpus, tmp_path / "out", "-t", str(folders[0]), "-d", str(folders[1]), *sizes))
+    figures = json.loads(result.stdout)["figures"]
     assert figures["steps"] == 6
     assert figures["agreement"]["sampled"] > figures["agreement_before"]["sampled"]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folders[1] / "tokenizer.json").read_text()
@@ -182,9 +160,9 @@ def test_a_draft_that_shares_too_little_is_refused(folders: tuple[Path, Path], t
     pipeline.model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
     pipeline.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     other = between(target, opened(saved(tmp_path / "other", pipeline, 3)))
-    text = "the quick brown dog and the lazy dog"
-    words = Corpus(target.tokenizer.encode(word)[1:] for word in text.split())  # the spaces between them are common tokens
+    words = ["the", "quick", "brown", "dog", "and", "lazy"]
+    text = Corpus(target.tokenizer.encode(word)[1:] for word in words)  # the spaces between them are common tokens
     with pytest.raises(SpecgenError, match=r"the draft's vocabulary has only \d+% of the training text's tokens"):
-        check_overlap(other, words, VOCABULARY)
+        check_overlap(other, text, VOCABULARY)
     with pytest.raises(SpecgenError, match="embeddings"):
-        check_overlap(other, words, len(other.draft.pieces) - 1)
+        check_overlap(other, text, len(other.draft.pieces) - 1)

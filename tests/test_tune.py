@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,8 +22,8 @@ from specgen.base.settings import written
 from specgen.cli.app import app
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policy import LengthSweep
 from specgen.methods import METHODS, resolve
+from specgen.pair import skip_search
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 from specgen.tune import tuner
@@ -96,15 +98,6 @@ def test_pearl_that_drafts_nothing_is_left_out(tmp_path: Path, shorter: str) -> 
         pair._worker = None
         with pytest.raises(SpecgenError, match="pearl drafts nothing"):
             time_parallel_rounds(pair, reference, GREEDY)
-
-
-def test_a_sweep_keeps_its_length_while_a_run_warms_up() -> None:
-    sweep, lengths = LengthSweep((1, 3)), []
-    sweep.start_run()
-    for _ in range(5):
-        lengths.append(sweep.length)
-        sweep.observe(0, 0)  # not called for the pass over the prompt
-    assert lengths == [1, 1, 3, 1, 3]
 
 
 def test_tuning_chooses_what_it_measured(near: Pair) -> None:
@@ -264,18 +257,26 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None
 
 def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """--json and the profile have plain decoding's perplexity beside the lossy method's."""
-    objectives = []
-
-    def tuned(pair: Pair, task: TuningRequest, observer: object, rounded: object) -> TuningOutcome:
-        objectives.append((task.objective, {prompt.for_tuning for prompt in task.prompts}))
-        lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, perplexity=1.07)
-        return replace(outcome(), methods=[lossy, Candidate("ar", {}, 80.0, perplexity=1.12)])
-
+    lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, perplexity=1.07)
+    found = replace(outcome(), methods=[lossy, Candidate("ar", {}, 80.0, perplexity=1.12)])
+    given, perplexities, tuned = ["tune", "--methods", "mtad", "--objective", "perplexity"], {"mtad": 1.07, "ar": 1.12}, Mock()
+    tuned.return_value = found
     monkeypatch.setattr(tuner, "tune", tuned)
-    given = ["tune", "--methods", "mtad", "--objective", "perplexity", "--out", str(tmp_path)]
-    line = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
-    assert (line["objective"], line["perplexity"]) == ("perplexity", {"mtad": 1.07, "ar": 1.12})
-    assert objectives == [(Objective(lowest_perplexity=True), {True})]
+    line = json.loads(CliRunner().invoke(app, [*given, "--out", str(tmp_path), "--json"]).stdout)
+    assert (line["objective"], line["perplexity"]) == ("perplexity", perplexities)
+    assert tuned.call_args.args[1].objective == Objective(lowest_perplexity=True)
     kept = profiles.load(tmp_path)
-    assert {name: entry.perplexity for name, entry in kept.methods.items()} == {"mtad": 1.07, "ar": 1.12}
+    assert {name: entry.perplexity for name, entry in kept.methods.items()} == perplexities
     assert kept.measured.prompt_fingerprints == [prompt.fingerprint for prompt in load_prompts(None, for_tuning=True, limit=8)]
+
+
+def test_tune_and_compare_take_different_examples() -> None:
+    tuned, compared = load_prompts(None, for_tuning=True), load_prompts(None)
+    assert not {prompt.fingerprint for prompt in tuned} & {prompt.fingerprint for prompt in compared}
+    assert {prompt.category for prompt in tuned} == {prompt.category for prompt in compared} == {"code", "math", "news", "chat"}
+    assert Counter(prompt.category for prompt in load_prompts(None, for_tuning=True, limit=8)) == dict.fromkeys(
+        ("code", "math", "news", "chat"), 2
+    )
+    first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
+    target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
+    assert first <= {"".join(prompt) for prompt in skip_search.example_prompts(target)}  # type: ignore[arg-type]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
+from specgen.decoding.costs import SpeedupModel
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
 
@@ -61,19 +63,8 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
     assert (again / "profile.yaml").read_text() == (folder / "profile.yaml").read_text()
 
 
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a document, inner ones before the mappings that contain them."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from leaves(entry, (*path, key))
-    if path:
-        yield path
-
-
 def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value at this path; None: without it."""
     position = copy = deepcopy(document)
     for key in path[:-1]:
         position = position[key]
@@ -84,41 +75,32 @@ def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict
     return copy
 
 
-def test_each_field_broken_in_turn_gets_one_clear_line(folder: Path) -> None:
-    """A profile contains no list of such a word; a missing field and an unknown field are errors."""
-    path = folder / "profile.yaml"
-    document = yaml.safe_load(path.read_text())
-    positions = list(leaves(document))
-    assert len(positions) > 60
-    for position in positions:
-        if (position[0] == "fits" and len(position) > 1) or position[-1] == "prompt_fingerprints":  # any will do
-            continue
-        free = position[0] == "methods" and (len(position) == 2 or (len(position) == 4 and position[2] == "settings"))
-        free |= position[:2] == ("chosen", "settings") and len(position) == 3
-        free |= position[-1] in ("perplexity", "learned")
-        free |= "costs" in position and (isinstance(position[-1], int) or position[-1] in ("together", "echo", "parallel"))
-        for value in (["broken"], None):
-            if value is None and free:  # a profile without this method, setting or point is valid
-                continue
-            path.write_text(yaml.dump(changed(document, position, value), Dumper=DUMPER))
-            with pytest.raises(SpecgenError) as caught:
-                profiles.load(folder)
-            message = str(caught.value)
-            assert "\n" not in message
-            assert str(path) in message
-            assert "specgen tune" in message
-            assert str(position[-1]) in message or str(position[0]) in message, (position, message)
-    for position, value, said in (
-        (("methods", "sd", "settings", "k"), 0, r"sd: k is 0\. "),
-        (("chosen", "method"), "svipp", "did you mean svip"),
-    ):
-        path.write_text(yaml.safe_dump(changed(document, position, value)))
-        with pytest.raises(SpecgenError, match=said):
-            profiles.load(folder)
-    for position in [(), ("chosen",), ("methods", "sd"), ("measured",), ("sampling",)]:
-        path.write_text(yaml.safe_dump(changed(document, (*position, "surprise"), 1)))
-        with pytest.raises(SpecgenError, match="surprise"):
-            profiles.load(folder)
+BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
+    (("methods", "sd", "settings", "k"), 0, r"sd: k is 0\. "),
+    (("chosen", "method"), "svipp", "did you mean svip"),
+    (("chosen", "settings"), ["broken"], "settings"),
+    (("speedup",), None, "speedup"),
+    (("speedup",), -1.0, "speedup"),
+    (("verdict",), "broken", "verdict"),
+    (("fits", "target"), ["broken"], "fits.target"),
+    (("sampling", "top_p"), 2.0, "top_p"),
+    (("measured", "costs", "echo"), ["broken"], "another form"),
+    (("measured", "costs", "echo", "judging"), None, "another form"),
+    (("measured", "costs", "echo", "looking"), -1.0, "not positive"),
+    *((path, 1, "surprise") for path in [("surprise",), ("chosen", "surprise"), ("methods", "sd", "surprise")]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "said"), BROKEN)
+def test_a_broken_field_gets_one_clear_line(folder: Path, path: tuple[str, ...], value: Any, said: str) -> None:
+    file = folder / "profile.yaml"
+    file.write_text(yaml.safe_dump(changed(yaml.safe_load(file.read_text()), path, value)))
+    with pytest.raises(SpecgenError, match=said) as caught:
+        profiles.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(file) in message
+    assert "specgen tune" in message
 
 
 @pytest.mark.parametrize(
@@ -138,14 +120,13 @@ def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> 
 
 def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profile is written to another file first, and then renamed."""
-    before = (folder / "profile.yaml").read_text()
-    found = profiles.load(folder).model_copy(update={"speedup": 9.0})
+    before, found = (folder / "profile.yaml").read_text(), profiles.load(folder).model_copy(update={"speedup": 9.0})
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(files.os, step, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(files.os, step, Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 profiles.save(found, folder)
-        assert (folder / "profile.yaml").read_text() == before
+    assert (folder / "profile.yaml").read_text() == before
     assert [path.name for path in folder.iterdir()] == ["profile.yaml"]
 
 
@@ -217,28 +198,24 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
     prompts.write_text("prompts: [abc, bcd, {prompt: cde, tuning: true}]")
     profiles.save(profiles.from_outcome(outcome(), key, load_prompts(prompts, for_tuning=True)), tmp_path)
 
-    def compared(*arguments: str, out: bool = False) -> str:
-        given = ["--profile", str(tmp_path), "--repeats", "1", "-n", "4", *arguments]
+    def compared(*more: str) -> str:
+        given = ["--prompts", str(prompts), "--profile", str(tmp_path), "--repeats", "1", "-n", "4", *more]
         result = CliRunner().invoke(app, ["compare", *pair, "--device", "cpu", *given])
         assert result.exit_code == 0, result.stderr
-        return " ".join(result.stdout.split())
+        return result.stdout
 
-    methods = "sd,sd:k=2,svip,sd:k=3"
-    said = compared("--prompts", str(prompts), "-m", methods)
+    methods = ("-m", "sd,sd:k=2,svip,sd:k=3")
+    said = " ".join(compared(*methods).split())
     assert re.search(r"None of these prompts chose the settings of (sd|svip|sd:k=3, )+.* \(specgen tune\)\.", said)
     assert "sd:k=2" not in said.partition("None of these")[2]
     prompts.write_text("prompts: [abc, bcd, cde]")
-    both = ("--prompts", str(prompts), "-m", methods)
-    assert "1 of 3 prompts chose the settings of" in compared(*both)
-    lines = [json.loads(line) for line in compared(*both, "--json", "--trace", str(trace)).replace("} {", "}\n{").splitlines()]
+    lines = [json.loads(line) for line in compared(*methods, "--json", "--trace", str(trace)).splitlines()]
     starts = [json.loads(line) for line in trace.read_text().splitlines()]
     ks = {line["spec"]: line["settings"].get("k") for line in starts if line["type"] == "start" and line["method"] == "sd"}
     assert ks == {"sd": 3, "sd:k=2": 2, "sd:k=3": 3}
     expected = {"ar": None, "sd": 1, "sd:k=2": None, "svip": 1, "sd:k=3": 1}  # sd:k=3: as tuned, but written by the user
     assert {line["method"]: line["tuned_on"] for line in lines} == expected
-    assert "1 of 3 prompts chose" in compared("--prompts", str(prompts), "--resume", str(trace))
-    profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
-    assert "prompts chose" not in compared(*both), "a profile of an older version does not know its prompts"
+    assert "1 of 3 prompts chose" in " ".join(compared("--resume", str(trace)).split())
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:
@@ -269,3 +246,16 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert again.exit_code == 0, again.stderr
     assert f"--num-draft-tokens {profiles.load(out).settings_of('sd')['k']}" in again.stdout  # type: ignore[index]
     assert "✓" not in again.stderr, "the existing profile is used"
+
+
+def test_the_json_line_of_a_tuning_that_does_not_pay(tmp_path: Path) -> None:
+    """A target pass over two tokens takes 12 ms, a draft pass 2 ms, plain decoding 10 ms: drafts of one token pay from 40 %."""
+    found = replace(outcome(), speedup_model=SpeedupModel({1: 0.01, 2: 0.012}, 0.002, 256), left_out={"pearl": "no time"})
+    line = json_line(found, tmp_path / "profile.yaml")
+    assert (line["chosen"]["method"], line["verdict"], line["speedup"], line["speedup_low"]) == ("svip", "pays", 1.4, 1.2)
+    assert line["pays_from"] == pytest.approx(0.4)
+    assert (line["measured"], line["left_out"]) == ({"svip": 118.0, "ar": 84.0}, {"pearl": "no time"})
+    slow = [replace(entry, speedup=0.9, low=0.8, high=0.97) if entry.name == "svip" else entry for entry in found.methods]
+    line = json_line(replace(found, methods=slow), tmp_path)
+    assert (line["chosen"], line["verdict"], line["speedup"]) == ({"method": "ar", "settings": {}}, "does not pay", 1.0)
+    assert (line["speedup_low"], line["speedup_high"], line["confirmed"]) == (None, None, True)

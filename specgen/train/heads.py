@@ -197,11 +197,6 @@ class HeadObjective(Objective):
         keys, values = (each.view(sequences, -1, *each.shape[1:]) for each in cache.keys_and_values(self.num_layers - 1, tokens))
         return TargetStates(features, hidden, (keys, values))
 
-    @torch.no_grad()
-    def embeddings(self, ids: Tensor) -> Tensor:
-        """Returns the token embeddings [..., width] of `ids` [...], as the first layer gets them."""
-        return self.model.embeddings(ids).float()
-
     def target_logits(self, hidden: Tensor) -> Tensor:
         """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the final norm. Differentiable."""
         hidden = hidden.to(self.dtype)
@@ -326,7 +321,7 @@ class EagleObjective(LayerObjective):
         """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
         weights = EagleWeights(self.config, self.parameters)
         layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
-        features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.embeddings(batch.ids)
+        features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.model.embeddings(batch.ids).float()
         forward_pass, rows = batch.forward_pass(), []
         for depth in range(self.depths):
             at, padding = batch.positions + depth, min(1 + depth, batch.ids.shape[1])
@@ -403,7 +398,7 @@ class GlideObjective(LayerObjective):
         assert states.keys_values is not None
         cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_product)
-        outputs = layers(self.embeddings(batch.ids).flatten(0, 1), self.inputs.batched(own_pass), [cross])
+        outputs = layers(self.model.embeddings(batch.ids).float().flatten(0, 1), self.inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
         return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])
 

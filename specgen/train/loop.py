@@ -6,7 +6,6 @@ and resumed therefore gives the same weights as one without interruption.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -15,18 +14,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # of torch.load
 from random import Random
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.forward_pass import BatchPass
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.weights import WeightFiles
 from specgen.train.corpus import Part
 from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration
@@ -229,7 +227,7 @@ class Training:
         Raises TrainingStopped if a stop is requested, after saving the state; RunError if the loss is not finite; SpecgenError if
         the file with the state is damaged.
         """
-        state = self.task.folder / "state.safetensors"
+        state = self.task.folder / "state.pt"
         if state.exists():
             self.restore(state)
             self.task.announce(f"resuming at step {self.step}")
@@ -294,30 +292,25 @@ class Training:
 
     def save(self, path: Path) -> None:
         """Writes weights, optimizer state and counters to one file, atomically. Raises OSError."""
-        tensors = {f"layer.{name}": weight for name, weight in self.trained.items()}
-        for name, weight in self.trained.items():
-            tensors |= {f"{kind}.{name}": moment for kind, moment in self._optimizer.state[weight].items()}
-        numbers = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "losses": self._losses}
-        stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        state = {
+            "weights": {name: weight.data for name, weight in self.trained.items()},
+            "optimizer": self._optimizer.state_dict(),
+            "numbers": (self.step, self.tokens, self.seconds, self._losses),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(save(stored, {"numbers": json.dumps(numbers)}))
+            torch.save(state, file)
 
     def restore(self, path: Path) -> None:
         """Loads what `save` wrote. Raises SpecgenError if the file is damaged."""
         try:
-            files = WeightFiles(path, str(path))
-            tensors, numbers = {name: files.take(name) for name in files.names}, json.loads(files.metadata["numbers"])
-            self.step, self.tokens, self.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
-            self._losses = numbers["losses"]
-        except (SpecgenError, OSError, ValueError, KeyError, TypeError) as error:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it to start again") from error
-        with torch.no_grad():
-            for name, weight in self.trained.items():
-                weight.copy_(tensors[f"layer.{name}"])
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        state = {index: {kind: tensors[f"{kind}.{name}"] for kind in kinds} for index, name in enumerate(self.trained)}
-        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+        for name, weight in self.trained.items():
+            weight.data.copy_(state["weights"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.seconds, self._losses = state["numbers"]
 
 
 def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_overlap: Tensor = _NONE) -> Tensor:

@@ -169,7 +169,8 @@ class Tuner:
         rows = [METHODS[name] for name in names if name in SIMPLE]
         kinds = list(dict.fromkeys(["echo", *(row.cost_kind for row in rows)]))
         costs, failures = measure_costs(pair, kinds, references, sampling, deadline.share(COSTS), observer.doing)
-        self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
+        if pair is self.pair:
+            self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
         target = costs["echo"].verification_cost
         length = min(target.curves)
         wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
