@@ -23,7 +23,6 @@ from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.skip_search import find_skips
-from specgen.tune.pair_inspection import measure_parallel
 
 COSTS = ParallelCosts(0.002, 0.0176, 0.012, 9, 64)
 
@@ -125,22 +124,6 @@ def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.
         assert pass_costs(near, sampling=sampling, **arguments).draft_pass == 0.004
     assert pass_costs(fresh(near), 33) == COSTS, "from the file, for all lengths up to the same power of two"
     assert timed.count == 2
-
-
-def test_pearl_is_measured_once_and_as_inspect_announces(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measurement and one rule: c, rounded, of passes that both models run at the same time."""
-    timed = Source(replace(COSTS, context_length=256))
-    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
-    prompt, sampling = [5] * 60, SamplingParams(max_new_tokens=40)
-    announced = measure_parallel(near, lambda _: None)
-    assert announced is not None
-    for pair in (near, near, fresh(near)):
-        request = pair.request(prompt, "pearl", sampling)
-        run = pair.run(request)
-        assert run.settings.values["window"] == announced.window.size == 9
-        assert run.costs == announced
-        assert pair.run(pair.request(prompt, "pearl", sampling, window=3)).costs is None
-    assert timed.count == 1
 
 
 # ------------------------------------------------------------------ layers to skip, and runs that measure nothing

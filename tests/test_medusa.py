@@ -16,7 +16,7 @@ from runner_checks import path_to
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
-from specgen.engine.forward_pass import ModelOutput
+from specgen.engine.forward_pass import ModelOutput, depths
 from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree
 
 
@@ -49,13 +49,8 @@ class HeadTable(SmallRunner):
         super().__init__(seed, size, zero=zero)
         self._tables = [SmallRunner(seed + head, size, zero=zero) for head in range(self.longest_draft)]
 
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        parents = range(-1, len(draft) - 1) if parents is None else parents
-        levels = [0]
-        for parent in parents:
-            levels.append(1 + levels[parent + 1])
+    def logits(self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0) -> ModelOutput:
+        levels = [0, *(1 + depth for depth in depths(range(-1, len(draft) - 1) if parents is None else parents))]
         return ModelOutput(torch.stack([self._tables[level].row(context.ids) for level in levels[start:]]))
 
 
@@ -87,36 +82,37 @@ def test_sampling_is_lossless(
     assert total_variation(found, exact(target, sampling, limit, eos)) < ROUNDING
 
 
+def drafted(draft: HeadTable, nodes: int, limit: int = 9, *, length: int = 4, ends: frozenset[int] = frozenset()) -> Any:
+    """A proposed draft, and the path of tokens to each of its nodes."""
+    drafter = MedusaTreeDrafter(Setup(draft, SamplingParams(), ends, 3, record=True), nodes=nodes)
+    made = drafter.propose(Context(PROMPT), Fixed(length), limit)
+    tokens, parents = list(made.tokens), list(made.parents)
+    return made, [path_to(tokens, parents, node) for node in range(len(tokens))]
+
+
 def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     draft = HeadTable(100, 3)
-    setup = Setup(draft, SamplingParams(), frozenset(), 3, record=True)
-    proposed = MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 9)
-    ranks = [draft._tables[level].row(PROMPT).argsort(descending=True).tolist() for level in range(3)]
-    paths = candidate_tree(HeadTable.rank_accuracies, 7)
-    assert list(proposed.tokens) == [ranks[len(path) - 1][path[-1]] for path in paths]
-    assert [path_to(list(proposed.tokens), list(proposed.parents), node) for node in range(7)] == [
-        [ranks[level][rank] for level, rank in enumerate(path)] for path in paths
-    ]
-    rows = torch.stack([draft._tables[len(path) - 1].row(PROMPT) for path in paths])
-    assert torch.equal(proposed.logits, rows)
-    assert list(proposed.top_probs) == pytest.approx(rows.softmax(-1).amax(-1).tolist())
-    assert proposed.stop_reason == "depth 3"
-    assert MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(1), 9).levels == 1
-    assert not MedusaTreeDrafter(setup, nodes=7).propose(Context(PROMPT), Fixed(4), 0).tokens
+    rows = [table.row(PROMPT) for table in draft._tables]
+    ranks = [row.argsort(descending=True).tolist() for row in rows]
+    wanted = candidate_tree(HeadTable.rank_accuracies, 7)
+    made, paths = drafted(draft, 7)
+    assert paths == [[ranks[level][rank] for level, rank in enumerate(path)] for path in wanted]
+    expected = torch.stack([rows[len(path) - 1] for path in wanted])
+    assert torch.equal(made.logits, expected)
+    assert list(made.top_probs) == pytest.approx(expected.softmax(-1).amax(-1).tolist())
+    assert made.stop_reason == "depth 3"
+    assert drafted(draft, 7, length=1)[0].levels == 1
+    assert not drafted(draft, 7, 0)[1]
 
 
 def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
     """A draft may hold a token that ends the output, but no children of it, and no token with the probability 0."""
     draft = HeadTable(100, 3, zero=True)
-    rows = [draft._tables[level].row(PROMPT) for level in range(3)]
+    rows = [table.row(PROMPT) for table in draft._tables]
     end = int(rows[0].argmax())
-    proposed = MedusaTreeDrafter(Setup(draft, SamplingParams(), frozenset({end}), 3), nodes=30).propose(
-        Context(PROMPT), Fixed(4), 9
-    )
-    assert end in proposed.tokens
-    assert all(proposed.tokens[parent] != end for parent in proposed.parents if parent >= 0)
-    levels = [len(path_to(list(proposed.tokens), list(proposed.parents), node)) - 1 for node in range(len(proposed.tokens))]
-    assert all(rows[level][token] > -math.inf for level, token in zip(levels, proposed.tokens, strict=True))
-    only = MedusaTreeDrafter(Setup(draft, SamplingParams(), frozenset(range(3)), 3), nodes=30)
-    assert (ended := only.propose(Context(PROMPT), Fixed(4), 9)).stop_reason == "eos"
-    assert ended.levels == 1
+    _, paths = drafted(draft, 30, ends=frozenset({end}))
+    assert [end] in paths
+    assert not any(end in path[:-1] for path in paths)
+    assert all(rows[len(path) - 1][path[-1]] > -math.inf for path in paths)
+    ended, _ = drafted(draft, 30, ends=frozenset(range(3)))
+    assert (ended.stop_reason, ended.levels) == ("eos", 1)

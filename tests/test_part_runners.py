@@ -26,8 +26,6 @@ KEYS: dict[str, dict[str, Any]] = {  # what differs in the target's keys, which 
     "gemma2": {},
     "gemma3_text": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "gemma": {},
-    "mistral": {},
 }
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),

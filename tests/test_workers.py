@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -132,13 +133,10 @@ def test_runs_may_take_turns_and_be_left_early(apart: Pair) -> None:
 
 
 @posix
-@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "between", "after the last round"])
+@pytest.mark.parametrize("moment", ["between", "after the last round"])
 def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: str) -> None:
     run = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
-    if moment == "before":
-        os.kill(process_of(apart), signal.SIGKILL)
-        assert wait_until(lambda: not apart._worker._channel.alive)  # type: ignore[union-attr]
-    elif moment == "between":
+    if moment == "between":
         next(run), next(run)
         os.kill(process_of(apart), signal.SIGKILL)
         with pytest.raises(RunError, match=r"draft worker is gone \(SIGKILL.*-m svip"):
@@ -161,13 +159,16 @@ def test_what_fails_in_the_worker_is_told_here(tmp_path: Path) -> None:
     with specgen.load(target, save(draft, tmp_path / "draft"), device="cpu", dtype="float32") as pair:
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
             pair.generate(PROMPT, "pearl", window=4)
+        process = worker_of(pair)
+        with pytest.raises(RunError, match=r"the draft worker failed: AttributeError: .*no attribute 'nothing'"):
+            process.receive(process.send("nothing"))
         pid = process_of(pair)
     assert not is_running(pid), "closing the pair ends it"
 
 
 @posix
 def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    going, worker = apart.rounds(PROMPT, "pearl", SAMPLED, window=4), apart._worker
+    going = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
     next(going), next(going)
 
     def full(*_: object) -> None:
@@ -177,20 +178,7 @@ def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, mon
         patch.setattr("specgen.workers.worker.os.ftruncate", full)
         with pytest.raises(RunError, match="cannot be started: No space left"):
             list(apart.rounds(PROMPT, "pearl", SAMPLED, window=900))
-    make: Any = worker.drafter  # type: ignore[union-attr]
-
-    def without_settings(*given: Any) -> Any:
-        made = make(*given)
-        made._settings = None  # the worker cannot make a policy of it
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "drafter", without_settings)
-        broken = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
-    next(broken)
     assert sum(len(round_.token_ids) for round_ in going) > 40
-    with pytest.raises(RunError, match="the draft worker failed: AttributeError"):
-        list(broken)
 
 
 @posix
@@ -264,20 +252,8 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 
 
 @posix
-def test_after_a_load_that_failed_a_second_try_fails_too(tmp_path: Path) -> None:
-    target, draft = (save(make_model("llama", seed=seed), tmp_path / str(seed)) for seed in (0, 1))
-    with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
-        (Path(draft) / "model.safetensors").unlink()
-        for _ in range(2):
-            with pytest.raises(SpecgenError, match="no safetensors weights"):
-                pair.prepare(pair.request(PROMPT, "pearl", window=4))
-
-
-@posix
 @pytest.mark.parametrize("method", ["lookup", "pearl"])
-def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(
-    folders: tuple[str, str], method: str, tmp_path: Path
-) -> None:
+def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders: tuple[str, str], method: str) -> None:
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     settings: dict[str, object] = {"window": 4} if method == "pearl" else {}
     pair = specgen.load(*folders, device="cpu", dtype="float32")
@@ -287,12 +263,8 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(
     pair.close()
     pair.close()
     if method == "pearl":
-        others = [(tmp_path / str(number)).open("w+b") for number in range(12)]  # they reuse the closed descriptors
         with pytest.raises(RunError, match=r"the draft worker of this run was ended\. Finish a run before"):
             next(run)
-        assert [file.read() for file in others] == [b""] * 12
-        for file in others:
-            file.close()
     else:
         assert sum(len(round_.token_ids) for round_ in run) > 20
     for use in (pair.prepare, pair.run, lambda _: pair.generate(PROMPT, method), lambda _: pass_costs(pair, 4)):
@@ -300,12 +272,9 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(
             use(request)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("active", "active")])
-def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str) -> None:
+def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its environment would have let idle threads leave their cores to others."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
     variables: dict[str, str] = {}
 
     def refuse(*_: object, env: dict[str, str], **__: object) -> None:
@@ -315,7 +284,7 @@ def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specgen.workers.process.subprocess.Popen", refuse)
     with pytest.raises(RunError, match=r"the draft worker cannot be started: Resource temporarily unavailable.*-m svip"):
         DraftProcess()
-    assert (variables["OMP_WAIT_POLICY"], os.environ.get("OMP_WAIT_POLICY")) == (expected, given)
+    assert (variables["OMP_WAIT_POLICY"], os.environ.get("OMP_WAIT_POLICY")) == ("PASSIVE", None)
 
 
 # ------------------------------------------------------------------ however a run ends, it does not hang and leaves no process
@@ -457,32 +426,22 @@ def test_a_command_that_generates_is_ended(running: Running, ending: str) -> Non
 
 @in_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
-def test_a_worker_killed_at_any_moment(running: Running, seed: int) -> None:
-    time.sleep(random.Random(seed).uniform(0, LIFE))
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("seed", range(50))
+def test_a_worker_killed_or_ctrl_c_at_any_moment(running: Running, seed: int, is_interrupted: bool) -> None:
+    time.sleep(random.Random(seed).uniform(0.3, LIFE))
     worker = running.find_worker()
-    if worker is not None and running.process.poll() is None:
+    if running.process.poll() is None and is_interrupted:
+        running.process.send_signal(signal.SIGINT)
+    elif running.process.poll() is None and worker is not None:
         os.kill(worker, signal.SIGKILL)
     code, err = running.end()
     if code == 1:
-        assert err.strip().count("\n") == 0, err
-        assert "error: the draft worker is gone (SIGKILL" in err
-        assert "-m svip" in err
+        assert re.fullmatch("error: the draft worker is gone .SIGKILL.*-m svip.*\n", err), err
     else:
-        assert code == 0, err
-        assert "tokens/s" in err
-
-
-@in_proc
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
-def test_ctrl_c_at_any_moment(running: Running, seed: int) -> None:
-    time.sleep(random.Random(seed).uniform(0.3, LIFE))
-    if running.process.poll() is None:
-        running.process.send_signal(signal.SIGINT)
-    code, err = running.end()
-    assert code in (130, 0, -signal.SIGINT), err  # the last one if the signal arrives before Python's handler is installed
-    assert code == -signal.SIGINT or "Traceback" not in err
+        codes = (130, 0, -signal.SIGINT)  # the last one if the signal arrives before Python's handler is installed
+        assert code in (codes if is_interrupted else (0,)), err
+        assert code == -signal.SIGINT or "Traceback" not in err
 
 
 # ------------------------------------------------------------------ a GPU

@@ -31,15 +31,12 @@ class Launch:
 
 def launch() -> Launch | None:
     """Returns how torchrun started this process; None if it did not, and if this is its only process."""
-    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    is_complete = all(value.isdecimal() for value in values[:2]) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if not is_complete or int(values[0]) >= int(values[1]):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = [os.environ.get(name, "") for name in names]
+    if not all(map(str.isdecimal, values)) or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
-    rank, ranks = int(values[0]), int(values[1])
-    local_rank, local_ranks = (
-        int(value) if value.isdecimal() else default for value, default in zip(values[2:], (rank, ranks), strict=True)
-    )
-    return Launch(rank, ranks, local_rank, local_ranks) if ranks > 1 else None
+    launched = Launch(*map(int, values))
+    return launched if launched.ranks > 1 else None
 
 
 def versions() -> dict[str, str]:

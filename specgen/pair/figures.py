@@ -77,11 +77,7 @@ class Figures:
             self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
         if tokens and "joules_per_token" in line:
             self._add_joules(tokens * _or_nan(line["joules_per_token"]), tokens * _or_nan(line.get("gross_joules_per_token")))
-        older: dict[str, Any] = {
-            "target_passes": line["rounds"],
-            "rejections": 0,
-            "ties": 0,
-        }  # lines of earlier versions lack them
+        older = {"target_passes": line["rounds"], "rejections": 0, "ties": 0}  # lines of earlier versions lack them
         self._add({**older, **line}, line["token_ids"], line["phase_seconds"] or {})
         self.unsplit_seconds += line["seconds"] if line["phase_seconds"] is None else 0.0
 

@@ -17,7 +17,6 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
-from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.graphs import captures_of
@@ -288,14 +287,12 @@ class Pair:
         self.close()
 
 
-def _models(pair: Pair, method: Method | None) -> list[LoadedModel]:
-    uses_draft = method is None or method.uses_draft_model
-    return [pair.target, *([pair.draft] if pair.draft is not None and uses_draft else [])]
-
-
 def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     """Returns the target's devices and the draft model's, if there is one and the method uses it (None: any)."""
-    return [device for model in _models(pair, method) for device in model.devices]
+    found = list(pair.target.devices)
+    if pair.draft is not None and (method is None or method.uses_draft_model):
+        found += pair.draft.devices
+    return found
 
 
 def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
@@ -305,15 +302,12 @@ def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | N
     return pair._target_runner, pair._draft_runner
 
 
-def _loaded_models(pair: Pair) -> list[Model]:
-    """Returns the target and, if its weights are loaded in this process, the draft model."""
-    draft = pair.draft if pair._draft_runner is not None else None
-    return [pair.target.model, *(() if draft is None else (draft.model,))]
-
-
 def capture_seconds(pair: Pair) -> float:
     """Returns the seconds that it took so far in this process to capture passes on a GPU."""
-    return sum(captures.seconds for model in _loaded_models(pair) if (captures := captures_of(model)) is not None)
+    models = [pair.target.model]
+    if pair.draft is not None and pair._draft_runner is not None:
+        models.append(pair.draft.model)
+    return sum(captures.seconds for model in models if (captures := captures_of(model)) is not None)
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:

@@ -22,7 +22,6 @@ from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRound, TracedRun
 
 AUTHORS_C = 0.15  # the SVIP authors' constant c, used if a run has no setting c
-LARGEST_RATIO = 3.0  # of cross-entropy to entropy; the last bin has all larger ones
 _ENTROPIES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf)  # edges of the bins, in nats
 _TENTHS = tuple(number / 10 for number in range(11))  # of the predicted probability
 _RATIOS = (*(1 + number / 10 for number in range(21)), math.inf)  # of H(q,p) / H(q)

@@ -103,7 +103,7 @@ def width(console: Console) -> int:
 
 
 def one_line_text(text: str | Text) -> Text:
-    """Returns the text without control characters (see `sanitize.one_line`), so that it has the width that it is shown with."""
+    """Returns the text without control characters (see `text.one_line`), so that it has the width that it is shown with."""
     if isinstance(text, str):
         return Text(one_line(text))
     if not text.plain.isprintable():

@@ -20,7 +20,7 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import attend_batch
-from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
+from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
 from specgen.engine.native.products import MakeProduct
@@ -30,6 +30,7 @@ from specgen.engine.parts.part import (
     FeatureRunner,
     KeptRows,
     PartRunners,
+    native_layers,
     of_all_tokens,
     penalised,
 )
@@ -109,13 +110,10 @@ class EagleLayers:
         self._feature_norm: Tensor | None = None
         if weights.norm_before_residual:
             self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
-        self._others: list[NativeLayer] = []
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         own = layer_weights(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
         self._first = first_layer(architecture, 0, kind, own, make_product, gain=norm_gain)
-        for index, kind in enumerate(kinds, 1):
-            own = layer_weights(architecture, index, take, dtype, norm_gain)
-            self._others.append(NativeLayer(architecture, index, kind, own, make_product, gain=norm_gain))
+        self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
         """Runs the layers on pairs, and returns the hidden states after them: the predicted features.
@@ -161,7 +159,6 @@ class EagleRunner(DecoderRunner):
             self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
             taps, reduce = list(weights.feature_layers), layers.fc
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
-        self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
         self._token_penalties = penalties
         self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
         self._context = Context(())  # the last call's
@@ -213,9 +210,7 @@ class EagleRunner(DecoderRunner):
     def _run_pairs(self, forward_pass: ForwardPass, features: Tensor, logits_to_keep: int) -> ModelOutput:
         """Runs the head on the tokens of a pass, with the n features [n, width] that they are paired with."""
         self.cache.length = forward_pass.first
-        inputs, count = self._inputs(forward_pass), features.shape[0]
-        embeddings, features = (self._inputs.with_padding(part, inputs.rows) for part in (self.embed(forward_pass), features))
-        predicted = self._layers(embeddings, features, inputs)[:count]
+        predicted = self._layers(self.embed(forward_pass), features, self.inputs(forward_pass))
         self._rows.write(forward_pass.first, predicted, self.cache.capacity)
         kept = predicted[-logits_to_keep:]
         if self._lm_head is None:

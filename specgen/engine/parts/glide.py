@@ -19,14 +19,14 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import WIDE, attend, attend_batch, sight_of_chain
-from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
-from specgen.engine.native.layer import NativeLayer, norm_function
-from specgen.engine.native.layer_weights import EMBEDDING, HEAD, final_norm, head_order, layer_weights
+from specgen.engine.native.inputs import PassInputs, layer_kinds
+from specgen.engine.native.layer import norm_function
+from specgen.engine.native.layer_weights import EMBEDDING, HEAD, final_norm, head_order
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import DecoderRunner, GlideWeights, PartRunners
+from specgen.engine.parts.part import DecoderRunner, GlideWeights, PartRunners, native_layers
 
 
 class CrossInputs(NamedTuple):
@@ -92,12 +92,11 @@ class GlideLayers:
             return weights.tensors[name].to(target.device)
 
         _, kinds = layer_kinds(architecture, [target.device] * len(architecture.layers))
-        self._layers: list[tuple[NativeLayer, CrossAttention]] = []
-        for index, kind in enumerate(kinds):
-            own = layer_weights(architecture, index, take, dtype, norm_gain)
-            layer = NativeLayer(architecture, index, kind, own, make_product, gain=norm_gain)
+        self._layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain)
+        self._attentions: list[CrossAttention] = []
+        for index in range(len(kinds)):
             q_proj, o_proj = (take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo")
-            self._layers.append((layer, CrossAttention(target, q_proj, o_proj, dtype, make_product)))
+            self._attentions.append(CrossAttention(target, q_proj, o_proj, dtype, make_product))
         self._norm = final_norm(architecture, take, dtype, norm_gain)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
@@ -106,10 +105,10 @@ class GlideLayers:
 
         `cross` has the inputs of each layer's cross-attention; empty if there are no keys.
         """
-        for number, (layer, attention) in enumerate(self._layers):
+        for index, layer in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)
             if cross:
-                hidden = attention(hidden, cross[number])
+                hidden = self._attentions[index](hidden, cross[index])
             hidden = layer(hidden, inputs, attention=False)
         return self._normed(hidden) * self._norm
 
@@ -127,7 +126,6 @@ class GlideRunner(DecoderRunner):
         self._layers = GlideLayers(weights, model, model.dtype, self.products, self.gain)
         head = weights.tensors.get(HEAD)
         self._lm_head = None if head is None else self.products(head.to(self.device, model.dtype))
-        self._inputs = InputMaker(self.architecture, model.dtype, self.devices)
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
         self._rotations = {name: RotaryTable(each, self.device, rounded) for name, each in self._theirs.rotary.items()}
 
@@ -141,7 +139,7 @@ class GlideRunner(DecoderRunner):
         return super().logits(context, draft, parents, start=start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        normed = self._layers(self.embed(forward_pass), self._inputs(forward_pass), self._cross_inputs(forward_pass))
+        normed = self._layers(self.embed(forward_pass), self.inputs(forward_pass), self._cross_inputs(forward_pass))
         kept = normed[-logits_to_keep:]
         return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
 

@@ -12,7 +12,7 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
-from specgen.engine.weights import AGAIN, BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights, shown
+from specgen.engine.weights import BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights, shown
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 OTHER_HEAD = "Take another head"
@@ -52,12 +52,7 @@ def open_head(folder: Path, device: torch.device) -> tuple[WeightFiles, bool]:
             key = re.sub(f"^{published}", own, key)
         return key
 
-    files = WeightFiles(folder, owner, device, single=single, name_of=name_of)
-    if not files.names:
-        raise files.refuse("its files hold no tensors")
-    for name in files.names:
-        files.shape(name)  # reads all headers
-    return files, has_model
+    return WeightFiles(folder, owner, device, single=single, name_of=name_of), has_model
 
 
 def _weight_file(folder: Path) -> str:
@@ -65,16 +60,12 @@ def _weight_file(folder: Path) -> str:
 
     Raises SpecgenError if there is none, and for formats that can run code when they are read.
     """
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    for name in (MEDUSA_FILE, SINGLE_FILE):
-        if name in found:
-            return name
-    if any(folder.glob("*.safetensors.index.json")):
-        return SINGLE_FILE
-    if len(found) == 1:
-        return found[0]
+    found = [path.name for path in folder.glob("*.safetensors")]
+    if MEDUSA_FILE in found:
+        return MEDUSA_FILE
     if found:
-        raise SpecgenError(f"the head {folder} has {len(found)} weight files and no index of them", AGAIN)
+        has_index = (folder / f"{SINGLE_FILE}.index.json").exists()
+        return SINGLE_FILE if has_index or len(found) > 1 else found[0]
     others = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
     if not others:
         raise SpecgenError(f"there is no head in {folder}: it has no safetensors file", "Name the folder of a trained head")
@@ -89,7 +80,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
     """Returns the expected tensors in their stored dtype.
 
     Raises SpecgenError, before reading any, unless the files have exactly these with these shapes; then for tensors that hold NaN
-    or infinities, and for weights that hold only zeros. Those of an untrained Medusa block may.
+    or infinities.
     """
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
@@ -103,8 +94,6 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
         taken[name] = tensor = files.take(name)
         if not tensor.isfinite().all():
             raise files.refuse(f"{files.key(name)} holds NaN or infinities", "Its training diverged, or its file is damaged")
-        if not tensor.any() and not name.endswith(".bias") and not name.startswith("blocks."):
-            raise files.refuse(f"{files.key(name)} holds only zeros", "It was not trained, or its file is damaged")
     return taken
 
 

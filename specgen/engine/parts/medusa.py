@@ -80,11 +80,10 @@ class MedusaRunner:
         """
         hidden = self._target.last_hidden_state(context)
         if hidden is None:
-            assert len(context) > 1, "no hidden state of the target predicts the first token"
             before = Context(context.ids[:-1])
             before.prompt_length = min(context.prompt_length, len(before))
             states = self._target.logits(before).hidden_states
-            assert states is not None, "the target's runner returns no hidden states"
+            assert states is not None
             hidden = states[-1]
         return hidden
 

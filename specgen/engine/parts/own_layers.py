@@ -33,13 +33,13 @@ from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
-from specgen.engine.native.inputs import InputMaker
+from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes, layer_weights
-from specgen.engine.native.native_model import NativeModel, final_logits
+from specgen.engine.native.layer import norm_function, norm_gain
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes
+from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
-from specgen.engine.parts.part import FeatureRunner, PartRunners
+from specgen.engine.parts.part import FeatureRunner, PartRunners, native_layers
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 _SKIPPED = re.compile(r"(\d{1,9})([am]?)")
@@ -89,23 +89,17 @@ class ExitLayers:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
             make_product = ProductFactory(model.device, dtype)
         devices = [model.device] * len(architecture.layers)
-        # passes are padded as the target's, with which they share hidden states
-        self._inputs = model.inputs if isinstance(model, NativeModel) else InputMaker(architecture, dtype, devices)
+        self._inputs = InputMaker(architecture, dtype, devices)
         self._normed = norm_function(architecture.norm_eps, gain)
 
         def take(name: str) -> Tensor:
             return tensors[name].to(model.device)
 
-        self._layers: list[NativeLayer] = []
+        _, kinds = layer_kinds(architecture, devices)
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
             self._norm = final_norm(architecture, take, dtype, gain)
             self._head = make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
-            for index, kind in enumerate(architecture.layers[len(devices) - count :]):
-                weights, number = (
-                    layer_weights(architecture, index, take, dtype, gain),
-                    self._inputs.kinds.index((kind, model.device)),
-                )
-                self._layers.append(NativeLayer(architecture, index, number, weights, make_product, gain=gain))
+            self._layers = native_layers(architecture, kinds[len(devices) - count :], take, dtype, make_product, gain)
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit layer."""
@@ -116,15 +110,10 @@ class ExitLayers:
         """Returns a function that runs the exit layer on the hidden states [n, width] that `source` returns."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            inputs, states = self._inputs(forward_pass), source(forward_pass)
-            count = states.shape[0]
-            hidden = self._inputs.with_padding(states.clone(), inputs.rows)
+            inputs, hidden = self._inputs(forward_pass), source(forward_pass).clone()
             for layer in self._layers:
                 hidden = layer(hidden, inputs)
-            first = self._inputs.first_row(count - logits_to_keep, inputs.rows)
-            logits, normed = self.norm_and_head(hidden[first:])
-            kept = slice(count - logits_to_keep - first, count - first)
-            return ModelOutput(logits[kept], normed[kept])
+            return ModelOutput(*self.norm_and_head(hidden[-logits_to_keep:]))
 
         return run
 

@@ -17,10 +17,11 @@ from specgen.engine.model import Model
 from specgen.engine.model_runner import CachedPrefix, ModelRunner
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import read_architecture
+from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING
-from specgen.engine.native.products import ProductFactory
+from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING, Take, layer_weights
+from specgen.engine.native.products import MakeProduct, ProductFactory
 
 HeadKind = Literal["medusa", "eagle", "glide"]
 
@@ -181,8 +182,8 @@ class FeatureRunner(ModelRunner):
 class DecoderRunner(ModelRunner):
     """Runs a head of decoder layers, whatever the target's backend: `run`, with a KV cache of its own.
 
-    `target_model` supplies the embedding if the head has none. `products` makes the head's products, `gain` is as in
-    `layer.norm_function`.
+    `target_model` supplies the embedding if the head has none. `inputs` are those of the head's passes, `products` makes its
+    products, `gain` is as in `layer.norm_function`.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class DecoderRunner(ModelRunner):
     ) -> None:
         self.architecture, self.target_model = weights.architecture, model
         self.devices = [model.device] * len(self.architecture.layers)
+        self.inputs = InputMaker(self.architecture, model.dtype, self.devices)
         self.products = ProductFactory(model.device, model.dtype)
         self.gain = norm_gain(self.architecture, model.dtype, model.device)
         cache = KVBuffer(self.devices, self.architecture.num_kv_heads, self.architecture.head_size, model.dtype)
@@ -204,6 +206,23 @@ class DecoderRunner(ModelRunner):
         """Returns the embeddings [n, width] of the n tokens of a pass."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
         return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
+
+
+def native_layers(
+    architecture: Architecture,
+    kinds: Sequence[int],
+    take: Take,
+    dtype: torch.dtype,
+    make_product: MakeProduct,
+    gain: float,
+    first: int = 0,
+) -> list[NativeLayer]:
+    """Returns layers of these kinds (see `NativeLayer`) with the weights that are called those of the layers `first`, ..."""
+    made: list[NativeLayer] = []
+    for index, kind in enumerate(kinds, first):
+        weights = layer_weights(architecture, index, take, dtype, gain)
+        made.append(NativeLayer(architecture, index, kind, weights, make_product, gain=gain))
+    return made
 
 
 def of_all_tokens(logits: torch.Tensor, vocabulary: torch.Tensor | None, size: int) -> torch.Tensor:

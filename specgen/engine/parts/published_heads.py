@@ -85,7 +85,9 @@ class PublishedHead:
         kinds: dict[HeadKind, str] = {"medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
         found = [kind for kind in kinds if kinds[kind] in self.files]
         if not found:
-            problem = f"it is of no kind that specgen knows (its first tensor: {self.files.key(min(self.files.names))})"
+            problem = (
+                f"it is of no kind that specgen knows (its first tensor: {self.files.key(min(self.files.names, default='none'))})"
+            )
             raise self.files.refuse(problem, "Name the folder of a Medusa, EAGLE or GliDe head, and a model with -d")
         self.kind = found[0]
 
