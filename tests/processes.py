@@ -75,7 +75,38 @@ def one_by_one(
     return [Ended(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def _main(arguments: Sequence[str], environment: Mapping[str, str], out: Connection, err: Connection, closed: bool) -> None:
+class _Process:
+    """A function in a process forked from the server, with the methods of `subprocess.Popen` that tests and specgen need."""
+
+    def __init__(self, target: Callable[..., None], connections: Sequence[Connection], *given: object) -> None:
+        self._process = _FORKSERVER.Process(target=target, args=(*connections, *given), daemon=target is _work)
+        self._process.start()
+        for each in connections:
+            each.close()
+        self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("specgen", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _main(out: Connection, err: Connection, arguments: Sequence[str], environment: Mapping[str, str], closed: bool) -> None:
     from specgen.cli.app import main
 
     os.dup2(out.fileno(), 1)
@@ -95,38 +126,14 @@ def _main(arguments: Sequence[str], environment: Mapping[str, str], out: Connect
         atexit._run_exitfuncs()
 
 
-class Forked:
-    """`specgen` with these arguments and this process's environment, with the methods of `subprocess.Popen` that tests need.
-
-    Standard input is empty. Standard output is a pipe unless it is a given file or `closed`.
-    """
+class Forked(_Process):
+    """`specgen` with these arguments and this process's environment. Standard input is empty. Standard output is a pipe unless it
+    is a given file or `closed`."""
 
     def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
         self.stdout, out = (None, Connection(os.dup(stdout.fileno()), readable=False)) if stdout is not None else _pipe()
         self.stderr, err = _pipe()
-        self._process = _FORKSERVER.Process(target=_main, args=(arguments, dict(os.environ), out, err, closed))
-        self._process.start()
-        out.close()
-        err.close()
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("specgen", timeout)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            assert self.pid is not None
-            os.kill(self.pid, number)
+        super().__init__(_main, (out, err), arguments, dict(os.environ), closed)
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
         """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only once."""
@@ -134,12 +141,10 @@ class Forked:
         return b"" if self.stdout is None else self.stdout.read(), self.stderr.read()
 
 
-def _work(
-    connection: Connection, memory: Connection, log: Connection, environment: Mapping[str, str], start_new_session: bool
-) -> None:
+def _work(connection: Connection, memory: Connection, log: Connection, environment: Mapping[str, str], new_session: bool) -> None:
     from specgen.workers.__main__ import main
 
-    if start_new_session:
+    if new_session:
         os.setsid()
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
@@ -149,8 +154,8 @@ def _work(
     main()
 
 
-class ForkedWorker:
-    """A draft worker, with the methods of `subprocess.Popen` that `specgen.workers.process` calls. It dies with the server."""
+class ForkedWorker(_Process):
+    """A draft worker, as `specgen.workers.process` starts one. It dies with the server."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], start_new_session: bool, **_: object
@@ -158,23 +163,7 @@ class ForkedWorker:
         assert command[1:4] == ["-P", "-m", "specgen.workers"]
         connection, _parent, memory = map(int, command[4:])
         passed = [Connection(os.dup(descriptor), readable=False) for descriptor in (connection, memory, stdout.fileno())]
-        self._process = _FORKSERVER.Process(target=_work, args=(*passed, dict(env), start_new_session), daemon=True)
-        self._process.start()
-        for each in passed:
-            each.close()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("specgen.workers", timeout)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
+        super().__init__(_work, passed, dict(env), start_new_session)
 
 
 def _pipe() -> tuple[IO[bytes], Connection]:

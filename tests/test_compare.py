@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 import torch
 from cli_helpers import POSIX, SUMMARY, run_main
-from comparisons import PROMPTS, Compare, Lines, parsed, runs_of
+from comparisons import PROMPTS, Compare, Lines, parsed, results_of, run, runs_of
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
 
 from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
+from specgen.compare.results import method_results
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
 from specgen.decoding.verification import GreedyVerifier
 from specgen.methods import runs as making
@@ -104,6 +105,11 @@ def test_every_figure_recomputes_from_the_trace(compare: Compare, tmp_path: Path
                 assert rows[line["method"], category][name] == ("" if value is None else str(reported[name]))
         cells = next(row for row in table.splitlines() if row.startswith(line["method"] + " "))
         assert {f"{line['tokens_per_second']:,.1f}", f"{line['speedup']:.2f}×"} <= set(cells.split())
+
+
+def test_only_what_all_methods_have_run_counts() -> None:
+    results = results_of({"ar": [run(2.0)] * 3, "svip": [run(1.0, 90, 70)], "lookup": [run(1.0, 90, 70)] * 2})
+    assert [each.prompts for each in method_results(results)] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------ resumed, and seeds
