@@ -58,7 +58,7 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
     def made(family: str, draft: str, backend: str = "auto") -> Pair:
         role = "target" if draft == "itself" else draft
         pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
-        pair._worker = None  # PEARL's drafts in a thread: as many processes as there are pairs would take minutes
+        pair._worker = None  # PEARL's drafts in this process: as many processes as there are pairs would take minutes
         return pair
 
     return made

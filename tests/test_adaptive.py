@@ -157,6 +157,8 @@ def test_only_much_that_was_gained_shortens_the_pause() -> None:
     assert (guard.pause, guard.loss) == (16, -1)
     guard.count(1, 5, 3.0)
     assert (guard.pause, guard.loss) == (8, 0), "a gain is not saved up for later losses"
+    guard.count(9, 1, 3.0)
+    assert (guard.left, guard.pause, guard.loss) == (8, 16, 5), "a pause is paid for with the budget"
 
 
 # what it learns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,12 +117,9 @@ EXIT_MISTAKES = [
     ("layers: 1", "layers: 2", "lacks 9 of its tensors"),
     ("own_head: true", "own_head: false", r"does not have \(the first: exit.head.weight\)"),
     ("predictor: false", "predictor: true", r"lacks 3 of its tensors \(the first: predictor.bias\)"),
-    ("figures: {}", "figures: 3", "figures: Input should be an object"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for here \(0\), not for .*target\. Train one"),
-    ("target: here", "a: &a [*a]\ntarget: here", "aliases"),
 ]
 HEAD_MISTAKES = [
-    ("format: 1", "format: 7", "format: Input should be 1"),
     ("kind: medusa", "kind: eagle", "of the kind medusa, and their head.yaml do not belong together"),
     ("target: ", "zebra: 1\ntarget: ", "zebra: Unexpected keyword argument"),
     ("fingerprint: ", "fingerprint: '0'  # ", r"was trained for .*target \(0\), not for"),
@@ -132,14 +128,9 @@ HEAD_MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("is_exit", "old", "new", "message"),
-    [*((False, *row) for row in HEAD_MISTAKES), *((True, *row) for row in EXIT_MISTAKES)],
-)
-def test_a_wrong_description_is_refused_in_one_line(
-    folder: Path, tmp_path: Path, is_exit: bool, old: str, new: str, message: str
-) -> None:
-    target = opened(folder / "target")
+@pytest.mark.parametrize(("old", "new", "message"), [*EXIT_MISTAKES, *HEAD_MISTAKES])
+def test_a_wrong_description_is_refused_in_one_line(folder: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
+    target, is_exit = opened(folder / "target"), (old, new, message) in EXIT_MISTAKES
     if is_exit:
         save_untrained(tmp_path, folder / "target", 1)
     else:
@@ -154,30 +145,18 @@ def test_a_wrong_description_is_refused_in_one_line(
     assert str(caught.value).isprintable()
 
 
-def test_damaged_and_swapped_exit_files_are_refused(folder: Path, tmp_path: Path) -> None:
-    target, path = opened(folder / "target"), save_untrained(tmp_path, folder / "target", 1)
-    content = path.read_bytes()
-
-    def refusal(named: Path) -> str:
-        with pytest.raises(SpecgenError) as caught:
-            open_part(named, target, is_exit=True).load()
-        return str(caught.value)
-
-    path.write_bytes(content[: len(content) // 2])
-    assert "cannot read the weights of the exit layer" in refusal(path)
-    path.write_bytes(content)
-    assert "cannot read the description of the exit layer" in refusal(folder)
-    for missing in ("second.safetensors", "exit.bin", "none"):
-        assert f"there is no exit layer {tmp_path / missing}" in refusal(tmp_path / missing)
-    text = (tmp_path / EXIT_DESCRIPTION).read_text()
-    described = ExitDescription("here", "0" * 16, 1)
-    save_exit(tmp_path / "other", target.model.last_layers(target.folder, 1), None, described)
-    (tmp_path / "other" / EXIT_DESCRIPTION).write_text(text)
-    assert "do not belong together" in refusal(tmp_path / "other")
-    tensors = target.model.last_layers(target.folder, 1)
-    tensors["norm.weight"][0] = math.nan
-    save_exit(tmp_path / "nan", tensors, None, replace(described, fingerprint=weights_fingerprint(target.folder)))
-    assert "holds NaN" in refusal(tmp_path / "nan")
+def test_missing_and_swapped_exit_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = save_untrained(tmp_path / "own", folder / "target", 1)
+    other = save_exit(tmp_path, load_file(path), None, ExitDescription("here", "0" * 16, 1))
+    (tmp_path / EXIT_DESCRIPTION).write_text((path.parent / EXIT_DESCRIPTION).read_text())
+    for named, message in (
+        (folder, "cannot read the description of the exit layer"),
+        (tmp_path / "second.safetensors", f"there is no exit layer {tmp_path}/second.safetensors"),
+        (tmp_path / "exit.bin", f"there is no exit layer {tmp_path}/exit.bin"),
+        (other, "do not belong together"),
+    ):
+        with pytest.raises(SpecgenError, match=message):
+            open_part(named, opened(folder / "target"), is_exit=True).load()
 
 
 def test_the_exits_depth_is_the_papers() -> None:
@@ -273,8 +252,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["-m", "medusa", "--head", "{folder}/eagle"], "the head {folder}/eagle is for eagle, not for medusa"),
     (["-m", "glide", "--set", "head={folder}/eagle"], "the head {folder}/eagle is for eagle, not for glide"),
     (["-m", "eesd", "--exit-layer", "{tmp}/none"], "there is no exit layer {tmp}/none"),
-    (["-m", "eesd", "--set", "exit={tmp}/none"], "there is no exit layer {tmp}/none"),
-    (["-m", "eesd", "--exit-layer", "{tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
     (["-m", "eesd", "--set", "exit={tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
 ]
 

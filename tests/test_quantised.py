@@ -63,7 +63,7 @@ def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def int8(folders: dict[str, Path]) -> Iterator[Pair]:
     with specgen.load(str(folders["target"]), str(folders["draft"]), device="cpu", dtype="float32") as pair:
-        pair._worker = None  # PEARL's drafts in a thread
+        pair._worker = None  # PEARL's drafts in this process
         yield pair
 
 

@@ -188,7 +188,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair
     def made(kind: str) -> Pair:
         folder = DRAFTS[kind](tmp_path_factory.mktemp("translated") / kind)
         pair = specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
-        pair._worker = None  # PEARL drafts in a thread
+        pair._worker = None  # PEARL drafts in this process
         return pair
 
     return made

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def both(pair: tuple[str, ...]) -> Iterator[tuple[Pair, Pair]]:
     with specgen.load(pair[1], pair[3], device="cpu", dtype="float32") as stored, with_draft_dtype(stored, "int8") as rounded:
         for each in (stored, rounded):
-            each._worker = None  # PEARL's drafts in a thread
+            each._worker = None  # PEARL's drafts in this process
         yield stored, rounded
 
 

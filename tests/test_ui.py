@@ -137,10 +137,10 @@ def a_summary(mode: Any = "sequential") -> Figures:
 @pytest.mark.parametrize(
     ("width", "notes", "line"),
     [
-        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 tokens a pass  34% drafting, 60% verifying"),
-        (65, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 tokens a pass"),
+        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass  34% drafting, 60% verifying"),
+        (60, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
         (40, [], "51 tokens  58.0 tokens/s  81% accepted"),
-        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted"),
+        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
         (60, ["lossy"], "svip (lossy)  51 tokens  58.0 tokens/s  81% accepted"),
     ],
 )
@@ -150,7 +150,7 @@ def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> Non
 
 def test_footers_show_what_a_run_has() -> None:
     summary = a_summary("pre-verify")
-    waiting = "5.67 tokens a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
+    waiting = "5.67 a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
     assert footer(summary, ["window 8, c 8.2"], 150).plain.endswith(waiting)
     assert "51 tokens, 8 the target's own" in footer(summary, [], 120, mono=True).plain
     assert footer(summary, [], 30, tuned="tuned: svip").plain.startswith("tuned: svip  51 tokens")

@@ -115,18 +115,18 @@ class MedusaTreeDrafter(DraftModelUser):
         """
         output = self._runner.logits(context, draft, start=start)
         logits, unpenalised = output.logits[:, : self._vocab_size], output.unpenalised_part(self._vocab_size)
-        own, ranks = logits if unpenalised is None else unpenalised, min(self._ranks, logits.shape[1])
+        ranks = min(self._ranks, logits.shape[1])
         values, tokens = logits.float().topk(ranks, dim=-1)
+        possible = tokens.masked_fill(values == -torch.inf, -1)
         computed = logits_ops.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
-        found = torch.cat((tokens.float(), values, torch.stack(list(computed.values()), dim=1)), dim=1)
+        found = torch.cat((possible.float(), torch.stack(list(computed.values()), dim=1)), dim=1)
         heads = []
-        for row, kept in zip(found.tolist(), own, strict=True):
-            of_first = dict(zip(computed, row[2 * ranks :], strict=True))
+        for row, kept in zip(found.tolist(), logits if unpenalised is None else unpenalised, strict=True):
+            of_first = dict(zip(computed, row[ranks:], strict=True))
             if math.isnan(of_first["entropy"]):
                 raise nan_logits("draft")
-            likely = zip(row[:ranks], row[ranks : 2 * ranks], strict=True)
-            possible = [int(token) for token, value in likely if value > -math.inf]
-            heads.append(_Head(possible, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
+            likely = [int(token) for token in row[:ranks] if token >= 0]
+            heads.append(_Head(likely, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
         return heads
 
 

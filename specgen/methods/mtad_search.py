@@ -6,9 +6,9 @@ Multi-token joint decoding, which it approximates, makes each block of tokens th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,22 +16,20 @@ from specgen.base.errors import RunError, nan_logits
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree, Tree
 from specgen.decoding.verification import accept_prefix
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
 if TYPE_CHECKING:
-    from specgen.decoding.run import Clock, Run
+    from specgen.decoding.run import Run
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.model_runner import DraftRunner
 
 BATCH = 16  # prefixes that one pass of the exact search for a block extends
 
 
-@dataclass(frozen=True, slots=True)
-class Beam:
+class Beam(NamedTuple):
     """A candidate continuation of the context: its last node in the draft tree and its joint log-likelihood (nats).
 
     `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished` beams end with an end-of-sequence.
@@ -41,7 +39,7 @@ class Beam:
     node: int
     log_likelihood: float
     finished: bool = False
-    signals: Mapping[str, float] = field(default_factory=dict)
+    signals: Mapping[str, float] = NO_SIGNALS
 
 
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
@@ -214,15 +212,13 @@ class JointGreedy:
     @inference
     def _round(self, run: Run, *, is_first: bool) -> Round:
         run.clock.start()
-        length = min(self.length, run.remaining)
-        search = BlockSearch(run.target, run.context, run.eos_ids, length, self.beams, self.most_prefixes)
-        search.run(run.clock, is_prefill=is_first)
-        draft, block = search.found()
+        search = BlockSearch(run, min(self.length, run.remaining), self.beams, self.most_prefixes)
+        draft, block = search.found("prefill" if is_first else "verify")
         return run.commit("prefill" if is_first else "sequential", draft, Verdict(block), target_passes=search.passes)
 
 
 class BlockSearch:
-    """Searches for the likeliest block of `length` tokens after a context, or of fewer that end with one of `eos_ids`.
+    """Searches for the likeliest block of `length` tokens after a run's context, or of fewer that end with an end-of-sequence.
 
     Prefixes of blocks are nodes of one tree in the target's KV cache, and a pass extends several of them by all tokens of the
     vocabulary at once. The first `length` passes are a beam search. With `beams` 0, branch and bound follows: the likeliest
@@ -230,11 +226,9 @@ class BlockSearch:
     each further token only lowers a likelihood.
     """
 
-    def __init__(
-        self, target: DraftRunner, context: Context, eos_ids: Collection[int], length: int, beams: int, most_prefixes: int
-    ) -> None:
-        self._target, self._context, self._length = target, context, length
-        self._eos = upload(torch.tensor(sorted(eos_ids), dtype=torch.long), target.device)
+    def __init__(self, run: Run, length: int, beams: int, most_prefixes: int) -> None:
+        self._run, self._length = run, length
+        self._eos = upload(torch.tensor(sorted(run.eos_ids), dtype=torch.long), run.target.device)
         self._is_exact, self._width, self._most = beams == 0, beams or BATCH, most_prefixes
         self.passes = 0
         self.log_likelihood = -math.inf  # nats, of the best complete block so far
@@ -242,12 +236,21 @@ class BlockSearch:
         self._tree = Tree()
         self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
 
-    def run(self, clock: Clock, *, is_prefill: bool) -> None:
-        """Runs the search. Adds the time of its passes to the phase `verify`, that of the first to `prefill` if `is_prefill`.
+    def found(self, first_phase: str) -> tuple[Draft, tuple[int, ...]]:
+        """Runs the search. Returns the searched tree, with the best block's last token, as a draft, and the block's nodes.
 
-        Raises RunError if the exact search needs more than `most_prefixes` prefixes.
+        Adds the time of its passes to the phase `verify`, that of the first to `first_phase`.
         """
-        newest = self._extend([-1], clock, "prefill" if is_prefill else "verify")
+        self._search(first_phase)
+        tree = self._tree
+        path = tree.path(tree.add(*self._last))
+        kind = "likeliest block" if self._is_exact else "likeliest beam"
+        reason = f"{kind}, {self.passes} pass{'es' * (self.passes != 1)}"
+        return Draft(tree.tokens, tree.parents, stop_reason=reason), tuple(path)
+
+    def _search(self, first_phase: str) -> None:
+        """Finds the best block. Raises RunError if the exact search needs more than `most_prefixes` prefixes."""
+        newest = self._extend([-1], first_phase)
         waiting = newest[:, :0]
         while True:
             newest = self._above_best(newest)
@@ -269,28 +272,21 @@ class BlockSearch:
             for likelihood, parent, token in zip(*chosen.tolist(), strict=True):  # ids stay exact up to 2^24
                 self._likelihoods.append(likelihood)
                 self._tree.add(int(parent), int(token))
-            newest = self._extend(range(first, len(self._tree)), clock, "verify")
+            newest = self._extend(range(first, len(self._tree)), "verify")
 
-    def found(self) -> tuple[Draft, tuple[int, ...]]:
-        """Returns the searched tree, with the best block's last token, as a draft, and the nodes of the best block."""
-        tree = self._tree
-        path = tree.path(tree.add(*self._last))
-        kind = "likeliest block" if self._is_exact else "likeliest beam"
-        reason = f"{kind}, {self.passes} pass{'es' * (self.passes != 1)}"
-        return Draft(tree.tokens, tree.parents, stop_reason=reason), tuple(path)
-
-    def _extend(self, nodes: Sequence[int], clock: Clock, phase: str) -> torch.Tensor:
+    def _extend(self, nodes: Sequence[int], phase: str) -> torch.Tensor:
         """Runs the target on the newest nodes ([-1]: on the context alone) and keeps the best complete block.
 
         Returns their unfinished continuations [3, n], the likeliest first: joint log-likelihood, parent node and token. At most
         `most_prefixes` (for a beam search, `beams`) of them: the search cannot extend more.
         """
-        output = self._target.logits(self._context, self._tree.tokens, self._tree.parents, start=nodes[0] + 1)
-        clock.lap(phase, on_device=True)
+        run, tree = self._run, self._tree
+        output = run.target.logits(run.context, tree.tokens, tree.parents, start=nodes[0] + 1)
+        run.clock.lap(phase, on_device=True)
         self.passes += 1
         before = [self._likelihoods[node] if node >= 0 else 0.0 for node in nodes]
         joint = output.logits.float().log_softmax(dim=-1) + upload(torch.tensor(before), output.logits.device)[:, None]
-        is_last = upload(torch.tensor([len(self._tree.path(node)) == self._length - 1 for node in nodes]), joint.device)
+        is_last = upload(torch.tensor([len(tree.path(node)) == self._length - 1 for node in nodes]), joint.device)
         ended = is_last[:, None].expand_as(joint).clone()
         ended[:, self._eos] = True
         complete = joint.masked_fill(~ended, -math.inf).flatten()
@@ -305,7 +301,7 @@ class BlockSearch:
             self.log_likelihood = highest
             self._last = (nodes[int(index) // vocabulary], int(index) % vocabulary)
         parents = upload(torch.tensor(list(nodes)), joint.device)[indices // vocabulary]
-        clock.lap("sample")
+        run.clock.lap("sample")
         return torch.stack((values, parents.float(), (indices % vocabulary).float()))
 
     def _above_best(self, prefixes: torch.Tensor) -> torch.Tensor:

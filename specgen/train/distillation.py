@@ -167,7 +167,7 @@ class DraftObjective(Objective):
         self._before = self.agreement()
         return self.batches
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
         mask = self._masks(Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype)
         with self.autocast():

@@ -82,7 +82,7 @@ class ExitObjective(Objective):
     def initial_weights(self) -> dict[str, Tensor]:
         return self.model.last_layers(self.target.folder, self.layers)
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
         forward_pass = batch.forward_pass()
         hidden = self._first_layers(forward_pass)
         with self.autocast():

@@ -64,12 +64,14 @@ class TargetStates(NamedTuple):
     """What the target computes for a batch of n tokens in each sequence. All tensors are without gradients.
 
     `features` [batch, n, len(taps) * width], float32, are the hidden states that the objective's `taps` name. `hidden`
-    [batch, n, width], float32, are those after the final norm. `keys_values` are the keys and the values, each [batch, kv heads,
-    n, head size], of the last layer, as the target's KV cache stores them; None unless the objective `reads_cache`.
+    [batch, n, width], float32, are those after the final norm, `embeddings` [batch, n, width], float32, those that enter the
+    first layer. `keys_values` are the keys and the values, each [batch, kv heads, n, head size], of the last layer, as the
+    target's KV cache stores them; None unless the objective `reads_cache`.
     """
 
     features: Tensor
     hidden: Tensor
+    embeddings: Tensor
     keys_values: tuple[Tensor, Tensor] | None = None
 
 
@@ -136,8 +138,8 @@ class HeadObjective(Objective):
         made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
         return self.begin(made, texts, NOT_HELD_OUT)
 
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
-        found, labels = self.predictions(batch, None if seed is None else Random(seed))
+    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
+        found, labels = self.predictions(batch, rng)
         return found.outputs, labels
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
@@ -192,10 +194,12 @@ class HeadObjective(Objective):
         found = self.model.batch(forward_pass, taps=[*self.taps, self.num_layers], with_head=False).features
         assert found is not None
         features, hidden = torch.split(found.float(), [len(self.taps) * self.width, self.width], dim=-1)
+        states = TargetStates(features, hidden, self.model.embeddings(batch.ids).float())
         if cache is None:
-            return TargetStates(features, hidden)
-        keys, values = (each.view(sequences, -1, *each.shape[1:]) for each in cache.keys_and_values(self.num_layers - 1, tokens))
-        return TargetStates(features, hidden, (keys, values))
+            return states
+        keys, values = cache.keys_and_values(self.num_layers - 1, tokens)
+        shape = sequences, -1, *keys.shape[1:]
+        return states._replace(keys_values=(keys.view(shape), values.view(shape)))
 
     def target_logits(self, hidden: Tensor) -> Tensor:
         """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the final norm. Differentiable."""
@@ -321,11 +325,11 @@ class EagleObjective(LayerObjective):
         """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
         weights = EagleWeights(self.config, self.parameters)
         layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
-        features, embeddings = layers.fc(states.features.flatten(0, 1)).float(), self.model.embeddings(batch.ids).float()
+        features = layers.fc(states.features.flatten(0, 1)).float()
         forward_pass, rows = batch.forward_pass(), []
         for depth in range(self.depths):
             at, padding = batch.positions + depth, min(1 + depth, batch.ids.shape[1])
-            following = F.pad(embeddings[:, 1 + depth :], (0, 0, 0, padding)).flatten(0, 1)
+            following = F.pad(states.embeddings[:, 1 + depth :], (0, 0, 0, padding)).flatten(0, 1)
             inputs = self.inputs.batched(forward_pass._replace(positions=at, key_positions=at))
             features = layers(following, features, inputs)
             pairs, sources = reachable(batch, 1 + depth)
@@ -398,7 +402,7 @@ class GlideObjective(LayerObjective):
         assert states.keys_values is not None
         cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_product)
-        outputs = layers(self.model.embeddings(batch.ids).float().flatten(0, 1), self.inputs.batched(own_pass), [cross])
+        outputs = layers(states.embeddings.flatten(0, 1), self.inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]
         return Predictions(outputs.index_select(0, sources), sources, (batch.positions % size).flatten()[sources])
 

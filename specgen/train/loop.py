@@ -149,10 +149,10 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def outputs(self, batch: PackedBatch, seed: str | None) -> tuple[Tensor, Labels]:
+    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
         """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
 
-        `seed` is for random numbers, the same for all parts of a step's batch; None: nothing is random.
+        `rng` draws the same numbers for all parts of a step's batch.
         """
 
     @abstractmethod
@@ -276,7 +276,7 @@ class Training:
         is computed for `rows` of them at a time, and the gradients of all of these pieces then pass through the model
         together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
-        outputs, labels = self.objective.outputs(batch, f"objective {self._recipe.seed} {self.step}")
+        outputs, labels = self.objective.outputs(batch, Random(f"objective {self._recipe.seed} {self.step}"))
         loss, gradients = torch.zeros((), device=outputs.device), []
         for start in range(0, len(outputs), self.objective.rows):
             piece = slice(start, start + self.objective.rows)

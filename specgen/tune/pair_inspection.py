@@ -121,9 +121,6 @@ class TokenizerFacts:
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
     overlap: TokenOverlap | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "overlap": None if self.overlap is None else self.overlap.as_dict()}
-
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -187,21 +184,20 @@ class PairReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`."""
-        tokenizers, measured = None if self.tokenizers is None else self.tokenizers.as_dict(), None
-        if self.speedup_model is not None:
-            kappa = None if tokenizers is None or tokenizers["overlap"] is None else tokenizers["overlap"]["kappa"]
-            measured = _measured(self.speedup_model, self.parallel_costs, kappa)
+        found, model = asdict(replace(self, placement=None)), self.speedup_model
+        overlap = None if self.tokenizers is None else self.tokenizers.overlap
+        if overlap is not None:
+            found["tokenizers"]["overlap"] = overlap.as_dict()
+        kappa = None if overlap is None else overlap.kappa
         return {
-            "target": asdict(self.target),
-            "draft": None if self.draft is None else asdict(self.draft),
-            "tokenizers": tokenizers,
+            **{name: found[name] for name in ("target", "draft", "tokenizers")},
             **{name: getattr(self, name) for name in ("weight_bytes", "cache_bytes", "free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
             },
             "engine": None if self.threads is None else {"threads": asdict(self.threads)},
-            "measured": measured,
+            "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
         }
 
 

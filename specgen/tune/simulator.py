@@ -59,10 +59,6 @@ _NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output
 _SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS = 0.3  # for timing a shape
-_WITHOUT_STOP: Mapping[str, Mapping[str, Any]] = {
-    "bild": {"fallback": 0.0},
-    "eesd-tree": {"depth": 64},
-}  # settings with which drafts do not stop before the length to be timed
 
 
 class SimulatedClock(Clock):
@@ -358,8 +354,8 @@ class Simulator:
         key = (method.name, signals, *shape.values())
         if key not in self._shape_costs:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
-            deadline, fixed = Deadline.after(_SHAPE_SECONDS, self._clock), {**shape, **_WITHOUT_STOP.get(method.name, {})}
-            rounds = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=fixed)
+            deadline = Deadline.after(_SHAPE_SECONDS, self._clock)
+            rounds = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=shape)
             self._shape_costs[key] = costs_of(rounds, self.costs["echo"])
         return self._shape_costs[key]
 

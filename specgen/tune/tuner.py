@@ -219,8 +219,7 @@ class Tuner:
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
         lossy = {name: settings for name, settings in grids.items() if name not in lossless}
-        scale = 1.0 if numbers is None else _expected(simulator, PLAIN, {}).predicted
-        scale /= 1.0 if numbers is None else _expected(simulator, PLAIN, {}, numbers).predicted
+        plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
         for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
             if deadline.left < 0 and (tried[name] or not is_needed):
                 self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
@@ -235,7 +234,7 @@ class Tuner:
                     raise
                 self.left_out[name] = error.message
                 continue
-            tried[name].append(replace(found, predicted=scale * found.predicted))
+            tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
         return tried
 
     def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:

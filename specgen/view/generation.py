@@ -286,7 +286,7 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = F
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
         "accepted": _figure("{:.0%} accepted", rate),
-        "a pass": _figure("{:.2f} tokens a pass", None if rate is None else summary.block_efficiency),
+        "a pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
