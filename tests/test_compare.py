@@ -20,17 +20,19 @@ import numpy as np
 import pytest
 import torch
 from cli_helpers import POSIX, SUMMARY, run_main
-from comparisons import PROMPTS, Compare, Lines, parsed, results_of, run, runs_of
+from comparisons import PROMPTS, Compare, Lines, parsed, results_of, run, runs_of, usual
 from families import LETTERS, make_model, make_tokenizer, near_copy, plain, save
 from processes import Forked
 
 from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.types import Draft, Verdict
-from specgen.compare.results import method_results
+from specgen.compare.results import as_fast_as, candidates, method_results
+from specgen.compare.runner import read_comparison
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
 from specgen.decoding.verification import GreedyVerifier
 from specgen.methods import runs as making
+from specgen.pair.pair import Pair
 from specgen.view.trace_report import LOSSY
 
 METHODS = "svip,sd:k=3,lookup:k=10,transformers,transformers-assisted"
@@ -112,6 +114,15 @@ def test_only_what_all_methods_have_run_counts() -> None:
     assert [each.prompts for each in method_results(results)] == [1, 1, 1]
 
 
+def test_only_lossless_methods_with_the_targets_output_are_candidates_for_the_fastest() -> None:
+    results = usual()
+    results.differences["transformers-assisted", 0, 0] = Difference(0, 0, 3, 4, 5, 9.0, 1e-3)
+    made = method_results(results)
+    assert [each.name for each in candidates(made)] == ["svip", "lookup"]
+    made = method_results(results_of({"ar": [run(2.0)] * 5, "sd": [run(1.0, 90, 70)] * 5, "svip": [run(1.5, 90, 70)] * 5}))
+    assert as_fast_as(made, made[1]) == []
+
+
 # ------------------------------------------------------------------ resumed, and seeds
 
 
@@ -166,6 +177,9 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert all(text in err for text in named), err
     assert trace.read_text() == before
+    *lines, last = parsed(before)
+    trace.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last | {"finish_reason": "interrupted"}]))
+    assert len(read_comparison(trace).runs) == 3, "an interrupted run is made again"
 
 
 def test_seeds_are_fresh_and_repeat_a_run(
@@ -339,8 +353,11 @@ def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
     def broken(*_: object) -> None:
         raise RunError("the worker died", "Try again")
 
+    forgotten: list[Pair] = []
+    monkeypatch.setattr(Pair, "forget", lambda pair: forgotten.append(pair))
     monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", broken)
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
+    assert len(forgotten) == 1 + 3 + 2 * 2, "caches are emptied after loading and before each run, also those that warm up"
     assert (code, err) == (1, "error: lookup: the worker died. Try again\n")
     assert re.search(r"^lookup +not run: the worker died; try again", out, flags=re.MULTILINE)
     assert re.search(r"^sd +same ", out, flags=re.MULTILINE)
