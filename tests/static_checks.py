@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -111,32 +111,3 @@ class RecordedGraphs:
                 work()
         restore()
         return torch.inference_mode()(graph.replay)
-
-
-class HostReads:
-    """Counts what brings numbers from a tensor to the host: on a GPU, each waits for it."""
-
-    _NAMES = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Self:
-        self._before = {name: getattr(torch.Tensor, name) for name in self._NAMES}
-        for name, method in self._before.items():
-            setattr(torch.Tensor, name, self._counted(method))
-        return self
-
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return method(tensor, *args, **kwargs)
-
-        return read
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._NAMES:
-            delattr(torch.Tensor, name) if name in _INHERITED else setattr(torch.Tensor, name, self._before[name])
-
-
-_INHERITED = frozenset(name for name in HostReads._NAMES if name not in vars(torch.Tensor))

@@ -90,3 +90,14 @@ def test_runs_on_different_prompts_are_not_ranked(inspect: Inspect, tmp_path: Pa
     for prompt, headline in (([1, 2, 3], "was the fastest: "), ([9], "2 recordings side by side")):
         inspect(written(tmp_path, traces.a_run("svip"), traces.a_run("ar", prompt_ids=prompt)), "--html", page)
         assert headline in page.read_text(encoding="utf-8").partition("<h1>")[2].partition("</h1>")[0]
+
+
+def test_a_character_of_several_tokens_is_whole_in_the_text_of_a_page(inspect: Inspect, tmp_path: Path) -> None:
+    half, page = "\N{REPLACEMENT CHARACTER}", tmp_path / "page.html"
+    texts = {0: " Hi", 1: half, 2: half, 3: " and", 4: half}
+    rounds = [traces.round_line(index, token=1) | {"token_text": text} for index, text in texts.items()]
+    inspect(
+        written(tmp_path, [traces.start_line(), *rounds, traces.summary_line(rounds) | {"text": "Hi🙂 andé"}]), "--html", page
+    )
+    shown = re.findall(r'data-tip="[^"]*"> ?<i>([^<]*)</i>', page.read_text(encoding="utf-8"))
+    assert shown == ["Hi", "", "🙂", "and", "é"]

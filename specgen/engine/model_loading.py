@@ -145,13 +145,9 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
     prepared = describe(folder, source)
     limit = prepared.shape.context_limit
-    if source.context is not None and source.context < 2:
-        raise SpecgenError(f"--context is {source.context}", "It has to be at least 2: a token of prompt, and a new one")
-    if source.context is not None and source.context > limit:
-        raise SpecgenError(
-            f"--context is {source.context:,}, and {source.name} was made for {limit:,} tokens",
-            f"Take at most {limit}, or leave it out",
-        )
+    if source.context is not None and not 2 <= source.context <= limit:
+        problem = f"--context is {source.context:,}, and {source.name} was made for {limit:,} tokens"
+        raise SpecgenError(problem, f"Take 2 (a token of prompt, and a new one) to {limit}, or leave it out")
     _ = prepared.generation, prepared.tokenizer  # mistakes in them are reported now
     return prepared
 

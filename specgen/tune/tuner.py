@@ -272,7 +272,7 @@ class Tuner:
         if found:
             best = max(found, key=lambda each: each.predicted)
             of = counted(len({each.name for each in found}), "method")
-            self.observer.done(f"{counted(len(found), noun)} of {of} {what}; fastest: {best.written}")
+            self.observer.done(f"{counted(len(found), noun)} of {of} {what}; best: {best.written}")
 
     def _best(self, name: str, tried: Sequence[Candidate], plain_perplexity: float | None) -> Candidate | None:
         """Returns the best of the settings that were tried of one method; None, with a reason in `left_out`, without any."""

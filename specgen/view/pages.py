@@ -175,7 +175,7 @@ def _recorded(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
     """
     top, lines = best(shown), []
     for entry in shown:
-        kind = "lossy" if not entry.lossless else "best" if entry is top else entry.run.method
+        kind = "lossy" if not entry.lossless else "best" if entry is top else entry.run.method  # `ar` has a look of its own
         speeds = entry.figures.speeds or [0.0]
         ends = {"low": min(speeds), "high": max(speeds)}
         lines.append({"kind": kind, "name": entry.label, "entry": entry.figures, "speed": entry.speed, **ends})

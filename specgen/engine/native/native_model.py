@@ -102,7 +102,9 @@ class NativeModel:
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Returns the embeddings [n, width] of the tokens `ids`, a copy."""
-        return self._embedded(torch.tensor(ids))
+        if len(ids) > 1:
+            return self._embedded(torch.tensor(ids))
+        return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))  # 1.5 % of a small draft's pass less
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of token ids on the device; see `engine.model.Model`."""

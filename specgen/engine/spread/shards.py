@@ -246,6 +246,9 @@ class ShardedModel(NativeModel):
         self.group.add(cache)
         return cache
 
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        return self._embedded(torch.tensor(ids))
+
     def _embedded(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [n, width] of token ids. Each rank adds the rows that it holds."""
         table = self.parts.embedding

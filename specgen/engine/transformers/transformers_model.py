@@ -274,7 +274,7 @@ class TransformersModel:
 
         Quantised ones are computed by running the linear modules on an identity matrix, so this works for each format.
         """
-        if not _is_quantised(self.module):
+        if not getattr(self.module, "is_quantized", False):  # those that were dequantised on loading are not
             yield from module.named_parameters()
             return
         for name, part in module.named_modules():
@@ -375,11 +375,6 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # noqa: BLE001  loading the model reports the error
         return None
-
-
-def _is_quantised(module: Any) -> bool:
-    """Whether the model's weights are quantised; they are not if they were dequantised when they were loaded."""
-    return bool(getattr(module, "is_quantized", False))
 
 
 def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
