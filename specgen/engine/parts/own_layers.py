@@ -89,7 +89,7 @@ class ExitLayers:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
             make_product = ProductFactory(model.device, dtype)
         devices = [model.device] * len(architecture.layers)
-        self._inputs = InputMaker(architecture, dtype, devices)
+        self._inputs = InputMaker(architecture, model.dtype, devices)
         self._normed = norm_function(architecture.norm_eps, gain)
 
         def take(name: str) -> Tensor:
