@@ -10,6 +10,7 @@ from specgen.base.interrupts import interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
+from specgen.decoding.policy import MATCH_LENGTH
 from specgen.pair import records as traces
 from specgen.pair.figures import Figures
 from specgen.view import theme
@@ -159,7 +160,7 @@ class OutputWriter:
             yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
-        if method.copies and self._pair.draft is None:
+        if MATCH_LENGTH in method.signals and self._pair.draft is None:
             yield "no draft model"
         if self._request.context_ends and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
