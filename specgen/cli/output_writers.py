@@ -129,7 +129,7 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(figures, notes, theme.width(self._err), mono=self._err.is_mono, tuned=self._tuned))
+            self._err.print(footer(figures, notes, theme.width(self._err), tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
 
