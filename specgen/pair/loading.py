@@ -50,13 +50,13 @@ def load(
     is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
     started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
     EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
-    head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
-    `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
-    alike: on a CPU or one CUDA device, and not in draft trees. `context` is the most tokens of prompt and output together, at
-    most the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
-    `int4` round its weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it
-    is first needed. Under torchrun, the target is split over its processes; in all but the first this function ends the process
-    when the first one ends. Raises SpecgenError.
+    head's folder or Hugging Face id; for kinds of heads that it is not of, the one trained for this target is taken. `backend`
+    says whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, a token's
+    logits have the same bits in all passes of the target, on a CPU or one CUDA device; draft trees are left out. `context` is the
+    most tokens of prompt and output together, at most the target's own limit; None: that limit. `draft_dtype` is the draft
+    model's dtype, None that of both models; `int8` and `int4` round its weights, which changes what it drafts, but not the
+    output's distribution. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
+    processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
@@ -185,18 +185,14 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
 
 
 def _worker(process: DraftProcess | None, draft: LoadedModel | None, target: torch.device) -> DraftWorker | None:
-    """Returns what runs the draft model for PEARL in a process of its own; None if none is needed, and then ends `process`."""
-    if draft is not None and draft.refusal is None and _needs_process(target, draft.device):
+    """Returns what runs the draft model for PEARL in a process of its own, so that both models run at the same time; None if none
+    is needed, and then ends `process`.
+
+    None is needed if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA
+    streams of one process run concurrently.
+    """
+    if draft is not None and draft.refusal is None and is_possible() and (target.type == "cpu" or target != draft.device):
         return DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     if process is not None:
         process.close()
     return None
-
-
-def _needs_process(target: torch.device, draft: torch.device) -> bool:
-    """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
-
-    Not if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one
-    process run concurrently.
-    """
-    return is_possible() and (target.type == "cpu" or target != draft)

@@ -190,17 +190,13 @@ class Pair:
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
         capacity = max(capacity, self._reserved)
-        target, draft = runners(self) if self._drafts_here(method) else (self._target_runner, None)
+        in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
+        target, draft = runners(self) if method.uses_draft_model and not in_worker else (self._target_runner, None)
         for runner in (target, draft):
             if runner is not None:
                 runner.reserve(capacity)
         tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
         return Setup(draft, sampling, vocab_size=target.vocab_size, target=target, capacity=capacity, tokenizers=tokenizers)
-
-    def _drafts_here(self, method: Method) -> bool:
-        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
-        in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
-        return self.draft is not None and method.uses_draft_model and not in_worker
 
     def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.

@@ -10,7 +10,6 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -65,8 +64,7 @@ _DRAFTERS = {"model": "sd", "exit": "eesd-fixed"}  # methods that draft chains o
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
     """Finds the pair's fastest method and settings. `rounded` is the same pair with a draft of rounded weights, None to try none.
 
-    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
-    mostly before anything is measured.
+    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned.
     """
     tuner = Tuner(pair, request, observer)
     names = tuner.select()
@@ -108,10 +106,7 @@ class Tuner:
         """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
         named = [name for name in self.request.names or () if name != PLAIN]
         if named and all(name in self.left_out for name in named):
-            reasons = defaultdict[str, list[str]](list)
-            for name in named:
-                reasons[self.left_out[name]].append(name)
-            why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+            why = "; ".join(f"{name}: {self.left_out[name]}" for name in named)
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:
