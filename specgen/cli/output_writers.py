@@ -161,7 +161,7 @@ class OutputWriter:
             yield f"window {run.settings.values['window']}"
         if method.copies and self._pair.draft is None:
             yield "no draft model"
-        if self._request.context_ends and finish_reason == "length":
+        if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
