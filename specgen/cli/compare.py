@@ -25,14 +25,7 @@ from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, 
 from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import EVERY, parse_specs
 from specgen.compare.prompts import load_prompts
-from specgen.compare.results import (
-    FEW_RESAMPLES,
-    BenchmarkConfig,
-    MethodResult,
-    measure_costs,
-    method_results,
-    with_predictions,
-)
+from specgen.compare.results import BenchmarkConfig, MethodResult, measure_costs, method_results, with_predictions
 from specgen.compare.runner import Runner, read_comparison
 from specgen.pair.records import TraceWriter
 from specgen.view import comparison as views
@@ -128,7 +121,8 @@ class Comparison:
                     for step in self._runner.steps():
                         if not progress.is_silent:
                             with interrupts.held():
-                                views.show_step(progress, self._report(method_results(self._results, FEW_RESAMPLES)), step)
+                                made = method_results(self._results, resamples=200)  # the intervals still change
+                                views.show_step(progress, self._report(made), step)
                 return measure_costs(self._runner.pair, self._results) if self._output.predict else None, None
             except KeyboardInterrupt as interruption:
                 return None, interruption
@@ -167,9 +161,6 @@ class Comparison:
         for result in shown.made:
             line = as_json(result) | {"tuned_on": self._results.config.tuned_on(result.spec)}
             print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs})
-        if not self._output.quiet:
-            for note in self._energy_notes():
-                self._err.print(Text(note, "quiet"))
 
     def _write_files(self, shown: views.Report) -> list[SpecgenError]:
         """Writes the CSV file, the picture and the page, if requested. Returns the errors of those that could not be written."""

@@ -37,21 +37,16 @@ def inspect(asked: InspectOptions, shown: TraceOptions, pair: PairOptions, model
         raise SpecgenError(f"{given(shown)[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
     if pair.pair and models.target is not None:
         raise SpecgenError(f"--pair is the bundled pair, and --target {models.target} is given too", "Leave one of them out")
-    if asked.list_methods:
-        _list_methods(output)
-    elif asked.traces:
+    if asked.traces:
         inspect_traces(asked.traces, output, shown)
-    else:
+    elif not asked.list_methods:
         _inspect_pair(models, output, measure=pair.measure)
-
-
-def _list_methods(output: OutputOptions) -> None:
-    out = theme.console(no_color=output.no_color)
-    for method in methods.METHODS.values():
-        if output.json:
-            print_json(view.method_line(method))
-        else:
-            view.method_card(out, method)
+    else:
+        for method in methods.METHODS.values():
+            if output.json:
+                print_json(view.method_line(method))
+            else:
+                view.method_card(theme.console(no_color=output.no_color), method)
 
 
 def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:

@@ -17,6 +17,7 @@ from specgen.base.types import SamplingParams, check_backend, check_draft_dtype
 
 Rows = Mapping[str, tuple[str, str]]  # by the field's name: a short name, another name than `--like-this`, the value; help
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
+LEAST = {"limit": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
@@ -316,18 +317,12 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs. Raises SpecgenError for a number out of range."""
+    """What to show of recorded runs."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None
     rounds: int | None = None
     run: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rounds is not None and self.rounds < 0:
-            raise SpecgenError(f"--rounds is {self.rounds}", "It has to be a whole number, 0 for none")
-        if self.run < 1:
-            raise SpecgenError(f"--run is {self.run}", "Runs count from 1")
 
 
 @dataclass(frozen=True)
