@@ -67,8 +67,8 @@ def exported(engine: str) -> dict[str, Any]:
     for label, (tuned, chosen, layout, more) in CASES.items():
         heads = {name: ExportedHead("a head", layout if name == "eagle" else name) for name in ("eagle", "medusa", "glide")}
         try:
-            made = export(engine, tuned, chosen, *NAMES, heads, **more)
-            written[label] = {"text": made.text, "lost": list(made.lost)}
+            text, notes = export(engine, tuned, chosen, *NAMES, heads, **more)
+            written[label] = {"text": text, "lost": notes}
         except SpecgenError as error:
             written[label] = {"refused": error.message}
     return written

@@ -26,7 +26,7 @@ from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import Candidate
-from specgen.tune.pair_inspection import Difference, ModelFacts, PairReport, Readiness, TokenizerFacts
+from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
 from specgen.view.pages import comparison_page
@@ -117,7 +117,7 @@ def foreign() -> PairReport:
 
 
 def untranslated() -> PairReport:
-    tokens = TokenizerFacts(5, 5, 3, (Difference(3, "a\x1b", None),), "the tokenizers differ", None)
+    tokens = TokenizerFacts(5, 5, 3, ({"token_id": 3, "target": "a\x1b", "draft": None},), "the tokenizers differ", None)
     return pair(tokenizers=tokens, draft_free_bytes=1 << 40, draft=replace(pair().target, name="small", device="cpu"))
 
 

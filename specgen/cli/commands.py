@@ -22,8 +22,11 @@ _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is s
 
 
 def command(name: str) -> Callable[..., None]:
-    """Returns the command `name` for typer: each field of its groups is an option. It calls the function of this name in the
-    module of this name, which is only imported then, with the groups."""
+    """Returns the command `name` for typer. Each field of its option groups is an option.
+
+    The command calls the function `name` of the module `specgen.cli.NAME` with its option groups. The module is imported by the
+    call, since its imports take long.
+    """
     _, own, groups = COMMANDS[name]
     parameters = [
         _parameter(each, get_type_hints(group)[each.name], own.get(each.name) or ROWS[each.name], group.panel)

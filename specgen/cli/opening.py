@@ -42,9 +42,9 @@ def open_pair(
     """Loads the models and runs them once to warm them up, with a progress line on the console `err`.
 
     `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
-    That process is started first, so that both processes import torch at the same time. `sequential` says that another method may
-    run the draft model too; its weights are loaded here if one does. Also returns the profile for sampling as `tuned_for`, if
-    there is one; the draft's weights are then rounded as the profile says, unless --draft-dtype is given.
+    That process is started first, so that both processes import torch at the same time. `sequential` says that a method may run
+    the draft model in this process; its weights are then loaded in this process too. Also returns the profile for sampling as
+    `tuned_for`, if there is one; the draft's weights are then rounded as the profile says, unless --draft-dtype is given.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None

@@ -209,7 +209,7 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
     found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
     heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
-    made = exports.export(
+    text, notes = exports.export(
         engine,
         profile.methods,
         profile.chosen.method,
@@ -219,6 +219,6 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
         tokenizers_differ=differ,
         draft_dtype=profile.draft_dtype,
     )
-    print_result(made.text)
-    for note in made.lost if not quiet else ():
+    print_result(text)
+    for note in notes if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)

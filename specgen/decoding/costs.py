@@ -160,16 +160,6 @@ class SpeedupModel:
         """1 / c: the time of a draft pass / the time of a target pass over one token."""
         return self.draft_seconds / self.target_seconds[1]
 
-    def break_even_draft_cost(self, acceptance: float) -> float | None:
-        """Returns the largest relative draft cost (draft pass time / target pass time) with which drafting beats plain decoding.
-
-        Each drafted token is accepted with probability `acceptance`, and the best draft length is used. None: even a draft model
-        that takes no time would not help.
-        """
-        single = self.target_seconds[1]
-        seconds = [(_tokens(k, acceptance) * single - self.target_seconds[k + 1]) / k for k in self.draft_lengths]
-        return max(seconds) / single if max(seconds, default=0.0) > 0 else None
-
     def speedup(self, k: int, acceptance: float) -> float:
         """Returns the speedup of drafting k tokens if each is accepted with probability `acceptance`, independently."""
         return _tokens(k, acceptance) * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])

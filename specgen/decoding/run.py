@@ -46,8 +46,8 @@ class StopTexts:
 class Clock:
     """Measures how long each phase of a round takes, in seconds. Phases are the names in `PHASES`; `other` takes the rest.
 
-    Time between rounds is not counted. `timer` finds out when the device has finished its work, for laps that end then; None if
-    the device computes synchronously. The host never waits for the device in a lap, only in `seconds`, after the round.
+    Time between rounds is not counted. `timer` notes when the device finishes the work of a phase; None if the device computes
+    synchronously. The host never waits for the device in a lap, only in `seconds`, after the round.
     """
 
     def __init__(self, timer: DeviceTimer | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import timed
 
-AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `device_map.place`
+AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `spread.placement`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it

@@ -24,8 +24,9 @@ class PromptLookupDrafter:
     This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
     the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
     not depend on the context's length.
-    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies, at most
-    `LONGEST_MATCH` and the tokens of the draft. The policy learns from each match whether it was drafted or not.
+    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies: all tokens
+    drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from each match whether it was drafted or
+    not.
     """
 
     LONGEST_MATCH = 32

@@ -50,13 +50,13 @@ def load(
     is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
     started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
     EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
-    head's folder or Hugging Face id; heads of other kinds are found likewise. `backend` says whose forward pass runs: `native`,
-    `transformers`, or `auto` for whichever supports the model. With `exact`, all of the target's passes compute a token's logits
-    alike: on a CPU or one CUDA device, and not in draft trees. `context` is the most tokens of prompt and output together, at
-    most the target's own limit; None: that limit. `draft_dtype` is the draft model's dtype, None that of both models; `int8` and
-    `int4` round its weights, which changes what it drafts, but not the output's distribution. The draft model is loaded when it
-    is first needed. Under torchrun, the target is split over its processes; in all but the first this function ends the process
-    when the first one ends. Raises SpecgenError.
+    head's folder or Hugging Face id; for kinds of heads that it is not of, the one trained for this target is taken. `backend`
+    says whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, a token's
+    logits have the same bits in all passes of the target, on a CPU or one CUDA device; draft trees are left out. `context` is the
+    most tokens of prompt and output together, at most the target's own limit; None: that limit. `draft_dtype` is the draft
+    model's dtype, None that of both models; `int8` and `int4` round its weights, which changes what it drafts, but not the
+    output's distribution. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
+    processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
     if target is None and draft is not None:
         raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")

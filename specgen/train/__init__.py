@@ -1,1 +1,1 @@
-"""Training of exit layers, acceptance predictors and distilled draft models."""
+"""Training of exit layers, acceptance predictors, heads and distilled draft models."""

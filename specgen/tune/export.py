@@ -37,14 +37,6 @@ NOTES: Mapping[str, Mapping[str, str]] = {
 """What to know about a method in an engine. Names in braces are settings, `head` or `target`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The options to give to an engine (`text`), and notes on what these options cannot express (`lost`)."""
-
-    text: str
-    lost: tuple[str, ...]
-
-
 class ExportedHead(NamedTuple):
     """A trained head: its folder, and what engines call heads of its kind, such as `eagle3`."""
 
@@ -91,9 +83,10 @@ def export(
     *,
     tokenizers_differ: bool = False,
     draft_dtype: str | None = None,
-) -> Export:
+) -> tuple[str, list[str]]:
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
 
+    Returns the options to give to the engine, and notes on what these options cannot express.
     `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
     names (None: no draft model), `heads` are the heads of methods that need one. `draft_dtype` is what the draft's weights were
     rounded to, None if they were not. Raises SpecgenError if the engine supports none of the methods.
@@ -115,7 +108,8 @@ def export(
     if best != chosen:
         fastest = "plain decoding" if chosen == methods.PLAIN.name else chosen
         notes.insert(0, f"{fastest} is the fastest here: {best} is only the best of what {engine} has")
-    return Export(write(method), (*notes, "measured with specgen, one prompt at a time: a server that batches has other costs"))
+    notes.append("measured with specgen, one prompt at a time: a server that batches has other costs")
+    return write(method), notes
 
 
 def _lost(engine: str, method: ExportedMethod, policy: str | None) -> list[str]:

@@ -95,19 +95,11 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A token id to which the two tokenizers give different tokens; None for a tokenizer that does not have the id."""
-
-    token_id: int
-    target: str | None
-    draft: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """A comparison of the target's and the draft model's tokenizer.
 
-    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `refusal` says why drafts cannot be
+    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `differences` has the first ids that do
+    not: each `token_id` with its token in `target` and `draft`, None where there is none. `refusal` says why drafts cannot be
     translated token by token, None if they can or need not be. `probe` is a text that they encode differently although their
     vocabularies match, with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts
     alike. `overlap` says how much of a text both have as the same tokens, if the vocabularies differ and it can be computed.
@@ -116,7 +108,7 @@ class TokenizerFacts:
     target_size: int
     draft_size: int
     shared: int
-    differences: tuple[Difference, ...]
+    differences: Sequence[Mapping[str, Any]]
     refusal: str | None
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
     overlap: TokenOverlap | None = None
@@ -139,7 +131,8 @@ class Readiness:
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
-    `draft` and `tokenizers` (their comparison) are None without a draft model. `free_bytes` is the free memory on the target's
+    `draft` and `tokenizers` (their comparison) are None without a draft model. If the draft's context limit is the smaller one,
+    decoding continues beyond it without drafts. `free_bytes` is the free memory on the target's
     device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same device.
     `methods` says for each method whether it can run. `speedup_model` has the pass
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
@@ -161,37 +154,24 @@ class PairReport:
     ranks: int | None = None
     draft_free_bytes: int | None = None
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.target.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
-
-    @property
-    def context_limit(self) -> int | None:
-        """The largest number of tokens in prompt and output together: the target's limit. None: the target has no limit.
-
-        If the draft model's limit is smaller, decoding continues beyond it without drafts.
-        """
-        return self.target.context_limit
-
-    @property
-    def cache_bytes(self) -> int | None:
-        """Bytes of the cached keys and values of both models for the longest context; None if the target has no context limit."""
-        longest = self.context_limit
-        if longest is None:
-            return None
-        models = [self.target] if self.draft is None else [self.target, self.draft]
-        return sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
-
     def as_dict(self) -> dict[str, Any]:
-        """Returns what `inspect --json` prints, without the key `type`."""
+        """Returns what `inspect --json` prints, without the key `type`.
+
+        `cache_bytes` is the size of both models' caches for the longest context; None if the target has no context limit.
+        """
         found, model = asdict(replace(self, placement=None)), self.speedup_model
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        longest = self.target.context_limit
+        cached = (each.cache_bytes * min(each.context_limit or longest, longest) for each in models if longest is not None)
         overlap = None if self.tokenizers is None else self.tokenizers.overlap
         if overlap is not None:
             found["tokenizers"]["overlap"] = overlap.as_dict()
         kappa = None if overlap is None else overlap.kappa
         return {
             **{name: found[name] for name in ("target", "draft", "tokenizers")},
-            **{name: getattr(self, name) for name in ("weight_bytes", "cache_bytes", "free_bytes", "draft_free_bytes", "ranks")},
+            "weight_bytes": sum(each.weight_bytes for each in models),
+            "cache_bytes": None if longest is None else sum(cached),
+            **{name: found[name] for name in ("free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
             "methods": {
                 name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
@@ -312,7 +292,7 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
     ours, theirs = ({id_: token for token, id_ in model.tokenizer.vocabulary().items()} for model in (target, draft))
     differing = [id_ for id_ in sorted(ours | theirs) if ours.get(id_) != theirs.get(id_)]
-    first = tuple(Difference(id_, ours.get(id_), theirs.get(id_)) for id_ in differing[:_SHOWN_DIFFERENCES])
+    first = [{"token_id": id_, "target": ours.get(id_), "draft": theirs.get(id_)} for id_ in differing[:_SHOWN_DIFFERENCES]]
     refusal = probe = overlap = None
     try:
         if translation_between(target, draft) is None:

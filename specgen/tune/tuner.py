@@ -65,8 +65,7 @@ _DRAFTERS = {"model": "sd", "exit": "eesd-fixed"}  # methods that draft chains o
 def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
     """Finds the pair's fastest method and settings. `rounded` is the same pair with a draft of rounded weights, None to try none.
 
-    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned:
-    mostly before anything is measured.
+    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned.
     """
     tuner = Tuner(pair, request, observer)
     names = tuner.select()

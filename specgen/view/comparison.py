@@ -195,11 +195,9 @@ def _tuned(report: Report) -> list[Text]:
     counts = {name: count for name, count in tuned.items() if count is not None}
     if not counts:
         return []
-    most, settings = max(counts.values()), f"the settings of {', '.join(counts)} (specgen tune)"
-    if most == 0:
-        return [Text(f"None of these prompts chose {settings}.", "quiet")]
-    chose = f"{most} of {len(config.prompts)} prompts chose {settings}"
-    return [Text(f"{chose}: on other prompts they may be less good.", "strong")]
+    most = max(counts.values())
+    said = f"{most} of {len(config.prompts)} prompts chose the settings of {', '.join(counts)} (specgen tune)"
+    return [Text(f"{said}: on other prompts they may be less good." if most else f"{said}.", "strong" if most else "quiet")]
 
 
 # tables

@@ -93,9 +93,9 @@ def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) ->
         yield "✗ tokenizer", found.refusal
         yield "", f"{found.shared:,} tokens have the same id in both"
         for difference in found.differences:
-            pair = (difference.target, difference.draft)
-            ours, theirs = ("no token" if token is None else f"“{inline(token)}”" for token in pair)
-            yield "", f"id {difference.token_id:,}: {ours} in the target, {theirs} in the draft"
+            tokens = [difference["target"], difference["draft"]]
+            ours, theirs = ("no token" if token is None else f"“{inline(token)}”" for token in tokens)
+            yield "", f"id {difference['token_id']:,}: {ours} in the target, {theirs} in the draft"
         yield "", f"use {UNTRANSLATED}"
         return
     text = f"the same, {found.target_size:,} tokens"
@@ -153,20 +153,16 @@ def _memory(report: PairReport) -> Iterator[Fact]:
     stages = placement.stages if placement is not None else ()
     if draft is None or draft.device == target.device or stages:
         device = ", ".join(str(stage.device) for stage in stages) or target.device
-        yield _fitting(list(_roles(report).values()), device, report.context_limit, report.free_bytes)
+        yield _fitting(list(_roles(report).values()), device, target.context_limit, report.free_bytes)
     else:
-        yield _fitting([target], target.device, report.context_limit, report.free_bytes)
-        yield _fitting([draft], draft.device, report.context_limit, report.draft_free_bytes)
+        yield _fitting([target], target.device, target.context_limit, report.free_bytes)
+        yield _fitting([draft], draft.device, target.context_limit, report.draft_free_bytes)
     for stage in stages if len(stages) > 1 else ():
         layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "the draft"
         yield "", f"{stage.device}: {layers}; {_size(stage.left)} of {_size(stage.free)} left"
-    if len(stages) > 1:
-        yield "", "passes go through these devices one after the other, without CUDA graphs"
     if report.ranks is not None:
-        yield (
-            "",
-            f"torchrun's {report.ranks} processes each hold about {_size(target.weight_bytes // report.ranks)} of the target",
-        )
+        share = _size(target.weight_bytes // report.ranks)
+        yield "", f"torchrun's {report.ranks} processes each hold about {share} of the target"
 
 
 def _fitting(models: Sequence[ModelFacts], device: str, longest: int | None, free: int | None) -> Fact:
@@ -187,7 +183,7 @@ def _fitting(models: Sequence[ModelFacts], device: str, longest: int | None, fre
 
 
 def _context(report: PairReport) -> str:
-    limit = report.context_limit
+    limit = report.target.context_limit  # beyond a smaller one of the draft, decoding continues without drafts
     text = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
     draft_limit = report.draft.context_limit if report.draft is not None else None
     if draft_limit is not None and (limit is None or draft_limit < limit):
@@ -349,7 +345,7 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
         return f"{reason} So generate decodes plainly.", [("lossy", " · ".join(lossy))] if lossy else []
     interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
     found = f"{best.written}: {speedup} plain decoding{interval}"
-    why, needed = _reasons(outcome), _help(outcome)
+    why = _reasons(outcome)
     if outcome.verdict == "unconfirmed":
         use = "generate decodes plainly" if outcome.chosen.name == PLAIN else f"generate uses {best.name}"
         headline = f"Not confirmed by real runs: {speedup} expected with {best.name}. Until then {use}."
@@ -360,7 +356,11 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
         headline = f"No clear gain here: {speedup} at best{interval}. So generate decodes plainly."
         return headline, [*why, ("would tell", f"specgen compare --methods {best.written} --repeats 10")]
     headline = f"Speculation does not pay here: {speedup} at best. So generate decodes plainly for this pair."
-    return headline, [("best found", found), *why, ("would help", needed)]
+    return headline, [
+        ("best found", found),
+        *why,
+        ("would help", "a draft model that is smaller, or closer to the target: --draft MODEL"),
+    ]
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
@@ -372,17 +372,3 @@ def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     if outcome.acceptance_probability is not None:
         text += f", here {outcome.acceptance_probability:.0%}"
     return [("why", text)]
-
-
-def _help(outcome: TuningOutcome) -> str:
-    """Returns what would make speculation pay."""
-    model, acceptance, ways = outcome.speedup_model, outcome.acceptance_probability, list[str]()
-    if model is None:
-        ways.append("a draft model of the target's family: --draft MODEL")
-    elif acceptance is not None:
-        cost, needed = model.break_even_draft_cost(acceptance), model.break_even_acceptance(1)
-        if cost is not None and cost < model.relative_draft_cost:
-            ways.append(f"a faster draft (under {cost:.2f} of a target pass)")
-        if needed is not None and acceptance < needed:
-            ways.append(f"one closer to the target (an acceptance above {needed:.0%})")
-    return ", or ".join(ways) or "another draft model: a smaller one, or one closer to the target"

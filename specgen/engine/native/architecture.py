@@ -60,7 +60,8 @@ class UnsupportedConfig(ValueError):  # noqa: N818  not an error of the user: an
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """One set of rotary frequencies (RoPE). A position's angles are the position times `inverse_frequencies` [R / 2], in float32.
+    """One set of rotary frequencies (RoPE). A position's angles are the position times `inverse_frequencies`
+    [rotary size / 2], in float32.
 
     cos and sin of the angles are multiplied by `factor`. LongRoPE models have a second set of frequencies,
     `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other models.

@@ -114,7 +114,7 @@ class NativeLayer:
             rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
         if inputs.batch is not None:
             return self._batch_attention(heads, inputs)
-        query, new = heads.narrow(1, 0, self._heads), heads.narrow(1, self._heads, 2 * self._kv_heads)
+        query, new = heads.split_with_sizes((self._heads, 2 * self._kv_heads), 1)
         if entries is None:
             keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
         else:

@@ -21,7 +21,8 @@ from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens,
 class MedusaRunner:
     """Runs K Medusa heads as a draft model of the target `model`, which `target` runs. Implements `DraftRunner`.
 
-    The logits after a drafted token at depth m (after the context: 0) are those of head m, whatever the token is: all heads read
+    The logits after the context are those of the first head, and those after a drafted token on level m of the draft (from 1)
+    are those of the head number m + 1, whatever the token is: all heads read
     the hidden state from which `target` predicted the context's last token. So they run once for each context. `longest_draft` is
     the number of heads. `rank_accuracies` is as in `MedusaWeights`. `penalties` change the logits from which tokens are chosen.
     """
