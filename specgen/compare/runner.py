@@ -196,9 +196,8 @@ class Runner:
         def step(
             done: int, spec: MethodSpec | None = None, prompt: Prompt | None = None, warming_up: bool = False
         ) -> BenchmarkStep:
-            left = sum(not self._is_ruled_out(other, prompt) for other, prompt, _ in todo[done:])
-            seconds_left = left * fmean(self._seconds) if self._seconds else None  # the methods take turns
-            return BenchmarkStep(spec, prompt, warming_up, done, done + left, seconds_left)
+            seconds_left = (len(todo) - done) * fmean(self._seconds) if self._seconds else None  # the methods take turns
+            return BenchmarkStep(spec, prompt, warming_up, done, len(todo), seconds_left)
 
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield step(0, spec, prompts[0], warming_up=True)
