@@ -250,4 +250,4 @@ def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
     assert "lookup" in tuned["predicted"]
     assert "tokens cannot be translated" in tuned["left_out"]["sd"]
     message = specgen_(*tune, "sd,pearl", code=2)[1].splitlines()[-1]
-    assert message.startswith("error: no method can be tuned: sd, pearl: the tokenizers differ")
+    assert message.startswith("error: no method can be tuned: sd: the tokenizers differ")

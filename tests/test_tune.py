@@ -39,6 +39,7 @@ from specgen.tune.outcome import (
     distance_from_defaults,
     grid,
     nearest_to_default,
+    plain_of,
     shortlist,
 )
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
@@ -104,7 +105,7 @@ def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     steps = Mock()
     found = tune(near, request(250, ["sd", "svip", "lookup"]), steps)
     assert {each.name for each in found.methods} == {"ar", "sd", "svip", "lookup"}
-    assert found.plain.measured is not None
+    assert plain_of(found.methods).measured is not None
     assert found.best.measured is not None
     assert found.verdict != "unconfirmed"
     assert "confirmation" not in found.left_out
@@ -146,7 +147,10 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     assert (found.acceptance_probability or 0) < 0.5
     assert found.speedup_model is not None
     assert found.speedup_model.relative_draft_cost == 1
-    confirmed = [replace(each, measured=each.predicted, speedup=each.predicted / found.plain.predicted) for each in found.methods]
+    confirmed = [
+        replace(each, measured=each.predicted, speedup=each.predicted / plain_of(found.methods).predicted)
+        for each in found.methods
+    ]
     assert (found.verdict, replace(found, methods=confirmed).verdict) == ("unconfirmed", "does not pay")
 
 

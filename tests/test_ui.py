@@ -152,7 +152,6 @@ def test_footers_show_what_a_run_has() -> None:
     summary = a_summary("pre-verify")
     waiting = "5.67 a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
     assert footer(summary, ["window 8, c 8.2"], 150).plain.endswith(waiting)
-    assert "51 tokens, 8 the target's own" in footer(summary, [], 120, mono=True).plain
     assert footer(summary, [], 30, tuned="tuned: svip").plain.startswith("tuned: svip  51 tokens")
     summary = a_summary()
     summary.ties = 1

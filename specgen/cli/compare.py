@@ -7,7 +7,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
     err = theme.console(stderr=True, no_color=output.no_color)
     with ExitStack() as opened:
         path = output.trace_path  # locked before it is read
-        trace = None if path is None else opened.enter_context(TraceWriter(path, resumes=output.resume is not None))
+        trace = None if path is None else opened.enter_context(closing(TraceWriter(path, resumes=output.resume is not None)))
         recorded = None if output.resume is None else read_comparison(output.resume)
         specs = recorded.specs() if recorded is not None and not asked.methods else parse_specs(asked.methods or [EVERY])
         config = BenchmarkConfig(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from rich.text import Text
 
@@ -40,7 +40,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
-        trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
+        trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
         tuned_for = None if asked.settings else params
         pair, profile = open_pair(
             models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for

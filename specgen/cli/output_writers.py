@@ -127,7 +127,7 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(figures, notes, theme.width(self._err), mono=self._err.is_mono, tuned=self._tuned))
+            self._err.print(footer(figures, notes, theme.width(self._err), tuned=self._tuned))
         if self._trace_error is not None:
             raise self._trace_error
 
@@ -159,7 +159,7 @@ class OutputWriter:
             yield f"window {run.settings.values['window']}"
         if method.copies and self._pair.draft is None:
             yield "no draft model"
-        if self._request.context_ends and finish_reason == "length":
+        if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"

@@ -216,10 +216,6 @@ class TuningOutcome:
     draft_dtype: str | None = None
 
     @property
-    def plain(self) -> Candidate:
-        return plain_of(self.methods)
-
-    @property
     def best(self) -> Candidate:
         """The fastest lossless method other than plain decoding; plain decoding if there is no such method.
 
@@ -231,7 +227,7 @@ class TuningOutcome:
         def rank(method: Candidate) -> tuple[bool, float]:
             return method.measured is not None, method.low or method.speedup or method.predicted
 
-        return max(others, key=rank, default=self.plain)
+        return max(others, key=rank, default=plain_of(self.methods))
 
     @property
     def verdict(self) -> Verdict:
@@ -257,11 +253,11 @@ class TuningOutcome:
         larger than `EXPECTED_GAIN`.
         """
         expected = self.verdict == "unconfirmed" and self.speedup_of(self.best) > EXPECTED_GAIN
-        return self.best if expected or self.verdict == "pays" else self.plain
+        return self.best if expected or self.verdict == "pays" else plain_of(self.methods)
 
     def speedup_of(self, method: Candidate) -> float:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""
-        return 1.0 if method.name == PLAIN else method.speedup or method.predicted / self.plain.predicted
+        return 1.0 if method.name == PLAIN else method.speedup or method.predicted / plain_of(self.methods).predicted
 
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:

@@ -10,7 +10,6 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -107,10 +106,7 @@ class Tuner:
         """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
         named = [name for name in self.request.names or () if name != PLAIN]
         if named and all(name in self.left_out for name in named):
-            reasons = defaultdict[str, list[str]](list)
-            for name in named:
-                reasons[self.left_out[name]].append(name)
-            why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+            why = "; ".join(f"{name}: {self.left_out[name]}" for name in named)
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:

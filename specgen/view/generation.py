@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -22,12 +22,14 @@ from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Figures
 from specgen.view.theme import ThemedConsole, counted, one_line_text, wrapped
 
+if TYPE_CHECKING:
+    from specgen.engine.text.tokenizer import Detokenizer
+
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
 MODES = {"pre-verify": "pre", "post-verify": "post"}  # PEARL's modes, shown after a round's number
 MODE = 6  # cells of the column with PEARL's mode
 NARROW = 80  # cells; on narrower terminals the words on why a draft ended follow the tokens
-Kind = Literal["accepted", "rejected", "discarded", "own", "cross", "mark", "space"]
-_STYLES: dict[Kind, str] = {
+_STYLES = {
     "accepted": "token.accepted",
     "rejected": "token.rejected",
     "discarded": "token.discarded",
@@ -39,12 +41,6 @@ _STYLES: dict[Kind, str] = {
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _DROPPED_FIRST = ("runs", "ties", "shares", "name", "a pass", "accepted", "energy", "perplexity", "speed")
-
-
-class Detokenizer(Protocol):
-    def push(self, token: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class Piece(NamedTuple):
@@ -140,11 +136,11 @@ class AnswerView:
 class Part(NamedTuple):
     """A piece of a round's line: drafted tokens of the same status (such as accepted), the target's own token, or a mark like ✗.
 
-    `kind` says which of these it is; "own" is the target's token.
+    `kind`, a key of `_STYLES`, says which of these it is; "own" is the target's token.
     """
 
     text: str
-    kind: Kind
+    kind: str
 
 
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
@@ -267,21 +263,19 @@ class RoundsView:
         return inline(self._text_of(tokens))
 
 
-def footer(summary: Figures, notes: Sequence[str], width: int, *, mono: bool = False, tuned: str = "") -> Text:
+def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "") -> Text:
     """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
-    in words, the method and the settings that `specgen tune` saved, empty where they are not used. `mono` says that the output
-    has no colours: the line then also gives the number of tokens that the target chose itself.
+    in words, the method and the settings that `specgen tune` saved, empty where they are not used.
     """
     energy, rate = summary.energy, summary.acceptance_rate
-    own = f", {summary.new_tokens - summary.accepted:,} the target's own" if mono and summary.drafted else ""
     draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
     idle = energy.idle_watts or 0.0 if energy else 0.0
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
-        "tokens": counted(summary.new_tokens, "token") + own,
+        "tokens": counted(summary.new_tokens, "token"),
         "speed": _figure("{:.1f} tokens/s", summary.tokens_per_second),
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),

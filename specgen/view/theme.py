@@ -62,7 +62,6 @@ class ThemedConsole(Console):
     """
 
     def __init__(self, flavour: str, **options: Any) -> None:
-        self.is_mono = flavour == "mono"
         looks = {name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()}
         super().__init__(theme=Theme(looks), highlight=False, markup=False, emoji=False, **options)
 
