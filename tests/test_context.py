@@ -45,7 +45,6 @@ def test_caches_are_reserved_for_the_limit_alone(limited: Pair) -> None:
     assert draft is not None
     target.cache.capacity = draft.cache.capacity = 0
     request = limited.request([1, 5, 6], "sd", SAMPLING)
-    assert request.context_ends
     limited.run(request)
     assert target.cache.capacity == draft.cache.capacity == LIMIT
     assert (limited.target.context_limit, target.context_limit, draft.context_limit) == (LIMIT, LIMIT, CONTEXT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,14 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
 
 def test_a_process_drafts_unless_both_models_share_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
-    for possible in (True, False):
-        monkeypatch.setattr(loading, "is_possible", lambda possible=possible: possible)
-        found = [loading._needs_process(*devices) for devices in ((cpu, cpu), (first, second), (first, first))]
-        assert found == [possible, possible, False]
+    monkeypatch.setattr(loading.DraftWorker, "of_process", lambda *_: "process")
+    drafts: list[Any] = [
+        SimpleNamespace(refusal=None, prepared=None, device=on, dtype=None, translation=None) for on in (cpu, second, first)
+    ]
+    for process in ("process", None):
+        monkeypatch.setattr(loading, "is_possible", lambda process=process: process is not None)
+        assert [loading._worker(None, *each) for each in zip(drafts, (cpu, first, first), strict=True)] == [
+            process,
+            process,
+            None,
+        ]

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from inspect import signature
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.Mo
 
 def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(tmp_path: Path, main: Main) -> None:
     path = tmp_path / "t.jsonl"
-    with TraceWriter(path) as first:
+    with closing(TraceWriter(path)) as first:
         first.write(traces.start_line())
         for resumes in (False, True):
             with pytest.raises(SpecgenError, match="another process writes the trace"):

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def statistics_of(*runs: TracedRun) -> TraceStatistics:
 
 def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
     path, expected = tmp_path / "trace.jsonl", []
-    with writing.TraceWriter(path) as file:
+    with closing(writing.TraceWriter(path)) as file:
         for method in ("svip", "ar", "beta-ts"):
             request = demo_pair.request("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
             decoding = demo_pair.run(request)

@@ -100,7 +100,7 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy. `read` returns joules, or raises OSError; after `restart` joules it begins at 0 again."""
+    """A counter of energy. `read` returns joules, or raises an error; after `restart` joules it begins at 0 again."""
 
     name: str
     read: Callable[[], float]
@@ -116,55 +116,47 @@ class EnergyMeter:
     in the same way: the run and those after it have no figure.
     """
 
-    def __init__(self, counters: Sequence[Counter], reason: str | None = None, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(self, counters: Sequence[Counter], reason: str | None = None) -> None:
         self.counters, self.reason = counters, reason
-        self._idle_seconds = idle_seconds
         self._idle: list[float] | None = None  # idle power in watts, for each counter
         self._begin: list[tuple[float, float]] = []
 
     def start(self) -> None:
-        try:
-            if self._idle is None:
-                before = self._readings()
-                time.sleep(self._idle_seconds if self.counters else 0)
-                self._idle = [joules / seconds for seconds, joules in self._since(before)]
-            self._begin = self._readings()
-        except OSError as error:
-            self._give_up(error)
+        if self._idle is None:
+            before = self._readings()
+            time.sleep(IDLE_SECONDS if self.counters else 0)
+            self._idle = [joules / seconds for seconds, joules in self._since(before)]
+        self._begin = self._readings()
 
     def stop(self) -> Energy:
         """Returns the energy used since `start`, with and without what the idle devices use."""
-        spans: list[tuple[float, float]] = []
-        try:
-            spans = self._since(self._begin)
-        except OSError as error:
-            self._give_up(error)
-        source, idle = ", ".join(counter.name for counter in self.counters), self._idle or []
+        spans, source = self._since(self._begin), ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
-        gross = sum(joules for _, joules in spans)
+        gross, idle = sum(joules for _, joules in spans), self._idle or []
         idle_joules = sum(watts * seconds for (seconds, _), watts in zip(spans, idle, strict=True))
         return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
-    def _give_up(self, error: OSError) -> None:
-        self.counters, self.reason, self._begin = (), str(error), []
-
     def _readings(self) -> list[tuple[float, float]]:
-        """Reads each counter when it changes: the time in seconds, and the counter's joules."""
+        """Reads each counter when it changes: the time in seconds, and the counter's joules. None after one cannot be read."""
         found = []
-        for counter in self.counters:
-            first = joules = counter.read()
-            end = time.perf_counter() + _TICK
-            while joules == first and time.perf_counter() < end:
-                joules = counter.read()
-            found.append((time.perf_counter(), joules))
+        try:
+            for counter in self.counters:
+                first = joules = counter.read()
+                end = time.perf_counter() + _TICK
+                while joules == first and time.perf_counter() < end:
+                    joules = counter.read()
+                found.append((time.perf_counter(), joules))
+        except Exception as error:  # noqa: BLE001  NVML has errors of its own
+            self.counters, self.reason = (), f"{counter.name} cannot be read: {error}"
+            return []
         return found
 
     def _since(self, before: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """The seconds and joules of each counter since the readings `before`."""
         return [
             (end - begin, now - then + (counter.restart if now < then else 0))
-            for counter, (begin, then), (end, now) in zip(self.counters, before, self._readings(), strict=True)
+            for counter, (begin, then), (end, now) in zip(self.counters, before, self._readings(), strict=False)
         ]
 
 
@@ -197,10 +189,7 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
 
     def joules(handle: Any, index: int) -> float:
         torch.cuda.synchronize(index)  # it finishes its queued work first
-        try:
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        except nvml.NVMLError as error:
-            raise OSError(f"NVML: {error}") from None
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
     found = []
     try:
@@ -217,20 +206,17 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
 def _zones(root: Path) -> list[Counter]:
     """Returns the RAPL counters of processor packages and of their memory in Linux's sysfs. The other zones are not used: they
     are parts of a package (cores) or contain all packages (platform), so energy would be counted twice."""
+
+    def joules(file: Path) -> float:
+        return int(file.read_text()) / 1e6
+
     found = []
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
         name = (folder / "name").read_text().strip()
         if name.startswith("package") or name == "dram":
-            restart = int((folder / "max_energy_range_uj").read_text()) / 1e6
-            found.append(Counter(f"RAPL {name}", partial(_zone_joules, folder / "energy_uj"), restart))
+            restart = joules(folder / "max_energy_range_uj")
+            found.append(Counter(f"RAPL {name}", partial(joules, folder / "energy_uj"), restart))
             found[-1].read()  # on most machines root alone may read it
     if not any("package" in counter.name for counter in found):
         raise OSError("no RAPL counters")
     return found
-
-
-def _zone_joules(file: Path) -> float:
-    try:
-        return int(file.read_text()) / 1e6
-    except ValueError:
-        raise OSError(f"{file} cannot be read") from None

@@ -111,13 +111,11 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
             if depth > _DEEPEST:
                 raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+    except (yaml.YAMLError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        mark = getattr(error, "problem_mark", None)  # none for `2020-99-99`, `!!bool maybe` or `!!int ''`
         line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or "a value does not fit its type"
         raise SpecgenError(f"{where}{line} is not YAML: {problem}", hint) from error
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:  # `2020-99-99`, `!!bool maybe`, `!!int ''`
-        raise SpecgenError(f"{where} is not YAML: a value does not fit its type", hint) from error
 
 
 @lru_cache(maxsize=32)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from numbers import Integral, Real
 from typing import Any, Literal, Self
 
 from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting
 
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
@@ -30,18 +30,29 @@ PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 def check_backend(name: str) -> None:
     """Raises SpecgenError unless `name` is one of `BACKENDS`."""
-    if name not in BACKENDS:
-        raise SpecgenError(f"there is no backend {name!r}", f"Take {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    _check_known("backend", name, BACKENDS)
 
 
 def check_draft_dtype(name: str | None, *, has_draft: bool) -> None:
     """Raises SpecgenError unless `name` is None, or one of `DRAFT_DTYPES` and there is a draft model."""
-    if name is None:
-        return
-    if name not in DRAFT_DTYPES:
-        raise SpecgenError(f"there is no draft dtype {name!r}", f"Take {', '.join(DRAFT_DTYPES[:-1])} or {DRAFT_DTYPES[-1]}")
-    if not has_draft:
-        raise SpecgenError(f"--draft-dtype {name} is given without --draft", "Name the draft model too")
+    if name is not None:
+        _check_known("draft dtype", name, DRAFT_DTYPES)
+        if not has_draft:
+            raise SpecgenError(f"--draft-dtype {name} is given without --draft", "Name the draft model too")
+
+
+def _check_known(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise SpecgenError(f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}")
+
+
+_SAMPLING = {  # the bounds of `SamplingParams`
+    "max_new_tokens": Setting(128, "", 1, LARGEST),
+    "temperature": Setting(0.0, "", 0, 100),
+    "top_p": Setting(1.0, "", 0, 1),
+    "top_k": Setting(0, "", 0, LARGEST),
+    "seed": Setting(0, "", 0, 2**63 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +73,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        self._check()
-        for name, kind in {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}.items():
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, kind(value))  # NumPy's numbers cannot be written as JSON
-
-    def _check(self) -> None:
-        for name in ("max_new_tokens", "top_k"):
-            if _is_integer(number := getattr(self, name)) and number > LARGEST:
-                raise SpecgenError(f"{name} is above 2^40", "Take a smaller number")
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise SpecgenError(f"max_new_tokens is {self.max_new_tokens}", "It has to be a whole number of at least 1")
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= 100:
-            raise SpecgenError(
-                f"temperature is {self.temperature}",
-                "It has to lie between 0 (greedy decoding) and 100; 1 is the model's own",
-            )
+        for name, setting in _SAMPLING.items():
+            if name != "seed" or self.seed is not None:  # NumPy's numbers become Python's, which can be written as JSON
+                object.__setattr__(self, name, setting.parse(name, getattr(self, name)))
         if 0 < self.temperature < 1e-3:
             raise SpecgenError(f"temperature is {self.temperature}", "Take 0 for greedy decoding, or at least 0.001")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise SpecgenError(f"top_p is {self.top_p}", "It has to be above 0 and at most 1 (1: no cut)")
-        if not _is_integer(self.top_k) or self.top_k < 0:
-            raise SpecgenError(f"top_k is {self.top_k}", "It has to be a whole number, 0 for no cut")
-        if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**63):
-            raise SpecgenError(f"seed is {self.seed}", "It has to be a whole number from 0 to 2^63 - 1")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise SpecgenError(f"stop holds {self.stop!r}", "Each stop text needs at least one character")
-        if any("\ud800" <= character <= "\udfff" for text in self.stop for character in text):
-            raise SpecgenError(f"stop holds {self.stop!r}, which is not UTF-8", "Convert it first, for instance with iconv")
+        if not self.top_p:
+            raise SpecgenError("top_p is 0", "It has to be above 0 and at most 1 (1: no cut)")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise SpecgenError(f"stop holds {self.stop!r}", "Each stop text needs at least one character")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise SpecgenError(f"stop holds {self.stop!r}, which is not UTF-8", "Convert it first, for instance with iconv")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Context:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from rich.text import Text
 
@@ -40,7 +40,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
-        trace = None if output.trace is None else opened.enter_context(TraceWriter(output.trace))
+        trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
         tuned_for = None if asked.settings else params
         pair, profile = open_pair(
             models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for
@@ -80,15 +80,11 @@ def _standard_input(*, requested: bool) -> str:
     """Returns all of standard input, without the line feed at its end.
 
     If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise,
-    and for more than `LONGEST_PROMPT` bytes.
+    and for more than `LONGEST_PROMPT` bytes. A byte that is not UTF-8 becomes a surrogate, as in arguments.
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
     data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
     if len(data) > LONGEST_PROMPT:
         raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
-    try:
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        problem = f"the prompt on standard input is not UTF-8 (at byte {error.start:,})"
-        raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
+    return data.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")

@@ -185,18 +185,14 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
 
 
 def _worker(process: DraftProcess | None, draft: LoadedModel | None, target: torch.device) -> DraftWorker | None:
-    """Returns what runs the draft model for PEARL in a process of its own; None if none is needed, and then ends `process`."""
-    if draft is not None and draft.refusal is None and _needs_process(target, draft.device):
+    """Returns what runs the draft model for PEARL in a process of its own, so that both models run at the same time; None if none
+    is needed, and then ends `process`.
+
+    None is needed if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA
+    streams of one process run concurrently.
+    """
+    if draft is not None and draft.refusal is None and is_possible() and (target.type == "cpu" or target != draft.device):
         return DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
     if process is not None:
         process.close()
     return None
-
-
-def _needs_process(target: torch.device, draft: torch.device) -> bool:
-    """Whether PEARL has to run the draft model in a process of its own, so that both models run at the same time.
-
-    Not if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one
-    process run concurrently.
-    """
-    return is_possible() and (target.type == "cpu" or target != draft)

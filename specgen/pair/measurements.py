@@ -216,8 +216,7 @@ class DraftingKnowledge:
 
 
 def _costs_of(stored: Any) -> DraftingCosts:
-    draft, verify = map(float, stored)
-    return DraftingCosts(draft, verify)
+    return DraftingCosts(*map(float, stored))
 
 
 def _learned_key(request: Request) -> Key:

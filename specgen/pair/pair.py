@@ -19,7 +19,7 @@ from specgen.engine.devices import device_timer, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
-from specgen.engine.native.graphs import captures_of
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
@@ -190,17 +190,13 @@ class Pair:
         Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
         """
         capacity = max(capacity, self._reserved)
-        target, draft = runners(self) if self._drafts_here(method) else (self._target_runner, None)
+        in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
+        target, draft = runners(self) if method.uses_draft_model and not in_worker else (self._target_runner, None)
         for runner in (target, draft):
             if runner is not None:
                 runner.reserve(capacity)
         tokenizers = None if self.draft is None else (self.tokenizer, self.draft.tokenizer)
         return Setup(draft, sampling, vocab_size=target.vocab_size, target=target, capacity=capacity, tokenizers=tokenizers)
-
-    def _drafts_here(self, method: Method) -> bool:
-        """Whether the method runs the draft model in this process. PEARL's may run in a process of its own."""
-        in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
-        return self.draft is not None and method.uses_draft_model and not in_worker
 
     def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.
@@ -307,7 +303,8 @@ def capture_seconds(pair: Pair) -> float:
     models = [pair.target.model]
     if pair.draft is not None and pair._draft_runner is not None:
         models.append(pair.draft.model)
-    return sum(captures.seconds for model in models if (captures := captures_of(model)) is not None)
+    captured = (model.captures for model in models if isinstance(model, NativeModel))
+    return float(sum(captures.seconds for captures in captured if captures is not None))
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:

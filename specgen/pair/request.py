@@ -45,11 +45,6 @@ class Request:
             )
 
     @property
-    def context_ends(self) -> bool:
-        """Whether the target's context has no room for `max_new_tokens` new tokens, so that the output may end early."""
-        return self.limit < self.sampling.max_new_tokens
-
-    @property
     def capacity(self) -> int:
         """The number of tokens for which the KV caches are allocated before the run."""
         return len(self.prompt_ids) + min(self.limit, RESERVED)

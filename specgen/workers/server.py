@@ -90,10 +90,11 @@ class DraftServer:
     """Keeps the draft model and the active runs (outputs being generated) between requests.
 
     `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory; None without another
-    process.
+    process. `show` gets each drafted token's number, from 0, and the token; if it returns False, the draft ends.
     """
 
     def __init__(self, runner: Any = None, memory: int | None = None) -> None:
+        self.show: Callable[[int, int], bool] = lambda position, token: True
         self._runner, self._memory = runner, memory
         self._model: Any = None
         self._translation: Any = None
@@ -153,7 +154,6 @@ class DraftServer:
     @inference
     def draft(
         self,
-        show: Callable[[int, int], bool],
         run: int,
         committed: Sequence[int],
         unverified: Sequence[int],
@@ -163,8 +163,8 @@ class DraftServer:
     ) -> Answer:
         """Drafts at most `limit` tokens.
 
-        `show` gets each token's number, from 0, and the token; if it returns False, the draft ends. `committed` are the output's
-        new tokens since the last request; `unverified` are drafted tokens after them that the target is still verifying.
+        `committed` are the output's new tokens since the last request; `unverified` are drafted tokens after them that the target
+        is still verifying.
         `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy. The draft's
         probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
         """
@@ -176,7 +176,7 @@ class DraftServer:
         for drafted, accepted in observed:
             policy.observe(drafted, accepted)
         state = policy.state() if policy.name == ADAPTIVE else None
-        draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, show)
+        draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, self.show)
         draft = draft.with_predictions(policy.predictions)
         if of_run.shared is not None:
             draft = of_run.shared.write(slot, draft)
@@ -210,13 +210,14 @@ def serve(connection: Connection, memory: int) -> None:
     def is_asked() -> bool:
         return words[ASKED] > serial
 
+    server.show = show
     with suppress(EOFError, OSError):
         while True:
             if name == "draft":
                 watch(is_asked)  # `recv` would let this process sleep
             serial, name, arguments = connection.recv()
             try:
-                answer = server.draft(show, *arguments) if name == "draft" else getattr(server, name)(*arguments)
+                answer = getattr(server, name)(*arguments)
             except Exception as error:  # noqa: BLE001  every failure is reported to the pair
                 traceback.print_exc()
                 answer = _reportable(error)

@@ -225,7 +225,7 @@ class _Here:
 
     def send(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """Calls a function of the server, or returns the call to be made: a draft is made when it is waited for."""
-        request = cache(partial(self._call, name, *(() if name != "draft" else (self.show,)), *arguments))
+        request = cache(partial(self._call, name, *arguments))
         if name != "draft":
             request()
         return request
@@ -253,10 +253,6 @@ class _Here:
 
     def shown(self, request: Callable[[], Answer], count: int) -> Sequence[int]:
         return request()[0].tokens[:count]
-
-    def show(self, position: int, token: int) -> bool:
-        """Drafts are complete before they can be cut."""
-        return True
 
     def cut(self, request: object) -> None:
         """Does nothing: the draft is complete."""
