@@ -118,7 +118,7 @@ LIGHT = [
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
     row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
-    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned without a draft model"),
+    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned", "--draft"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     row("tune --budget 1", "--budget is 1", "at least 5 seconds"),
     row("tune -m joint", "joint is only a yardstick for other methods and cannot be tuned"),

@@ -282,13 +282,11 @@ class Runner:
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
         reason = counted.get("finish_reason") or run.finish_reason or "length"
         line = figures.as_dict(request.text(pair.tokenizer, figures.token_ids), reason)
-        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], {"type": "summary", **line, **more})
-
-    def _traced(self, round_: Round) -> TracedRound:
-        text_of, token = self.pair.tokenizer.text_of, round_.verdict.token
-        return TracedRound(
-            round_, tuple(text_of([each]) for each in round_.draft.tokens), None if token is None else text_of([token])
-        )
+        traced, text_of = list[TracedRound](), pair.tokenizer.text_of
+        for round_ in rounds:
+            token = None if round_.verdict.token is None else text_of([round_.verdict.token])
+            traced.append(TracedRound(round_, tuple(text_of([each]) for each in round_.draft.tokens), token))
+        return TracedRun(start, 0, traced, {"type": "summary", **line, **more})
 
     def _write(self, finished: TracedRun) -> None:
         if self._trace is not None:
