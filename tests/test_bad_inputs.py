@@ -136,7 +136,7 @@ LIGHT = [
     row("compare -m sivp", "did you mean svip"),
     row("compare -m transformer", "did you mean transformers"),
     row("compare -m sd:k", "cannot read 'k'"),
-    row("compare -m svip,,sd", "a name is missing"),
+    row("compare -m svip,,sd", "there is no method ''"),
     row("compare -m transformers:k=3", "transformers has no setting 'k'"),
     row("compare -m transformers-assisted:schedule=often", "schedule is 'often'"),
     row("compare --limit 0", "--limit is '0'"),

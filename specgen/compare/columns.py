@@ -68,6 +68,10 @@ def _draft_length(row: Any) -> str:
     return f"{mean:.0f} nodes" if row.branches else f"{mean:.1f}"
 
 
+def _interval(row: MethodResult) -> str:
+    return f"{row.low:.2f}–{row.high:.2f}"
+
+
 def _outcome(outcome: str) -> Callable[[MethodResult], int | None]:
     return lambda row: row.outcomes.get(outcome)
 
@@ -103,15 +107,7 @@ COLUMNS = (
     *map(Column, ("rounds", "drafted", "accepted", "new_tokens", "seconds")),
     Column("tokens_per_second", "tokens\n/s", "{:,.1f}", 1, "tokens/s", is_speed=True),
     Column("speedup", "\nspeedup", "{:.2f}×", value=attrgetter("speedup"), is_speed=True),
-    Column(
-        "speedup_low",
-        "95%\ninterval",
-        lambda row: f"{row.low:.2f}–{row.high:.2f}",
-        4,
-        value=attrgetter("low"),
-        is_speed=True,
-        is_interval=True,
-    ),
+    Column("speedup_low", "95%\ninterval", _interval, 4, value=attrgetter("low"), is_speed=True, is_interval=True),
     Column("speedup_high", value=attrgetter("high")),
     Column("perplexity", "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
     Column("joules_per_token", "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),

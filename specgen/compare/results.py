@@ -57,10 +57,6 @@ class BenchmarkConfig:
         """Returns how many of the prompts chose the method's settings in `specgen tune`; None if no profile has its settings."""
         return None if spec.tuned_on is None else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
 
-    @property
-    def measures_perplexity(self) -> bool:
-        return self.perplexity or not all(spec.lossless for spec in self.specs)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

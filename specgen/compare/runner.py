@@ -278,7 +278,7 @@ class Runner:
             more = {"phase_seconds": None, "drafts": counted["drafts"]}
             draft = pair.draft.name if spec.choice.method.needs_draft_model and pair.draft is not None else None
             start |= {"method": spec.name, "settings": dict(settings), "draft": draft}
-        if self.config.measures_perplexity:
+        if self.config.perplexity or not all(each.lossless for each in self.config.specs):
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
         reason = counted.get("finish_reason") or run.finish_reason or "length"
         line = figures.as_dict(request.text(pair.tokenizer, figures.token_ids), reason)
