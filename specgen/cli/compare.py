@@ -18,7 +18,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import machine_in_words, versions
-from specgen.base.text import print_json
+from specgen.base.text import counted, print_json
 from specgen.cli.commands import check_outputs
 from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
@@ -142,7 +142,7 @@ class Comparison:
         hint = "with --trace FILE.jsonl the next one can be resumed"
         if path is not None:
             hint = f"continue with --resume {shlex.quote(str(path))}"
-        return f"Interrupted after {theme.counted(len(self._results.runs), 'run')}; {hint}."
+        return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:
         """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
@@ -200,7 +200,7 @@ def _machine(pair: Pair) -> list[tuple[str, str]]:
     from specgen.pair.pair import devices
 
     gpus = [torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda"]
-    threads = theme.counted(torch.get_num_threads(), "CPU thread")
+    threads = counted(torch.get_num_threads(), "CPU thread")
     rows = [("Machine", ", ".join([machine_in_words(), *gpus, threads]))]
     for role, model in (("Target", pair.target), ("Draft", pair.draft)):
         if model is not None:
