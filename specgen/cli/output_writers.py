@@ -69,7 +69,11 @@ class OutputWriter:
         with interrupts.caught():
             try:
                 with interrupts.held():
-                    self._start()
+                    self._record(traces.start_line(self._pair, self._request, self._run))
+                    if self._rounds is not None:
+                        self._rounds.legend()
+                    if self._meter is not None:
+                        self._meter.start()
                 with reading_prompt(progress):
                     for round_ in self._run.rounds():
                         with interrupts.held():
@@ -85,13 +89,6 @@ class OutputWriter:
                 self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
         if interruption is not None:
             raise interruption
-
-    def _start(self) -> None:
-        self._record(traces.start_line(self._pair, self._request, self._run))
-        if self._rounds is not None:
-            self._rounds.legend()
-        if self._meter is not None:
-            self._meter.start()
 
     def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.
