@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specgen.base.text import one_line
+from specgen.base.text import counted, one_line
 from specgen.base.types import PHASES
 from specgen.compare.columns import Column, output_text, ranked_rows, shown_columns
 from specgen.compare.results import NOT_RUN, MethodResult, Results, as_fast_as, best, not_run, ranked, too_few_prompts
 from specgen.compare.verdict import Difference
 from specgen.view.progress import Progress
-from specgen.view.theme import GAP, PIPED_WIDTH, counted, labelled, svg, table, wrapped
+from specgen.view.theme import GAP, PIPED_WIDTH, labelled, svg, table, wrapped
 from specgen.view.trace_report import LOSSY
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
 LONGEST_BAR, SHORTEST_BAR = 24, 6
+_MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
 _NAME = Column("name", "\nmethod", value=lambda row: "  " * bool(row.category) + one_line(row.name))
 _OUTPUT = Column("output", "\noutput", priority=1, value=output_text)
 _BAR = Column("bar", "\n", priority=5)
-_MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,6 @@ def _conclusion(report: Report) -> str:
         return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."
     kept = "the target's output" if report.results.config.sampling.greedy else "the target's distribution"
     how = f"comes first of the methods that keep {kept}:" if few else f"is the fastest that keeps {kept}:"
-    if sum(result.prompts > 0 and result.spec.lossless for result in made) == 2:
-        how = f"keeps {kept} at"
     close = ", ".join(result.spec.written for result in as_fast_as(made, top))
     return f"{name} {how} {gain} plain decoding (ar).{caution}" + (f" Too close to call: {close}." if close else "")
 
