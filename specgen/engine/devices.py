@@ -123,10 +123,9 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
 
 
 class DeviceTimer:
-    """Finds out when an accelerator finished some work: `start`, then `mark`s.
+    """Finds out when a GPU finished some work of the current stream: `start`, then `mark`s.
 
-    Work of the current stream of a GPU is timed by CUDA events, which the host reads after it has waited for a result, so that it
-    waits for nothing else. Other devices are waited for at each mark.
+    The work is timed by CUDA events, which the host reads after it has waited for a result, so that it waits for nothing else.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,18 +133,13 @@ class DeviceTimer:
 
     def start(self) -> None:
         """Begins a measurement. The device should have no work queued."""
-        if self._device.type == "cuda":
-            self._origin, self._started = self._event(), time.perf_counter()
+        self._origin, self._started = self._event(), time.perf_counter()
 
     def mark(self) -> Callable[[], float]:
         """Marks the end of the work queued so far. Returns a function that waits for it, and returns when it ended.
 
         The time is in seconds on the clock of `time.perf_counter`.
         """
-        if self._device.type != "cuda":
-            torch.mps.synchronize()
-            now = time.perf_counter()
-            return lambda: now
         origin, started, event, marked = self._origin, self._started, self._event(), time.perf_counter()
 
         def ended() -> float:
@@ -161,8 +155,8 @@ class DeviceTimer:
 
 
 def device_timer(device: torch.device) -> DeviceTimer | None:
-    """Returns a timer for the work of a device; None for a CPU, which has done its work when a call returns."""
-    return None if device.type == "cpu" else DeviceTimer(device)
+    """Returns a timer for the work of a GPU. None for other devices: a CPU has done its work when a call returns."""
+    return DeviceTimer(device) if device.type == "cuda" else None
 
 
 @contextmanager

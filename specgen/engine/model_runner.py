@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -233,14 +233,6 @@ def room(runner: DraftRunner, context: Context) -> int:
     return 0 if context.largest_id >= runner.num_embeddings else runner.context_limit - len(context)
 
 
-class TimedRunner(DraftRunner, Protocol):
-    """A runner whose passes can be timed."""
-
-    def reserve(self, capacity: int) -> None: ...
-
-    def clear_cache(self) -> None: ...
-
-
 class HiddenStates(NamedTuple):
     """The hidden states that a call of `ModelRunner.logits` returned: `states` [n, width], those from index `start` on.
 
@@ -419,10 +411,11 @@ def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> None:
     target.logits(context, [1] * 4)
 
 
-def time_passes(runner: TimedRunner, widths: Sequence[int], context_length: int) -> dict[int, float]:
+def time_passes(runner: Any, widths: Sequence[int], context_length: int) -> dict[int, float]:
     """Returns the median seconds of a forward pass over w tokens, for each w in `widths`.
 
-    The w tokens are the last token of a context of `context_length` tokens, whose other tokens are cached, and w - 1 drafted
+    `runner` is a `DraftRunner` with `reserve` and `clear_cache`. The w tokens are the last token of a context of
+    `context_length` tokens, whose other tokens are cached, and w - 1 drafted
     tokens.
     """
     synchronize = synchronizer(runner.device) or (lambda: None)

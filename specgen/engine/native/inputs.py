@@ -88,23 +88,20 @@ class InputMaker:
         cache, first, last = forward_pass.cache, forward_pass.first, forward_pass.last
         assert isinstance(cache, KVBuffer)
         if forward_pass.is_chain:
-            return self._of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
+            return self.of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
         rows, made = last - first, []
         sights = {device: sight_of_pass(forward_pass, device) for _, device in self.kinds}
         entries = cache.entries(first, last, 0, last)
         for (kind, device), table in zip(self.kinds, self.tables, strict=True):
             sight, rotation = sights[device], None
             if table is not None:
-                rotation = table.gather(sight.positions, long=forward_pass.long_rope, end=last)[:, None]
+                rotation = table.gather(sight.positions, forward_pass.long_rope, last)[:, None]
             mask = sight.mask(kind.window, self._dtype, self.group if rows < WIDE else 1)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
-    def without_cache(self, count: int, *, long_rope: bool = False) -> PassInputs:
-        """Returns the inputs of a pass over `count` tokens from position 0 on, without a KV cache."""
-        return self._of_chain(0, count, None, long_rope)
-
-    def _of_chain(self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False) -> PassInputs:
+    def of_chain(self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False) -> PassInputs:
+        """Returns the inputs of a pass over the tokens `first` to `last` - 1 of a chain; without a cache, of these alone."""
         rows, end, made = last - first, last, []
         if exact:
             rows = self.padded(rows)
@@ -126,10 +123,6 @@ class InputMaker:
     def padded(self, count: int) -> int:
         """Returns the number of rows that a product for `count` tokens has, padding included."""
         return -(-count // EXACT_ROWS) * EXACT_ROWS if self._exact else count
-
-    def first_row(self, begin: int, rows: int) -> int:
-        """Returns the first of a pass's `rows` rows that the LM head has to run, to get the logits of those from `begin` on."""
-        return max(0, rows - self.padded(rows - begin))
 
     def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Returns hidden states [n, width] with zeros after them, [`rows`, width]; the same tensor if there is nothing to add."""

@@ -134,7 +134,7 @@ class NativeModel:
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
-        inputs = self.inputs.without_cache(len(ids), long_rope=boundary is not None and len(ids) > boundary)
+        inputs = self.inputs.of_chain(0, len(ids), None, boundary is not None and len(ids) > boundary)
         return self.norm_and_head(NativeForward(self).run_layers(self.embed(ids), inputs)[0], self.parts).logits
 
     def batch(
@@ -198,7 +198,9 @@ class NativeForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model, count = self.model, forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
-        first = 0 if self.parts is None else model.inputs.first_row(count - logits_to_keep, inputs.rows)
+        first = 0  # of the rows that the LM head runs
+        if self.parts is not None:
+            first = max(0, inputs.rows - model.inputs.padded(inputs.rows - count + logits_to_keep))
         logits, states, _, features, _ = self.run(self._hidden(forward_pass, inputs.rows), inputs, first)
         assert states is not None
         kept = slice(0 if self.parts is None else count - logits_to_keep - first, count - first)

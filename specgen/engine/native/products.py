@@ -40,8 +40,7 @@ class Product:
     `multiply` computes [n, in] -> [n, out]; `scale` is the factor on the residual stream.
     """
 
-    def __init__(self, shape: torch.Size, multiply: Multiply, scale: float = 1.0) -> None:
-        self.out_features, self.in_features = shape
+    def __init__(self, multiply: Multiply, scale: float = 1.0) -> None:
         self._multiply, self._scale = multiply, scale
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,7 +67,6 @@ class DenseProduct(Product):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0, *, by_columns: bool = False) -> None:
-        self.out_features, self.in_features = weight.shape
         self._transposed = weight.t().contiguous() if by_columns else weight.t()
         self._bias, self._scale = bias, scale
 
@@ -85,7 +83,7 @@ class DenseProduct(Product):
 
 def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
     """Returns a product with a weight that changes in training, and is not copied to make it faster. Differentiable."""
-    return Product(weight.shape, lambda x: torch.nn.functional.linear(x, weight, bias), scale)
+    return Product(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
@@ -95,7 +93,7 @@ def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.
     """
     multiply = torch.ops.mkldnn._linear_pointwise
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)  # 8 rows; for 1, float32 stays as it is
-    return Product(weight.shape, lambda x: multiply(x, packed, bias, "none", [], ""), scale)
+    return Product(lambda x: multiply(x, packed, bias, "none", [], ""), scale)
 
 
 class ProductFactory:
@@ -111,7 +109,7 @@ class ProductFactory:
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
         if self._quantise is not None and (multiply := quantised(self._quantise, weight, bias)) is not None:
-            return Product(weight.shape, multiply, scale)
+            return Product(multiply, scale)
         is_small = self._dtype == torch.float32 and weight.nbytes < _SMALL
         if self._on_cpu and not is_small and packing_works(self._dtype):
             return packed_product(weight, bias, scale)

@@ -180,13 +180,11 @@ class RotaryTable:
         """Returns the rotations [last - first, R / 2], complex64, of positions `first` to `last - 1`: a view."""
         return self._table(last, long)[first:last]
 
-    def gather(self, positions: torch.Tensor, long: bool = False, end: int | None = None) -> torch.Tensor:
+    def gather(self, positions: torch.Tensor, long: bool, end: int) -> torch.Tensor:
         """Returns the rotations [n, R / 2], complex64, of `positions` [n], which is on the table's device.
 
-        `end` is a number above all positions. Without it, a GPU has to be waited for, because the table has to be long enough.
+        `end` is a number above all positions, so that a GPU need not be waited for.
         """
-        if end is None:
-            end = int(positions.max()) + 1 if positions.numel() else 0
         return self._table(end, long).index_select(0, positions)
 
     def _table(self, length: int, long: bool) -> torch.Tensor:

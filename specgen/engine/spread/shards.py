@@ -166,7 +166,7 @@ def _summed(product: Product, scale: float, group: Group) -> Product:
         group.sum(total)
         return total
 
-    return Product(torch.Size((product.out_features, product.in_features)), multiply, scale)
+    return Product(multiply, scale)
 
 
 def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
@@ -177,7 +177,7 @@ def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
         parts = group.gather(own)
         return own if parts is None else torch.cat([*parts], dim=1)[:, :vocab_size]  # without padding
 
-    return Product(torch.Size((vocab_size, product.in_features)), multiply)
+    return Product(multiply)
 
 
 class ShardedModel(NativeModel):

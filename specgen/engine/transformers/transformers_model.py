@@ -196,25 +196,25 @@ class TransformersModel:
 
     # some of the layers
 
+    @inference
     def check_layers(self, feature: str) -> None:
         """Raises SpecgenError if the layers, run one by one, do not give the model's own logits; `feature` needs that.
 
         Modules of the right names may still be used differently than in Llama, so the logits of four tokens are compared.
         """
-        why = f"its decoder has no {missing}" if (missing := missing_part(self.module)) else self._layers_error()
+        if missing := missing_part(self.module):
+            why: str | None = f"its decoder has no {missing}"
+        else:
+            ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
+            run = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
+            tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
+            error = logits_error(lambda: run(tokens, len(ids)).logits, lambda: self.reference_logits(ids))
+            why = error and f"its layers, run one by one, {error}"
         if why:
             raise SpecgenError(
                 f"{feature} needs a model built as Llama is, and {self.module.config.model_type} is not: {why}",
                 "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or a draft model: -m svip",
             )
-
-    @inference
-    def _layers_error(self) -> str | None:
-        ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
-        layers = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
-        tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
-        error = logits_error(lambda: layers(tokens, len(ids)).logits, lambda: self.reference_logits(ids))
-        return error and f"its layers, run one by one, {error}"
 
     def _layers_forward(
         self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
