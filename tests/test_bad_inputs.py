@@ -79,8 +79,8 @@ LIGHT = [
     row("inspect t.jsonl --draft-dtype int8", "a trace and --draft-dtype cannot be combined"),
     row("inspect --pair --html x.html", "--html is given without a trace"),
     row("inspect --pair --target x", "--pair is the bundled pair"),
-    row("inspect t.jsonl --rounds -1", "--rounds is -1"),
-    row("inspect t.jsonl --run 0", "--run is 0"),
+    row("inspect t.jsonl --rounds -1", "--rounds is '-1'", "greater than or equal to 0"),
+    row("inspect t.jsonl --run 0", "--run is '0'"),
     row("inspect nowhere.jsonl", "cannot read the trace nowhere.jsonl"),
     row("inspect nowhere.jsonl --html nowhere/page.html", "cannot write the page"),
     generate("another", "another", "--help"),
@@ -139,7 +139,7 @@ LIGHT = [
     row("compare -m svip,,sd", "a name is missing"),
     row("compare -m transformers:k=3", "transformers has no setting 'k'"),
     row("compare -m transformers-assisted:schedule=often", "schedule is 'often'"),
-    row("compare --limit 0", "--limit is 0"),
+    row("compare --limit 0", "--limit is '0'"),
     row("compare --category codes", "'codes'", "did you mean code?"),
     row("compare --record distributions", "--record distributions", "--trace"),
     row("compare --csv /nowhere/f.csv", "CSV file", "/nowhere"),
@@ -148,7 +148,7 @@ LIGHT = [
     # the prompt
     row(["generate", " \n"], "the prompt is empty"),
     row("generate -", "the prompt is empty", stdin=b"\n"),
-    row("generate -", "standard input is not UTF-8", "byte 3", "iconv", stdin=b"caf\xe9"),
+    row("generate -", "the prompt is not UTF-8", "iconv", stdin=b"caf\xe9"),
     row(["generate", LATIN_1], "the prompt is not UTF-8"),
     # paths
     generate("--trace {places}/no/t.jsonl", "{places}/no", "no folder"),

@@ -343,7 +343,7 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert re.search(r"^lookup +same ", out, flags=re.MULTILINE)
     code, out, err = compare("-m", "eagle,svip,svip:threshold=0.3", "-n", "8", "--limit", "1", models=pair[:2])
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: none of these methods can run: eagle needs a head")
+    assert err.startswith("error: no method can run: eagle needs a head")
     assert err.count("svip needs a draft model") == 1
 
 

@@ -68,6 +68,6 @@ def test_methods_as_they_are_written() -> None:
     """Plain decoding comes first and nothing twice; `all` stands for the whole table but yardsticks."""
     specs = parse_specs(["svip,sd:k=8 , svip", "lookup:policy=beta-ts:alpha=2,ar"])
     assert [spec.written for spec in specs] == ["ar", "svip", "sd:k=8", "lookup:policy=beta-ts:alpha=2"]
-    assert specs[2].settings == {"k": "8"}
+    assert specs[2].choice.given == {"k": "8"}
     assert [spec.name for spec in parse_specs(["all"])] == [name for name in METHODS if name != "joint"]
     assert parse_specs(["all", "joint"])[-1].name == "joint"

@@ -15,8 +15,7 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.policy import Fixed
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import mtad_search
-from specgen.methods.bild import BildVerifier
-from specgen.methods.mtad_search import BeamSearchDrafter, JointLikelihoodVerifier
+from specgen.methods.mtad_search import BeamSearchDrafter, BildVerifier, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
@@ -75,7 +74,9 @@ def test_a_search_that_takes_too_long_and_nan_logits_are_one_line() -> None:
 
 def beams(runner: TableRunner, width: int, length: int, eos: Eos = (), stochastic: bool = False) -> Draft:
     setup = Setup(runner, SAMPLING, frozenset(eos), VOCAB, 3)
-    return BeamSearchDrafter(setup, width=width, stochastic=stochastic).propose(Context(PROMPT), Fixed(length), 10)
+    return BeamSearchDrafter(setup, beams=width, beam="sample" if stochastic else "greedy").propose(
+        Context(PROMPT), Fixed(length), 10
+    )
 
 
 @pytest.mark.parametrize(("length", "eos"), [(1, ()), (2, ()), (3, ()), (3, (1, 4))])
@@ -100,11 +101,17 @@ def rows(*probs: Sequence[float]) -> ModelOutput:
     return ModelOutput(torch.tensor(probs).log())
 
 
+def verifying(sampling: SamplingParams) -> Setup:
+    return Setup(None, sampling, target=TableRunner(0))
+
+
 def accepted(tau: float, tokens: Sequence[int], probs: Sequence[float], given: ModelOutput, top_k: int = 0) -> int:
     """How many tokens of a chain MTAD accepts, from the draft's conditional probability of each."""
     likelihoods = torch.tensor(probs).double().log().cumsum(0).tolist()
     draft = Draft(tokens, range(-1, len(tokens) - 1), log_likelihoods=likelihoods)
-    return len(JointLikelihoodVerifier(SamplingParams(temperature=1.0, top_k=top_k), CPU, 0, tau).verify(draft, given).path)
+    return len(
+        JointLikelihoodVerifier(verifying(SamplingParams(temperature=1.0, top_k=top_k)), tau=tau).verify(draft, given).path
+    )
 
 
 GIVEN = rows((0.1, 0.6, 0.3), (0.05, 0.9, 0.05), (0.5, 0.3, 0.2), (0.2, 0.2, 0.6))
@@ -128,9 +135,9 @@ def test_bild_rolls_back_from_the_first_token_that_the_target_finds_bad() -> Non
     verdicts = {0.1: Verdict((), 1, "correction"), 2.0: Verdict((0,), 1, "correction"), 3.1: Verdict((0, 1, 2), 2, "bonus")}
     for sampling in (GREEDY, SamplingParams(temperature=5.0, top_k=1)):
         for rollback, verdict in verdicts.items():
-            assert BildVerifier(sampling, CPU, 0, rollback).verify(Draft((0, 0, 0), (-1, 0, 1)), given) == verdict
+            assert BildVerifier(verifying(sampling), rollback=rollback).verify(Draft((0, 0, 0), (-1, 0, 1)), given) == verdict
         with pytest.raises(RunError, match="target model's logits hold NaN"):
-            BildVerifier(sampling, CPU, 0, 2.0).verify(Draft((0,), (-1,)), ModelOutput(torch.full((2, 3), torch.nan)))
+            BildVerifier(verifying(sampling), rollback=2.0).verify(Draft((0,), (-1,)), ModelOutput(torch.full((2, 3), torch.nan)))
     flat = rows(*[[0.26, 0.25, 0.25, 0.24]] * 2)
-    paths = [BildVerifier(GREEDY, CPU, 0, 0.0).verify(Draft((token,), (-1,)), flat).path for token in (0, 1)]
+    paths = [BildVerifier(verifying(GREEDY), rollback=0.0).verify(Draft((token,), (-1,)), flat).path for token in (0, 1)]
     assert paths == [(0,), ()], "the target's likeliest token always stands"

@@ -109,7 +109,7 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: 
     }
     try:
         pair.target.model.check_layers("early exit")
-        assert report.methods["eesd"].hint == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
+        assert report.methods["eesd"].cure == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
     except specgen.SpecgenError:
         needing.add("selfsd")
         for name in ("eesd", "eesd-tree", "selfsd", "medusa", "eagle", "glide"):

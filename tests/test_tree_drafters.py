@@ -137,7 +137,7 @@ def test_lookaheads_tree_is_the_papers_mask(width: int, ngram: int, guesses: int
     The token of level j, column i of the window is 1000 + 100 * j + i; those of guesses are below 1000.
     """
     target = SimpleNamespace(context_limit=1000)
-    drafter = LookaheadDrafter(Setup(None, target=target), width=width, ngram=ngram, guesses=guesses)  # type: ignore[arg-type]
+    drafter = LookaheadDrafter(Setup(None, target=target), window=width, ngram=ngram, guesses=guesses)  # type: ignore[arg-type]
     context = Context([5, 6, 7])
     drafter.propose(context, LengthPolicy(), 100)
     levels = [[1000 + 100 * level + column for column in range(width)] for level in range(ngram - 1)]

@@ -59,6 +59,11 @@ def inline(text: str) -> str:
     return "␣" if visible == " " else re.sub(r" {2,}", lambda spaces: "·" * len(spaces[0]), visible)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `1 round` or `2,000 rounds`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def print_result(text: str) -> None:
     """Prints text on standard output: unchanged for a program that reads it, without control characters on a terminal."""
     print(streamed(text) if sys.stdout.isatty() else text)

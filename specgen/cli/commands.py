@@ -14,7 +14,7 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
-from specgen.cli.options import ARGUMENTS, COMMANDS, ROWS, ModelOptions
+from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, ModelOptions
 
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
 _NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
@@ -52,6 +52,8 @@ def _parameter(field: Field[Any], kind: Any, row: tuple[str, str], panel: str | 
         more["parser"] = lambda text: Path(_name(text))
     elif metavar in ("MODEL", "REV"):
         more["parser"] = _name
+    elif "int" in str(kind):
+        more["min"] = LEAST.get(field.name)
     if not any(each.startswith("--") for each in names):
         names.insert(0, option_of(field.name))
     is_argument = field.name in ARGUMENTS

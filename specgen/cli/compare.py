@@ -18,22 +18,16 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import machine_in_words, versions
-from specgen.base.text import print_json
+from specgen.base.text import counted, print_json
 from specgen.cli.commands import check_outputs
 from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
 from specgen.compare.columns import as_json, csv_text
-from specgen.compare.method_specs import EVERY, parse_specs
+from specgen.compare.method_specs import EVERY, MethodSpec, parse_specs
 from specgen.compare.prompts import load_prompts
-from specgen.compare.results import (
-    FEW_RESAMPLES,
-    BenchmarkConfig,
-    MethodResult,
-    measure_costs,
-    method_results,
-    with_predictions,
-)
+from specgen.compare.results import BenchmarkConfig, MethodResult, measure_costs, method_results, with_predictions
 from specgen.compare.runner import Runner, read_comparison
+from specgen.compare.verdict import Difference
 from specgen.pair.records import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
@@ -113,7 +107,8 @@ class Comparison:
                 unwritten = self._write_files(shown)
         if is_interrupted and not unwritten:
             raise KeyboardInterrupt
-        errors = [*self._differences(made), *([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
+        errors: list[SpecgenError] = [self._error(result.spec, result.broken) for result in made if result.broken is not None]
+        errors += [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
         if not errors:  # of the methods that failed while running, and not of those that lack something, such as a head
             failed = [(result.name, result.failure) for result in made if isinstance(result.failure, RunError)]
             errors = [RunError(f"{name}: {failure.message}", failure.hint) for name, failure in failed]
@@ -128,7 +123,8 @@ class Comparison:
                     for step in self._runner.steps():
                         if not progress.is_silent:
                             with interrupts.held():
-                                views.show_step(progress, self._report(method_results(self._results, FEW_RESAMPLES)), step)
+                                made = method_results(self._results, resamples=200)  # the intervals still change
+                                views.show_step(progress, self._report(made), step)
                 return measure_costs(self._runner.pair, self._results) if self._output.predict else None, None
             except KeyboardInterrupt as interruption:
                 return None, interruption
@@ -146,7 +142,7 @@ class Comparison:
         hint = "with --trace FILE.jsonl the next one can be resumed"
         if path is not None:
             hint = f"continue with --resume {shlex.quote(str(path))}"
-        return f"Interrupted after {theme.counted(len(self._results.runs), 'run')}; {hint}."
+        return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:
         """A sentence that says how joules were counted or why they are unavailable. Empty if energy was not requested."""
@@ -167,9 +163,6 @@ class Comparison:
         for result in shown.made:
             line = as_json(result) | {"tuned_on": self._results.config.tuned_on(result.spec)}
             print_json(line if costs is None else {**line, "predicted": result.predicted, "costs": costs})
-        if not self._output.quiet:
-            for note in self._energy_notes():
-                self._err.print(Text(note, "quiet"))
 
     def _write_files(self, shown: views.Report) -> list[SpecgenError]:
         """Writes the CSV file, the picture and the page, if requested. Returns the errors of those that could not be written."""
@@ -193,15 +186,11 @@ class Comparison:
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         return comparison_page(shown, _machine(self._runner.pair), installed, f"specgen {shlex.join(sys.argv[1:])}")
 
-    def _differences(self, made: Sequence[MethodResult]) -> list[SpecgenError]:
-        """Returns an error for each method whose output differs from plain decoding's."""
+    def _error(self, spec: MethodSpec, found: Difference) -> SpecgenError:
+        """Returns the error of a method whose output differs from plain decoding's."""
+        said = found.explanation(spec.written, self._results.label(found.prompt_index))
         hint = "This is an error in the method or in a forward pass: please report it with --trace"
-        errors: list[SpecgenError] = []
-        for result in made:
-            if (found := result.broken) is not None:
-                said = found.explanation(result.spec.written, self._results.label(found.prompt_index))
-                errors.append(OutputDiffersError(said.rstrip("."), hint))
-        return errors
+        return OutputDiffersError(said.rstrip("."), hint)
 
 
 def _machine(pair: Pair) -> list[tuple[str, str]]:
@@ -211,7 +200,7 @@ def _machine(pair: Pair) -> list[tuple[str, str]]:
     from specgen.pair.pair import devices
 
     gpus = [torch.cuda.get_device_name(each) for each in dict.fromkeys(devices(pair)) if each.type == "cuda"]
-    threads = theme.counted(torch.get_num_threads(), "CPU thread")
+    threads = counted(torch.get_num_threads(), "CPU thread")
     rows = [("Machine", ", ".join([machine_in_words(), *gpus, threads]))]
     for role, model in (("Target", pair.target), ("Draft", pair.draft)):
         if model is not None:

@@ -80,15 +80,11 @@ def _standard_input(*, requested: bool) -> str:
     """Returns all of standard input, without the line feed at its end.
 
     If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise,
-    and for more than `LONGEST_PROMPT` bytes.
+    and for more than `LONGEST_PROMPT` bytes. A byte that is not UTF-8 becomes a surrogate, as in arguments.
     """
     if sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError("there is no prompt", 'Give one: specgen generate "def fibonacci(n):", or pipe it in')
     data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
     if len(data) > LONGEST_PROMPT:
         raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
-    try:
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        problem = f"the prompt on standard input is not UTF-8 (at byte {error.start:,})"
-        raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
+    return data.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")

@@ -37,21 +37,16 @@ def inspect(asked: InspectOptions, shown: TraceOptions, pair: PairOptions, model
         raise SpecgenError(f"{given(shown)[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl")
     if pair.pair and models.target is not None:
         raise SpecgenError(f"--pair is the bundled pair, and --target {models.target} is given too", "Leave one of them out")
-    if asked.list_methods:
-        _list_methods(output)
-    elif asked.traces:
+    if asked.traces:
         inspect_traces(asked.traces, output, shown)
-    else:
+    elif not asked.list_methods:
         _inspect_pair(models, output, measure=pair.measure)
-
-
-def _list_methods(output: OutputOptions) -> None:
-    out = theme.console(no_color=output.no_color)
-    for method in methods.METHODS.values():
-        if output.json:
-            print_json(view.method_line(method))
-        else:
-            view.method_card(out, method)
+    else:
+        for method in methods.METHODS.values():
+            if output.json:
+                print_json(view.method_line(method))
+            else:
+                view.method_card(theme.console(no_color=output.no_color), method)
 
 
 def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
@@ -62,7 +57,13 @@ def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool)
     err = theme.console(stderr=True, no_color=output.no_color)
     report = _report(models, err, quiet=output.quiet)
     if measure:
-        report = _measured(models, report, err, quiet=output.quiet)
+        from specgen.tune.pair_inspection import with_measurements
+
+        dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
+        is_known = len(dtypes) == 1 and models.draft_dtype is None  # already measured
+        pair, _ = open_pair(replace(models, dtype=dtypes.pop()) if is_known else models, err, quiet=output.quiet)
+        with pair, Progress(err, quiet=output.quiet) as line:
+            report = with_measurements(report, pair, line.announce)
     if output.json:
         print_json({"type": "pair", **report.as_dict()})
     else:
@@ -92,17 +93,6 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             (models.exit_layer, head),
             (models.device, models.draft_device),
         )
-
-
-def _measured(models: ModelOptions, report: PairReport, err: Console, *, quiet: bool) -> PairReport:
-    from specgen.tune.pair_inspection import with_measurements
-
-    dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
-    if len(dtypes) == 1 and models.draft_dtype is None:  # already measured
-        models = replace(models, dtype=dtypes.pop())
-    pair, _ = open_pair(models, err, quiet=quiet)
-    with pair, Progress(err, quiet=quiet) as line:
-        return with_measurements(report, pair, line.announce)
 
 
 def _next_command(models: ModelOptions, report: PairReport) -> str:

@@ -184,7 +184,7 @@ def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) ->
         tuned = None if spec.is_baseline else profile.settings_of(spec.name)
         if tuned:
             choice = methods.choose(spec.name, {name: str(value) for name, value in tuned.items()})
-            if not keep and not spec.settings:
+            if not keep and not spec.choice.given:
                 taken.append(written(spec.name, tuned))
                 spec = replace(spec, choice=choice)
             if prompts is not None and spec.choice.settings == choice.settings:

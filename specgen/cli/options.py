@@ -17,6 +17,7 @@ from specgen.base.types import SamplingParams, check_models
 
 Rows = Mapping[str, tuple[str, str]]  # by the field's name: a short name, another name than `--like-this`, the value; help
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
+LEAST = {"limit": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
@@ -26,19 +27,13 @@ ROWS: Rows = {
     "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
     "dtype": ("auto|float32|bfloat16|float16", "The dtype of both models. auto: that of the weights, on a CPU the faster one."),
-    "draft_dtype": (
-        "auto|float32|...|int8|int4",
-        "int8 and int4 round the draft. Default: the tuned one, else --dtype.",
-    ),
+    "draft_dtype": ("auto|float32|...|int8|int4", "int8 and int4 round the draft. Default: the tuned one, else --dtype."),
     "revision": ("REV", "The target's branch, tag or commit on the hub."),
     "draft_revision": ("REV", "The draft model's branch, tag or commit on the hub."),
     "trust_remote_code": ("", "Allow models to run the Python code in their repository."),
     "offline": ("", "Use only models in the local cache, and never connect to the hub."),
     "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one trained here for the target."),
-    "head": (
-        "FOLDER",
-        "A head for eagle, medusa or glide (also a hub id). Default: the one trained here for the target.",
-    ),
+    "head": ("FOLDER", "A head for eagle, medusa or glide (also a hub id). Default: the one trained here for the target."),
     "backend": ("auto|native|transformers", "Whose forward pass runs the models. auto: specgen's own where it supports them."),
     "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
     "exact": ("", "Make plain and speculative logits bit-equal (native backend, no draft trees). Slower for prompts on CUDA."),
@@ -311,18 +306,12 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs. Raises SpecgenError for a number out of range."""
+    """What to show of recorded runs."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None
     rounds: int | None = None
     run: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rounds is not None and self.rounds < 0:
-            raise SpecgenError(f"--rounds is {self.rounds}", "It has to be a whole number, 0 for none")
-        if self.run < 1:
-            raise SpecgenError(f"--run is {self.run}", "Runs count from 1")
 
 
 @dataclass(frozen=True)

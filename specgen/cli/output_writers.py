@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
 
-_NOTED_CAPTURES = 0.1  # seconds of a run; the footer says it if captures took longer
-
 
 class OutputWriter:
     """Writes the output of one generation.
@@ -165,7 +163,5 @@ class OutputWriter:
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
-        if (seconds := self._figures.capture_seconds) > _NOTED_CAPTURES:
-            yield f"{seconds:.1f} s of it capturing CUDA graphs"
         if finish_reason == "interrupted":
             yield "interrupted"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
 _ALSO_FOR_TRAINING = ("--methods", "--prompts", "--chat", "--out", "--seed")
-_IN_TURN = "Tune and train in turn: specgen tune --train, then specgen tune"
+_IN_TURN = "Tune and train in turn: specgen tune --train, then specgen tune with the options for tuning"
 
 
 def tune(
@@ -53,15 +53,11 @@ def tune(
             raise SpecgenError(f"{', '.join(wrong)} needs --train", _IN_TURN)
         tune_pair(models, tuning, sampling.params(), output, begin)
         return
+    of_tuning += [name for name in given(models) if name in ("--head", "--draft-dtype")]  # training needs whole weights
     if of_tuning:
         raise SpecgenError(f"{', '.join(of_tuning)} cannot be combined with --train", _IN_TURN)
     if launch() is not None:
         raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
-    if models.head is not None:
-        hint = "Leave it out: it names a trained head. An exit layer's LM head is --exit-head own|target"
-        raise SpecgenError("--head cannot be combined with --train", hint)
-    if models.draft_dtype is not None:
-        raise SpecgenError("--draft-dtype cannot be combined with --train", "Leave it out: training needs whole weights")
     err = theme.console(stderr=True, no_color=output.no_color)
     run_training(models, tuning, sampling.seed or 0, training, err, quiet=output.quiet, as_json=output.json)
 

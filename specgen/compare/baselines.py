@@ -43,6 +43,7 @@ def run_baseline(
     verification took.
     """
     import torch
+    from transformers.utils import logging
 
     if (launched := launch()) is not None:
         raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
@@ -54,7 +55,9 @@ def run_baseline(
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
     torch.manual_seed(seed)
-    with _quiet(), _counted(target) as target_passes, _configured(assistant, settings), _counted(assistant) as draft_passes:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # no warnings about the generation config
+    with _counted(target) as target_passes, _configured(assistant, settings), _counted(assistant) as draft_passes:
         start = time.perf_counter()
         try:
             output = target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
@@ -63,6 +66,8 @@ def run_baseline(
             if is_out_of_memory(error):
                 raise
             raise RunError(f"transformers refuses: {' '.join(str(error).split())[:160]}", "Leave this method out") from error
+        finally:
+            logging.set_verbosity(verbosity)
         seconds = time.perf_counter() - start
     passes, drafted = len(target_passes), len(draft_passes)
     return {
@@ -131,19 +136,6 @@ def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[No
         yield
     finally:
         draft.generation_config = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences transformers' warnings about the generation config inside the block."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
-from specgen.base.settings import Value
 from specgen.compare.baselines import BASELINES
 from specgen.methods import METHODS, Choice
 
@@ -33,11 +32,6 @@ class MethodSpec:
     @property
     def lossless(self) -> bool:
         return self.choice.method.lossless
-
-    @property
-    def settings(self) -> Mapping[str, Value]:
-        """What the user wrote, without defaults."""
-        return self.choice.given
 
     @property
     def is_baseline(self) -> bool:

@@ -72,8 +72,6 @@ def load_prompts(
     for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter.
     Raises SpecgenError, for a mistake in the file with the file's name and the position.
     """
-    if limit is not None and limit < 1:
-        raise SpecgenError(f"--limit is {limit}", "It has to be a whole number of at least 1")
     path = examples_file() if path is None else path
     questions = list(_questions(path))
     if not questions:

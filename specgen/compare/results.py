@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 RESAMPLES = 2000
-FEW_RESAMPLES = 200  # for the live table, whose intervals still change
 LEVEL = 0.95
 NOT_RUN = "not run"
 FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
@@ -43,7 +42,6 @@ class BenchmarkConfig:
 
     With `record` the trace also contains, for each drafted token, how close the target's and the draft's distributions are.
     `chat` applies the chat template. Perplexity is measured for all methods if `perplexity` is set or if any method is lossy.
-    Raises SpecgenError if `repeats` is less than 1.
     """
 
     specs: Sequence[MethodSpec]
@@ -54,10 +52,6 @@ class BenchmarkConfig:
     record: bool = False
     perplexity: bool = False
     energy: bool = False
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise SpecgenError(f"--repeats is {self.repeats}", "It has to be a whole number of at least 1")
 
     def tuned_on(self, spec: MethodSpec) -> int | None:
         """Returns how many of the prompts chose the method's settings in `specgen tune`; None if no profile has its settings."""

@@ -120,8 +120,8 @@ class Runner:
         layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
         long. Later turns of a question are not checked, because they contain answers."""
         for spec in self.config.specs:
-            if "exit" in spec.settings:
-                self.pair.parts.load("exit", str(spec.settings["exit"]))
+            if "exit" in spec.choice.given:
+                self.pair.parts.load("exit", str(spec.choice.given["exit"]))
         for prompt in self.config.prompts:
             if not prompt.previous_turns:
                 try:
@@ -196,9 +196,8 @@ class Runner:
         def step(
             done: int, spec: MethodSpec | None = None, prompt: Prompt | None = None, warming_up: bool = False
         ) -> BenchmarkStep:
-            left = sum(not self._is_ruled_out(other, prompt) for other, prompt, _ in todo[done:])
-            seconds_left = left * fmean(self._seconds) if self._seconds else None  # the methods take turns
-            return BenchmarkStep(spec, prompt, warming_up, done, done + left, seconds_left)
+            seconds_left = (len(todo) - done) * fmean(self._seconds) if self._seconds else None  # the methods take turns
+            return BenchmarkStep(spec, prompt, warming_up, done, len(todo), seconds_left)
 
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield step(0, spec, prompts[0], warming_up=True)
@@ -217,14 +216,11 @@ class Runner:
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
-        named = [spec.written for spec in self.config.specs if spec.written != REFERENCE]
-        failures = [failure for written in named if (failure := self.results.failures.get(written)) is not None]
-        if not named or len(failures) < len(named) or any(isinstance(failure, RunError) for failure in failures):
-            return
-        if len(failures) == 1:
-            raise failures[0]
-        reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
-        raise SpecgenError(f"none of these methods can run: {reasons}", failures[0].hint)
+        failures = list(self.results.failures.values())
+        named = sum(spec.written != REFERENCE for spec in self.config.specs)
+        if failures and len(failures) == named and not any(isinstance(failure, RunError) for failure in failures):
+            reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
+            raise SpecgenError(f"no method can run: {reasons}", failures[0].hint)
 
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
@@ -259,7 +255,7 @@ class Runner:
         """Makes one run and returns what a trace records of it. Transformers' own methods have no rounds; the limits and the seed
         of their runs are those of plain decoding."""
         pair, settings = self.pair, spec.choice.settings.values
-        name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.settings)
+        name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.choice.given)
         request = pair.request(ids, name, sampling, record=self.config.record, **given)
         pair.prepare(request)
         run = pair.run(request)

@@ -46,19 +46,12 @@ class Difference:
     def explanation(self, methods: str, prompt: str) -> str:
         """A sentence that says where the output of `methods` differs from plain decoding's on `prompt`, and whether rounding
         explains it. Both arguments are names to print."""
-        if not self.is_broken:
-            return (
-                f"tie at {self.position} of {prompt} ({methods}): "
-                f"the two tokens' logits are {abs(self.gap or 0):.2g} apart; rounding explains {self.threshold:.2g}."
-            )
         where = f"{methods} differs from plain decoding at {self.position} of {prompt}"
         if self.gap is None:
             return f"{where}: one answer ends there, and the other does not."
-        side = "lower" if self.gap > 0 else "higher"
-        return (
-            f"{where}: the target's logit of its token is {abs(self.gap):.3g} {side} than that of ar's token, "
-            f"and rounding explains at most {self.threshold:.3g}."
-        )
+        if not self.is_broken:
+            where = f"tie at {self.position} of {prompt} ({methods})"
+        return f"{where}: the two tokens' logits are {abs(self.gap):.2g} apart; rounding explains {self.threshold:.2g}."
 
 
 def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:

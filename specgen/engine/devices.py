@@ -229,9 +229,6 @@ def pick_threads(work: Callable[[], object]) -> ThreadChoice:
     candidates = sorted({1, all_threads // 2, all_threads})
     samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _MAX_SECONDS, fewest=1, most=4)
     best = {threads: min(taken) for threads, taken in samples.items()}
-    if max(best.values()) > _MAX_SECONDS:
-        torch.set_num_threads(all_threads)
-        return ThreadChoice(all_threads, "the models are large")
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
     torch.set_num_threads(chosen)
     return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)

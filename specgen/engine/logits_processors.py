@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +24,13 @@ from specgen.engine.devices import upload
 _FILE = "generation_config.json"
 _LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or the inverse of one, would overflow
 _NESTED = ("decoder", "generator", "text_config")  # where a config.json may keep the language model's own fields
-_NEUTRAL = {
-    "num_beams": 1,
-    "guidance_scale": 1,
-    "encoder_repetition_penalty": 1,
-    "encoder_no_repeat_ngram_size": 0,
-    "penalty_alpha": 0,
-}
+_ONES = ("num_beams", "guidance_scale", "encoder_repetition_penalty")
+_ZEROS = ("encoder_no_repeat_ngram_size", "penalty_alpha")
+_OTHERS = """
+    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty watermarking_config dola_layers
+    """
+# Fields that are not supported, with the values that change nothing.
+_UNSUPPORTED = dict.fromkeys(_ONES, 1) | dict.fromkeys(_ZEROS, 0) | dict.fromkeys(_OTHERS.split())
 
 
 def fits_float32_or_forbids(bias: float) -> bool:
@@ -47,8 +47,8 @@ Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 class GenerationConfig:
     """The fields of a generation config that change which token is generated or when generation ends; None where not set.
 
-    Sampling defaults such as `temperature` are not among them: `SamplingParams` replaces them. The fields from `num_beams` on are
-    not supported, see `has_penalties`; their values are kept as they are in the file.
+    Sampling defaults such as `temperature` are not among them: `SamplingParams` replaces them. `unsupported` are the fields that
+    change logits in ways that are not supported, see `has_penalties`; their values are kept as they are in the file.
     """
 
     eos_token_id: Ids | None = None
@@ -60,20 +60,7 @@ class GenerationConfig:
     min_new_tokens: Count | None = None
     suppress_tokens: Ids | None = None
     begin_suppress_tokens: Ids | None = None
-    num_beams: Any = None
-    guidance_scale: Any = None
-    encoder_repetition_penalty: Any = None
-    encoder_no_repeat_ngram_size: Any = None
-    forced_bos_token_id: Any = None
-    forced_eos_token_id: Any = None
-    exponential_decay_length_penalty: Any = None
-    watermarking_config: Any = None
-    penalty_alpha: Any = None
-    dola_layers: Any = None
-
-
-_FIELDS = GenerationConfig.__slots__
-_UNSUPPORTED = _FIELDS[_FIELDS.index("num_beams") :]
+    unsupported: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
@@ -94,6 +81,9 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
 
 def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
     known = {name: fields[name] for name in GenerationConfig.__slots__ if fields.get(name) is not None}
+    known["unsupported"] = {
+        name: fields[name] for name, neutral in _UNSUPPORTED.items() if fields.get(name) not in (None, neutral)
+    }
     if isinstance(ends := known.get("eos_token_id"), int):
         known["eos_token_id"] = [ends]
     return check(json.dumps(known), GenerationConfig, where, "Correct it, or download it again")
@@ -125,13 +115,9 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
     `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
     """
-    for field in _UNSUPPORTED:
-        value = getattr(config, field)
-        if value not in (None, _NEUTRAL.get(field)):
-            raise SpecgenError(
-                f"{name}'s generation_config.json sets {field}={value!r}, which specgen does not support",
-                f"Remove {field} from that file (from config.json if there is no such file)",
-            )
+    for setting, value in config.unsupported.items():
+        problem = f"{name}'s generation_config.json sets {setting}={value!r}, which specgen does not support"
+        raise SpecgenError(problem, f"Remove {setting} from that file (from config.json if there is no such file)")
     lists = config.sequence_bias, config.bad_words_ids, config.suppress_tokens, config.begin_suppress_tokens
     numbers = config.no_repeat_ngram_size, eos_ids and config.min_length, eos_ids and config.min_new_tokens
     return config.repetition_penalty not in (None, 1.0) or any(lists) or any(numbers)
@@ -148,11 +134,11 @@ class PenaltyProcessor:
     def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
         self._config, self._eos, self._width, self._device = config, eos_ids, width, device
         forbidden = [word for word in config.bad_words_ids or () if word not in {(end,) for end in eos_ids}]
-        for field, sequences in ("sequence_bias", dict(config.sequence_bias or ())), ("bad_words_ids", forbidden):
+        for setting, sequences in ("sequence_bias", dict(config.sequence_bias or ())), ("bad_words_ids", forbidden):
             if unknown := [token for sequence in sequences for token in sequence if token >= width]:
                 raise SpecgenError(
-                    f"the generation config's {field} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
-                    f"Correct {field} in generation_config.json",
+                    f"the generation config's {setting} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
+                    f"Correct {setting} in generation_config.json",
                 )
         self._always = {word[0] for word in forbidden if len(word) == 1} | {*(config.suppress_tokens or ())}
         if self._always.issuperset(range(width)):

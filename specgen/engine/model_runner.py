@@ -285,9 +285,8 @@ class ModelRunner:
         self.cache = model.new_cache() if cache is None else cache
         self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
-        function = self._forward
-        feeds = penalties is None and isinstance(function, StaticForward) and function.feeds
-        self._feeding = function if feeds and isinstance(function, StaticForward) else None
+        static = self._forward if isinstance(self._forward, StaticForward) else None
+        self._feeding = static if static is not None and static.feeds and penalties is None else None
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call

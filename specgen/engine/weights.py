@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -263,9 +262,8 @@ def weights_fingerprint(folder: Path) -> str:
     """
     digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
-        with reading_weights(str(path)):
-            status = path.stat()
-            digests += _tensor_digests(path, status.st_size, status.st_mtime_ns)
+        with reading_weights(str(path)), path.open("rb") as file:
+            digests += _digests(file)
     return _combined(digests)
 
 
@@ -278,17 +276,8 @@ def _combined(digests: list[bytes]) -> str:
     return sha256(b"".join(sorted(digests))).hexdigest()[:16]
 
 
-@lru_cache(maxsize=64)
-def _tensor_digests(path: Path, size_in_bytes: int, modified_ns: int) -> list[bytes]:
-    """Returns a hash of each tensor in a safetensors file.
-
-    The file's size and modification time are arguments only so that the cached result is not used after the file has changed.
-    """
-    with path.open("rb") as file:
-        return _digests(file)
-
-
 def _digests(file: BinaryIO) -> list[bytes]:
+    """Returns a hash of each tensor in a safetensors file."""
     (header, begin), digests = _header(file), []
     for name, tensor in header.items():
         start, end = tensor["data_offsets"]

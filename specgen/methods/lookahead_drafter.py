@@ -141,18 +141,18 @@ class LookaheadWindow:
 class LookaheadDrafter(LearningDrafter):
     """Drafts phrases of the n-gram pool that may follow the last token, and has the target run a window that makes n-grams.
 
-    `width` (W in the paper) and `ngram` (N) are the window's, `guesses` (G) is the largest number of phrases for a token. The
+    `window` (W in the paper) and `ngram` (N) are the window's, `guesses` (G) is the largest number of phrases for a token. The
     pool also gets the n-grams of the prompt and of the output. The draft's candidates are a tree of the phrases and of the
     window's own guesses for the next tokens, without common beginnings twice; then follow the window's other nodes, which are
     not judged. Lossless, because no candidate depends on the random numbers that verify it. The window takes the likeliest
     tokens also in sampling.
     """
 
-    def __init__(self, setup: Setup, *, width: int, ngram: int, guesses: int) -> None:
+    def __init__(self, setup: Setup, *, window: int, ngram: int, guesses: int) -> None:
         assert setup.target is not None
         self._eos_ids, self._context_limit = setup.eos_ids, setup.target.context_limit
         self._pool = NgramPool(ngram, guesses)
-        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
+        self._window = LookaheadWindow(window, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
         self._context: Context | None = None
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -196,8 +196,8 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     """Drafts a chain by lookahead decoding on the draft model, then phrases of an n-gram pool as branches after its last token.
 
     Each pass of the draft model verifies phrases that may follow the last token, so it adds one token to the chain or more. The
-    pool is that of `LookaheadDrafter`, for the draft model; `ngram` (N in the paper) and `width` (W) are its window's, and the
-    pool keeps `width` phrases for a token. At most `branches` (K) phrases follow the chain.
+    pool is that of `LookaheadDrafter`, for the draft model; `ngram` (N in the paper) and `window` (W) are its window's, and the
+    pool keeps `window` phrases for a token. At most `branches` (K) phrases follow the chain.
 
     The pool also learns from the target: after a rejected token, what the target would say after the chain's later tokens (N - 1
     tokens where the chain says the same); and it replaces each phrase tried by what the target says along it (section 3.3).
@@ -205,11 +205,11 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     In sampling, the draft model draws its tokens, so that the chain is a sample of its distribution. The branches are not drawn.
     """
 
-    def __init__(self, setup: Setup, *, width: int, ngram: int, branches: int) -> None:
+    def __init__(self, setup: Setup, *, window: int, ngram: int, branches: int) -> None:
         super().__init__(setup)
         self._branches = branches
-        self._pool = NgramPool(ngram, width)
-        self._window = LookaheadWindow(width, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
+        self._pool = NgramPool(ngram, window)
+        self._window = LookaheadWindow(window, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
         self._context: Context | None = None
         self._drawn: deque[tuple[int, torch.Tensor | None]] = deque()  # tokens of the last pass, with their distributions
         self._chain: list[int] = []

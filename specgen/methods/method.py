@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings, Value, written
@@ -157,6 +158,20 @@ class Method:
         instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
         hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
+
+
+def imported(path: str, *names: str) -> Callable[[Setup, Settings], Any]:
+    """Returns what makes an object of a class that needs torch, for a row of the table, which must not import torch.
+
+    `path` is the class's module and name in `specgen`. It gets the setup, and as keywords the settings with these names.
+    """
+    module, _, name = path.rpartition(".")
+
+    def make(setup: Setup, settings: Settings) -> Any:
+        made = getattr(import_module(f"specgen.{module}"), name)
+        return made(setup, **{name: settings.values[name] for name in names})
+
+    return make
 
 
 def training_command(part: str, target: str | None) -> str:

@@ -1,4 +1,4 @@
-"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections 2.1 and 3.2).
+"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections 2.1 and 3.2). BiLD's verifier.
 
 Multi-token joint decoding, which it approximates, makes each block of tokens the likeliest one under the target (Definition 3.1).
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from specgen.base.errors import RunError, nan_logits
-from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
+from specgen.base.types import Context, Draft, Mode, Round, SamplingParams, Verdict
 from specgen.decoding import logits_ops
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
@@ -55,20 +55,20 @@ def _unfinished(beams: Iterable[Beam]) -> list[Beam]:
 
 
 class BeamSearchDrafter(DraftModelUser):
-    """Drafts by beam search with `width` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
+    """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
-    With `stochastic` it draws them among all continuations of all beams, without replacement, in proportion to their joint
-    likelihoods (MTAD, Eq. 2); greedy decoding ignores `stochastic`. A beam with an end-of-sequence is not extended any more, but
+    With `beam` `sample` it draws them among all continuations of all beams, without replacement, in proportion to their joint
+    likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
     still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; its `prob` is the
     one that the joint likelihood counts.
     """
 
-    def __init__(self, setup: Setup, *, width: int, stochastic: bool) -> None:
+    def __init__(self, setup: Setup, *, beams: int, beam: str) -> None:
         super().__init__(setup)
         self._warping = likelihood_warping(setup.sampling)
-        self._width = width
-        self._stochastic = stochastic and not setup.sampling.greedy
+        self._width = beams
+        self._stochastic = beam == "sample" and not setup.sampling.greedy
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -160,11 +160,11 @@ class JointLikelihoodVerifier:
     Only for chains with `log_likelihoods`. Not lossless: the output is likelier under the target than samples of the target.
     """
 
-    def __init__(self, sampling: SamplingParams, device: torch.device, seed: int, tau: float) -> None:
-        self._sampling = sampling
-        self._warping = likelihood_warping(sampling)
-        self._log_tau = math.log(tau) if tau else -math.inf
+    def __init__(self, setup: Setup, *, tau: float) -> None:
+        self._sampling, device, seed = setup.for_verifier
         self._generator = logits_ops.make_generator(device, seed)
+        self._warping = likelihood_warping(self._sampling)
+        self._log_tau = math.log(tau) if tau else -math.inf
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
@@ -187,34 +187,52 @@ class JointLikelihoodVerifier:
         return (passes * torch.arange(1, length + 1, device=device)).amax()
 
 
-@dataclass(frozen=True, slots=True)
+class BildVerifier:
+    """Rejects the first token with -ln p > `rollback` (nats) that is not the target's likeliest, and all tokens after it.
+
+    p is the token's probability under the target at temperature 1. The target then chooses the next token from its own
+    distribution (after temperature, top-k and top-p), not from a residual. Not lossless. Chains only.
+    """
+
+    def __init__(self, setup: Setup, *, rollback: float) -> None:
+        self._sampling, device, seed = setup.for_verifier
+        self._generator = logits_ops.make_generator(device, seed)
+        self._rollback = rollback
+
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        tokens = upload(torch.tensor(draft.tokens, dtype=torch.long), output.logits.device)
+        logits = output.logits[: len(draft.tokens)].float()
+        log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+        accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)  # false for NaN
+        count = accepted.long().cumprod(dim=0).sum()
+        return accept_prefix(draft, output, count, self._sampling, self._generator)
+
+
 class JointGreedy:
-    """The schedule of multi-token joint greedy decoding: each round appends the likeliest block of `length` tokens.
+    """The schedule of multi-token joint greedy decoding: each round appends the likeliest block of `k` tokens.
 
     A block may also be shorter and end with an end-of-sequence. Near the end of the output, blocks have as many tokens as remain.
-    `beams` 0 finds the likeliest of all blocks, otherwise a beam search of this width finds a likely one. `most_prefixes` bounds
-    the exact search for one block.
+    `beams` 0 finds the likeliest of all blocks, otherwise a beam search of this width finds a likely one. `nodes` bounds
+    the prefixes of the exact search for one block.
 
     There is no draft model and nothing to verify: the draft of a round is the tree that was searched, its accepted path the
     block. A round takes several passes of the target, `Round.target_passes`. The first pass of round 0 runs the prompt.
     """
 
-    length: int
-    beams: int
-    most_prefixes: int
-
-    def __call__(self, run: Run) -> Iterator[Round]:
-        is_first = True
-        while run.finish_reason is None:
-            yield self._round(run, is_first=is_first)
-            is_first = False
+    def __init__(self, setup: Setup, *, k: int, beams: int, nodes: int) -> None:
+        self._length, self._beams, self._most_prefixes = k, beams, nodes
 
     @inference
-    def _round(self, run: Run, *, is_first: bool) -> Round:
+    def _round(self, run: Run, mode: Mode) -> Round:
         run.clock.start()
-        search = BlockSearch(run, min(self.length, run.remaining), self.beams, self.most_prefixes)
-        draft, block = search.found("prefill" if is_first else "verify")
-        return run.commit("prefill" if is_first else "sequential", draft, Verdict(block), target_passes=search.passes)
+        search = BlockSearch(run, min(self._length, run.remaining), self._beams, self._most_prefixes)
+        draft, block = search.found("prefill" if mode == "prefill" else "verify")
+        return run.commit(mode, draft, Verdict(block), target_passes=search.passes)
+
+    def __call__(self, run: Run) -> Iterator[Round]:
+        yield self._round(run, "prefill")
+        while run.finish_reason is None:
+            yield self._round(run, "sequential")
 
 
 class BlockSearch:

@@ -197,8 +197,9 @@ class TreeSampling:
         return make_verdict(draft, path, int(logits_ops.draw(after.float(), self._generator)))
 
 
-def tree_verifier(setup: Setup, rule: AcceptanceRule) -> Verifier:
-    """Returns the verifier of a method with this rule: in greedy decoding that of all methods."""
-    if setup.sampling.greedy:
-        return GreedyVerifier()
-    return TreeSampling(rule, setup, torch.float64 if rule is k_sequential else torch.float32)
+def k_sequential_verifier(setup: Setup) -> Verifier:
+    return GreedyVerifier() if setup.sampling.greedy else TreeSampling(k_sequential, setup, torch.float64)
+
+
+def multi_round_verifier(setup: Setup) -> Verifier:
+    return GreedyVerifier() if setup.sampling.greedy else TreeSampling(multi_round, setup, torch.float32)

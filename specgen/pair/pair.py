@@ -19,7 +19,7 @@ from specgen.engine.devices import device_timer, pick_threads
 from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
-from specgen.engine.native.graphs import captures_of
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
@@ -303,7 +303,8 @@ def capture_seconds(pair: Pair) -> float:
     models = [pair.target.model]
     if pair.draft is not None and pair._draft_runner is not None:
         models.append(pair.draft.model)
-    return sum(captures.seconds for model in models if (captures := captures_of(model)) is not None)
+    captured = (model.captures for model in models if isinstance(model, NativeModel))
+    return float(sum(captures.seconds for captures in captured if captures is not None))
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:

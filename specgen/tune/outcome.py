@@ -187,11 +187,6 @@ class Candidate:
         return written(self.name, self.settings)
 
 
-def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun: `1 prompt`, `2 prompts`."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 @dataclass(frozen=True, slots=True)
 class TuningOutcome:
     """The result of a tuning.

@@ -116,11 +116,11 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run with these models. If it cannot, `why` is the reason and `hint` says what to do."""
+    """Whether a method can run with these models. If it cannot, `why` is the reason and `cure` says what to do."""
 
     ready: bool
     why: str = ""
-    hint: str = ""
+    cure: str = ""
 
     @classmethod
     def of(cls, error: SpecgenError) -> Readiness:
@@ -173,9 +173,7 @@ class PairReport:
             "cache_bytes": None if longest is None else sum(cached),
             **{name: found[name] for name in ("free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
-            "methods": {
-                name: {"ready": found.ready, "why": found.why, "cure": found.hint} for name, found in self.methods.items()
-            },
+            "methods": found["methods"],
             "engine": None if self.threads is None else {"threads": asdict(self.threads)},
             "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
         }

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 FILE = "profile.yaml"
 TUNE_AGAIN = "Tune again: specgen tune"
-DIGITS = 5  # of a number in the file: all that a measurement says
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -243,19 +242,13 @@ def from_outcome(outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prom
 def save(profile: Profile, folder: Path) -> Path:
     """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
     path = folder / FILE
-    content = _rounded(profile.model_dump(by_alias=True))
+    content = profile.model_dump(by_alias=True)
     try:
         write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
     except OSError as error:
         why = error.strerror or error
         raise RunError(f"cannot write {path}: {why}", "Make room, or name another folder: --out DIR") from error
     return path
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def load(folder: Path) -> Profile:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
+from specgen.base.text import counted
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import BenchmarkConfig, method_results
 from specgen.compare.runner import Runner
@@ -33,7 +34,6 @@ from specgen.tune.outcome import (
     Candidate,
     TuningOutcome,
     combinations,
-    counted,
     grid,
     nearest_to_default,
     plain_of,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from specgen.base.text import counted
 from specgen.base.types import Round
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import Bin, TraceStatistics, bounds_of, calibration_of, posteriors
-from specgen.view.theme import counted, table
+from specgen.view.theme import table
 
 LEAD = 10  # cells for a label in a terminal
 _EIGHTHS = "▁▂▃▄▅▆▇█"
@@ -122,7 +123,7 @@ def time_chart(summary: Figures) -> Chart:
 def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
     """Yields the charts for which the trace has numbers. `found` has those of all generations of the method; the rounds and the
     posterior are those of `run` alone."""
-    bounds, runs = bounds_of(found.tokens, found.c), f" of {found.runs:,} runs" if found.runs > 1 else ""
+    bounds = bounds_of(found.tokens, found.c)
     rounds = [traced.round for traced in run.rounds[1:]]  # without the prefill
     if any(round_.draft.tokens for round_ in rounds):
         yield _rounds(rounds, found)
@@ -133,7 +134,7 @@ def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
     if bounds is not None:
         yield _bounds(bounds)
     if found.drafts:
-        yield _lengths(found, runs)
+        yield _lengths(found)
     if found.predictions:
         yield _calibration(found)
     yield from _posterior(rounds)
@@ -213,7 +214,7 @@ def _bounds(bounds: Bin) -> Chart:
     )
 
 
-def _lengths(found: TraceStatistics, runs: str) -> Chart:
+def _lengths(found: TraceStatistics) -> Chart:
     """The mean of the accepted tokens per draft by the mean entropy of its verified tokens (SVIP, Figures 2, bottom, and 8)."""
     bins, correlation = found.accepted_length_by_entropy(), found.length_correlation()
     means = [each["mean"] for each in bins]
@@ -222,7 +223,7 @@ def _lengths(found: TraceStatistics, runs: str) -> Chart:
         "lengths",
         "Draft entropy and accepted length",
         "accepted tokens by mean entropy in nats; number of drafts",
-        notes=[f"{counted(len(found.drafts), 'draft')}{runs}.{said}"],
+        notes=[f"{counted(len(found.drafts), 'draft')}.{said}"],
         series=[Series("accepted", "acc", means, "token.accepted")],
         labels=[*map(span, bins)],
         numbers=[f"{each['mean']:>4.1f} {each['drafts']:>6,}" for each in bins],

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specgen.base.text import one_line
+from specgen.base.text import counted, one_line
 from specgen.base.types import PHASES
 from specgen.compare.columns import Column, output_text, ranked_rows, shown_columns
 from specgen.compare.results import NOT_RUN, MethodResult, Results, as_fast_as, best, not_run, ranked, too_few_prompts
 from specgen.compare.verdict import Difference
 from specgen.view.progress import Progress
-from specgen.view.theme import GAP, PIPED_WIDTH, counted, labelled, svg, table, wrapped
+from specgen.view.theme import GAP, PIPED_WIDTH, labelled, svg, table, wrapped
 from specgen.view.trace_report import LOSSY
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 MOST_EXPLAINED = 3  # ties (differences that rounding explains) with a sentence of their own; the rest are only counted
 LONGEST_BAR, SHORTEST_BAR = 24, 6
+_MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
 _NAME = Column("name", "\nmethod", value=lambda row: "  " * bool(row.category) + one_line(row.name))
 _OUTPUT = Column("output", "\noutput", priority=1, value=output_text)
 _BAR = Column("bar", "\n", priority=5)
-_MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.text import inline, streamed
+from specgen.base.text import counted, inline, streamed
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Figures
-from specgen.view.theme import ThemedConsole, counted, one_line_text, wrapped
+from specgen.view.theme import ThemedConsole, one_line_text, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Detokenizer

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.settings import written_value
-from specgen.base.text import inline, streamed
+from specgen.base.text import counted, inline, streamed
 from specgen.base.types import TokenStatus
 from specgen.compare.columns import Column, output_text, ranked_rows, shown_columns
 from specgen.compare.results import best as best_result
@@ -23,7 +23,6 @@ from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.charts import charts, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
 from specgen.view.generation import MODES, parts, reason
-from specgen.view.theme import counted
 from specgen.view.trace_report import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, main_figures
 
 if TYPE_CHECKING:

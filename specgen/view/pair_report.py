@@ -234,7 +234,7 @@ def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
     groups: dict[tuple[bool, str], list[str]] = {}
     for name, readiness in found.items():
         why = "; ".join(filter(None, ["ready" * readiness.ready, readiness.why]))
-        groups.setdefault((not readiness.ready, f"{why}: {readiness.hint}" if readiness.hint else why), []).append(name)
+        groups.setdefault((not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []).append(name)
     for (is_missing, why), names in sorted(groups.items(), key=lambda group: group[0][0]):
         yield "✗" if is_missing else "✓", f"{', '.join(names)}: {why}"
 
@@ -340,9 +340,7 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
     best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
     if best.name == PLAIN:
-        lossy = [f"{method.written}: -m {method.name} uses these settings" for method in outcome.methods if not method.lossless]
-        reason = "No method that keeps the output was tuned." if lossy else "No method here can speculate."
-        return f"{reason} So generate decodes plainly.", [("lossy", " · ".join(lossy))] if lossy else []
+        return "No method that keeps the output was tuned. So generate decodes plainly.", []
     interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
     found = f"{best.written}: {speedup} plain decoding{interval}"
     why = _reasons(outcome)

@@ -135,11 +135,6 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
     return lines
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, such as `1 round` or `2,000 rounds`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def table(rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap: int = GAP) -> list[Text]:
     """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to the left, others to the right.
 

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specgen.base.text import counted
 from specgen.compare.columns import COLUMNS as COMPARED
 from specgen.compare.columns import Column
 from specgen.pair.figures import Figures
@@ -21,7 +22,7 @@ from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics
 from specgen.view.charts import charts, time_chart, time_shares
 from specgen.view.generation import MODES, RoundsView
-from specgen.view.theme import counted, table, wrapped
+from specgen.view.theme import table, wrapped
 
 LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
 ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}

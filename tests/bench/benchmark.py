@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
 from specgen import demo
+from specgen.base.text import counted
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods import find, resolve
 from specgen.pair.pair import runners
-from specgen.tune.outcome import counted
 
 PLAIN = "transformers"
 METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "adaptive", "beta-ts", "lookup", "pearl")

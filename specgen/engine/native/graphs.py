@@ -24,11 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from specgen.engine.devices import pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model import Model
 from specgen.engine.native.attention import Sight, ancestry
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
-from specgen.engine.native.native_model import NativeForward, NativeModel
+from specgen.engine.native.native_model import NativeForward
 
 WIDTHS = (1, 2, 4, 8, 16)
 SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
@@ -320,8 +319,3 @@ class CudaGraphs:
                 current.wait_stream(stream)
                 restore()
         return graph.replay
-
-
-def captures_of(model: Model) -> Captures | None:
-    """Returns what captures a model's passes; None for a model whose passes are not captured."""
-    return model.captures if isinstance(model, NativeModel) else None  # type: ignore[no-any-return]

@@ -200,9 +200,7 @@ class RotaryTable:
         return table
 
     def _rotations(self, first: int, last: int, long: bool) -> torch.Tensor:
-        frequencies = self._rotary.long_inverse_frequencies if long else self._rotary.inverse_frequencies
-        if frequencies is None:
-            raise ValueError("only LongRoPE has frequencies for long runs")
+        frequencies = (self._rotary.long_inverse_frequencies if long else None) or self._rotary.inverse_frequencies
         positions = torch.arange(first, last, device=self._device).float()
         angles = positions[:, None] * upload(torch.tensor(frequencies, dtype=torch.float32), self._device)
         cos, sin = angles.cos() * self._rotary.factor, angles.sin() * self._rotary.factor

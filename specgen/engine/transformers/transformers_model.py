@@ -143,11 +143,7 @@ class TransformersModel:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps:
             self.check_layers("a head on hidden states")
-        return self._whole_forward(taps)
 
-    # whole passes, by the model's own `forward`
-
-    def _whole_forward(self, taps: Sequence[int]) -> ForwardFunction:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             ids, sight = torch.tensor([forward_pass.ids], device=self.device), sight_of_pass(forward_pass, self.device)
             mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
@@ -159,6 +155,8 @@ class TransformersModel:
             return ModelOutput(logits, kept, features=self._features(output, taps)[0])
 
         return run
+
+    # whole passes, by the model's own `forward`
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Any, keep: int = 0, *, with_states: bool = False
@@ -410,9 +408,7 @@ def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], to
         if is_out_of_memory(error):
             raise
         return f"fail ({shorten(str(error), 100, placeholder=' …')})"
-    impossible = own == -torch.inf  # tokens that a head's vocabulary lacks
-    same = torch.equal(impossible, logits == -torch.inf)
-    logits, own = logits.masked_fill(impossible, 0.0), own.masked_fill(impossible, 0.0)
-    allowed = (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR) * float(own.abs().max())
-    agree = bool(own.isnan().any()) or (same and float((logits - own).abs().max()) <= allowed)
+    largest = float(own.nan_to_num(0.0, 0.0, 0.0).abs().max())  # -inf: a token that the model never predicts
+    allowed = largest * (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR)
+    agree = bool(own.isnan().any()) or torch.allclose(logits, own, rtol=0.0, atol=allowed)
     return None if agree else "do not give its own logits"
