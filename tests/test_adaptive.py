@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -188,7 +189,7 @@ def test_what_is_judged_is_learned_and_a_round_without_a_draft_teaches_nothing(m
         assert draft(made, SURE, SURE) == 2
         made.observe(3, 3)  # an end-of-sequence token ended the draft before the policy saw it
         assert len(noted[5.0]) == 4
-        learned = made.learned.copy()
+        learned = deepcopy(made.learned)
         made.observe(0, 0)
         learned.add_idle()
         learned.add_round(1, 1)

@@ -17,7 +17,7 @@ from specgen.view.pages import comparison_page
     ("methods", "said"),
     [
         ({"ar": [2.0] * 3, "sd": [2.5] * 3}, "Nothing here is faster than plain decoding (ar); the best is sd at 0.80×."),
-        ({"ar": [2.0] * 3, "sd": [1.0] * 3}, "sd keeps the target's output at 2.00× plain decoding (ar). 3 prompts are too few"),
+        ({"ar": [2.0] * 3, "sd": [1.0] * 3}, "that keep the target's output: 2.00× plain decoding (ar). 3 prompts are too few"),
         ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [0.9, 1.1, 1.03] * 2}, "Too close to call: svip."),
         ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [1.1] * 5}, "sd is the fastest that keeps the target's output: 2.00× plain"),
         ({"ar": [2.0], "sd": [1.0], "svip": [1.1]}, "(ar). One prompt gives no interval. Too close to call: svip."),

@@ -125,18 +125,14 @@ def find_profile(
         note(f"{error.message}; it is not used. {error.hint}")
         return None
     why = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
-    if why is not None:
-        note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}")
-        return None
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature",) if sampling.greedy else ("temperature", "top_p", "top_k"):
         tuned, requested = getattr(profile.sampling, name), getattr(sampling, name)
         if tuned != requested:
-            what = f"{name} {tuned:g}, and this run has {requested:g}"
-            note(f"the profile {path} was made for {what}; it is not used. {profiles.TUNE_AGAIN}, with the same options")
-            return None
-        if sampling.greedy:  # then top-p and top-k have no effect
-            break
-    return profile
+            why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
+    if why is None:
+        return profile
+    note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options")
+    return None
 
 
 def _with_profile(

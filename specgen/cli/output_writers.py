@@ -10,6 +10,7 @@ from specgen.base.interrupts import interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
+from specgen.decoding.policy import MATCH_LENGTH
 from specgen.pair import records as traces
 from specgen.pair.figures import Figures
 from specgen.view import theme
@@ -68,7 +69,11 @@ class OutputWriter:
         with interrupts.caught():
             try:
                 with interrupts.held():
-                    self._start()
+                    self._record(traces.start_line(self._pair, self._request, self._run))
+                    if self._rounds is not None:
+                        self._rounds.legend()
+                    if self._meter is not None:
+                        self._meter.start()
                 with reading_prompt(progress):
                     for round_ in self._run.rounds():
                         with interrupts.held():
@@ -84,13 +89,6 @@ class OutputWriter:
                 self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
         if interruption is not None:
             raise interruption
-
-    def _start(self) -> None:
-        self._record(traces.start_line(self._pair, self._request, self._run))
-        if self._rounds is not None:
-            self._rounds.legend()
-        if self._meter is not None:
-            self._meter.start()
 
     def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.
@@ -157,7 +155,7 @@ class OutputWriter:
             yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
-        if method.copies and self._pair.draft is None:
+        if MATCH_LENGTH in method.signals and self._pair.draft is None:
             yield "no draft model"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"

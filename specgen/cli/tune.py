@@ -76,10 +76,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
     # --export may take the profile of an earlier tuning, if no option says what to tune and --out has one
     is_default = (asked.methods, asked.prompts, asked.category, goal) == (None, None, None, BY_SPEED)
     may_reuse = is_default and asked.export is not None and (asked.out is None or (asked.out / "profile.yaml").is_file())
-    if asked.out is None:
-        make_writable_folder(data_folder())
-    elif not may_reuse:
-        _check_folder(asked.out, asked)
+    if asked.out is None or not may_reuse:
+        _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
     parallel = models.has_draft and any(methods.find(name).is_parallel for name in names or methods.METHODS)
     pair, _ = open_pair(models, err, quiet=output.quiet, parallel=parallel)
@@ -123,9 +121,8 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     if len(usable) < len(named) and all(method.name == "ar" for method in usable):
         raise next(method for method in named if method.needs_draft_model).without_part(None)
     if exported is not None and not any(method.name in exported for method in usable):
-        without, draft = ("", "") if has_draft else (" without a draft model", ", and a draft model with --draft")
-        ways = f"It has {', '.join(exported)}: name one with --methods{draft}"
-        raise SpecgenError(f"{asked.export} has none of the methods that can be tuned{without}", ways)
+        ways = f"It has {', '.join(exported)}: name one with --methods, and the draft model with --draft if it needs one"
+        raise SpecgenError(f"{asked.export} has none of the methods that can be tuned", ways)
 
 
 def _check_folder(folder: Path, asked: TuneOptions) -> None:

@@ -67,9 +67,5 @@ def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     every = [method.name for method in METHODS.values() if not method.is_yardstick]
     names = [REFERENCE]
     for part in (part.strip() for text in texts for part in text.split(",")):
-        if not part:
-            raise SpecgenError(
-                f"--methods is {','.join(texts)!r}: a name is missing", "Write it like --methods svip,sd:k=8,lookup"
-            )
         names += every if part == EVERY else [part]
     return [parse_spec(name) for name in dict.fromkeys(names)]

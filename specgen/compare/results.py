@@ -57,10 +57,6 @@ class BenchmarkConfig:
         """Returns how many of the prompts chose the method's settings in `specgen tune`; None if no profile has its settings."""
         return None if spec.tuned_on is None else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
 
-    @property
-    def measures_perplexity(self) -> bool:
-        return self.perplexity or not all(spec.lossless for spec in self.specs)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -195,12 +191,12 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
         found = sorted(results.differences.items())
         differences = [difference for key, difference in found if key[0] == spec.written and key[1:] in repeats]
         compared = differences if config.sampling.greedy and spec.lossless else None
-        parts: dict[str, dict[int, Run]] = {}
+        parts: dict[str, dict[int, Run]] = {"": own}
         for prompt in config.prompts:
             if prompt.index in own:
                 parts.setdefault(prompt.category, {})[prompt.index] = own[prompt.index]
-        by_category = [_result(spec, part, reference, compared, resamples, name) for name, part in parts.items()]
-        made.append(replace(_result(spec, own, reference, compared, resamples), by_category=by_category))
+        whole, *by_category = [_result(spec, part, reference, compared, resamples, name) for name, part in parts.items()]
+        made.append(replace(whole, by_category=by_category))
     return made
 
 
@@ -210,7 +206,7 @@ def _result(
     reference: Mapping[int, Run],
     differences: Sequence[Difference] | None,
     resamples: int,
-    category: str = "",
+    category: str,
 ) -> MethodResult:
     """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
 
@@ -307,10 +303,8 @@ def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
             continue
         reason = "not measured yet"
         if result.failure is not None:
-            hint = result.failure.hint.removesuffix(WITHOUT_A_DRAFT)  # the advice to take other methods
-            reason = f"{NOT_RUN}: {result.failure.message.removeprefix(f'{result.spec.name} ')}"
-            if hint:
-                reason += f"; {hint[0].lower()}{hint[1:]}"
+            said = str(result.failure).removesuffix(WITHOUT_A_DRAFT)  # the advice to take other methods
+            reason = f"{NOT_RUN}: {said.removeprefix(f'{result.spec.name} ')}"
         reasons.setdefault(reason, []).append(result.spec.written)
     return [(names, reason) for reason, names in reasons.items()]
 

@@ -278,17 +278,15 @@ class Runner:
             more = {"phase_seconds": None, "drafts": counted["drafts"]}
             draft = pair.draft.name if spec.choice.method.needs_draft_model and pair.draft is not None else None
             start |= {"method": spec.name, "settings": dict(settings), "draft": draft}
-        if self.config.measures_perplexity:
+        if self.config.perplexity or not all(each.lossless for each in self.config.specs):
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
         reason = counted.get("finish_reason") or run.finish_reason or "length"
         line = figures.as_dict(request.text(pair.tokenizer, figures.token_ids), reason)
-        return TracedRun(start, 0, [self._traced(round_) for round_ in rounds], {"type": "summary", **line, **more})
-
-    def _traced(self, round_: Round) -> TracedRound:
-        text_of, token = self.pair.tokenizer.text_of, round_.verdict.token
-        return TracedRound(
-            round_, tuple(text_of([each]) for each in round_.draft.tokens), None if token is None else text_of([token])
-        )
+        traced, text_of = list[TracedRound](), pair.tokenizer.text_of
+        for round_ in rounds:
+            token = None if round_.verdict.token is None else text_of([round_.verdict.token])
+            traced.append(TracedRound(round_, tuple(text_of([each]) for each in round_.draft.tokens), token))
+        return TracedRun(start, 0, traced, {"type": "summary", **line, **more})
 
     def _write(self, finished: TracedRun) -> None:
         if self._trace is not None:

@@ -87,7 +87,7 @@ class RoundCosts:
 
     @classmethod
     def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
-        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys.
+        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys, or if `together` is missing.
 
         Raises ValueError if they are not valid.
         """
@@ -101,7 +101,7 @@ class RoundCosts:
                 )
                 for name in ("drafting", "judging")
             ]
-            costs = cls(tables[0], tables[1], float(saved["looking"]), float(saved["together"]))
+            costs = cls(tables[0], tables[1], float(saved["looking"]), float(saved.get("together", 0.0)))
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError("the costs of a round have another form") from error
         curves = [curve.points for table in tables for curve in table.curves.values()]

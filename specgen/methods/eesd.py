@@ -155,40 +155,40 @@ class CaliTS(ThompsonSampling):
 _EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
 
 BETA_TS = chain_method("beta-ts", "EESD, Table 5")
-EESD = Method(
-    "eesd",
-    "EESD, with Cali-TS if there is a predictor, else Beta-TS",
+EESD_CALI = Method(
+    "eesd-cali",
+    "EESD, with Cali-TS",
     EXIT,
     model_drafter,
     policy="cali-ts",
-    policy_without_predictor="beta-ts",
     signals=MODEL_SIGNALS,
     settings=_EXIT,
     drafts="exit",
     recorded=True,
+)
+EESD = replace(
+    EESD_CALI,
+    name="eesd",
+    paper="EESD, with Cali-TS if there is a predictor, else Beta-TS",
+    policy_without_predictor="beta-ts",
     stands_for=("eesd-cali", "eesd-beta"),
 )
 EESD_FIXED = replace(
-    EESD,
+    EESD_CALI,
     name="eesd-fixed",
     paper="EESD, with drafts of fixed length",
     policy="fixed",
-    policy_without_predictor=None,
     any_policy=True,
     settings=_EXIT | CAPE,
-    stands_for=(),
     grids=({"k": range(1, 13)},),
 )
 EESD_BETA = replace(
-    EESD,
+    EESD_CALI,
     name="eesd-beta",
     paper="EESD, with Beta-TS",
     policy="beta-ts",
-    policy_without_predictor=None,
-    stands_for=(),
     grids=({"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},),
 )
-EESD_CALI = replace(EESD, name="eesd-cali", paper="EESD, with Cali-TS", policy_without_predictor=None, stands_for=())
 EESD_TREE = replace(
     EESD,
     name="eesd-tree",

@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specgen.decoding.costs import RoundCosts
 
@@ -219,7 +219,3 @@ class Learned:
     def add_idle(self) -> None:
         """Adds a round in which the model did not draft."""
         self.gain, self.drafts = _IDLE_FADING * self.gain, _IDLE_FADING * self.drafts
-
-    def copy(self) -> Learned:
-        parts = ("token", "following", "lookup", "guard", "lookup_guard")
-        return replace(self, **{name: replace(getattr(self, name)) for name in parts})

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,7 +40,7 @@ class NgramPool:
         self.ngram = ngram
         self._size = size
         self._phrases: dict[int, dict[Phrase, None]] = {}  # the newest phrase is the last
-        self._context: Context | None = None
+        self.context: Context | None = None
         self._read = 0  # tokens of the context that `read` has seen
 
     def add(self, token: int, phrase: Sequence[int]) -> None:
@@ -58,15 +58,19 @@ class NgramPool:
         self._phrases.get(token, {}).pop(phrase, None)
         self.add(token, correct)
 
-    def phrases(self, token: int, count: int | None = None) -> list[Phrase]:
-        """Returns the phrases that may follow the token, the newest first; at most `count` (None: all)."""
-        return list(reversed(self._phrases.get(token, {})))[:count]
+    def phrases(self, token: int) -> list[Phrase]:
+        """Returns the phrases that may follow the token, the newest first."""
+        return list(reversed(self._phrases.get(token, {})))
 
-    def read(self, context: Context) -> None:
-        """Adds all n-grams of the context: of the prompt, and of the output so far. Another context empties the pool."""
-        if context is not self._context:
-            self._context, self._read = context, 0
+    def read(self, context: Context, window: LookaheadWindow) -> None:
+        """Adds all n-grams of the context: of the prompt, and of the output so far. Another context empties the pool.
+
+        The `window` that makes further n-grams starts again then.
+        """
+        if context is not self.context:
+            self.context, self._read = context, 0
             self._phrases.clear()
+            window.start(context.ids[: context.prompt_length])
         ids = context.ids
         for end in range(max(self._read + 1, self.ngram), len(ids) + 1):
             self.add(ids[end - self.ngram], ids[end - self.ngram + 1 : end])
@@ -116,10 +120,8 @@ class LookaheadWindow:
         self.tips = []
         if columns:
             roots = [root, *tree.extend(root, self._levels[0])]
-            self.tips = roots if not others else [self._stub(tree, node, column) for column, node in enumerate(roots)]
-
-    def _stub(self, tree: Tree, node: int, column: int) -> int:
-        return tree.extend(node, (level[column] for level in self._levels[1:]))[-1]
+            for column, node in enumerate(roots):
+                self.tips.append([node, *tree.extend(node, (level[column] for level in self._levels[1:]))][-1])
 
     def update(self, found: Sequence[int], last: int, pool: NgramPool) -> None:
         """Moves the window on by one position, with new guesses, and adds its n-grams to the pool.
@@ -153,15 +155,11 @@ class LookaheadDrafter(LearningDrafter):
         self._eos_ids, self._context_limit = setup.eos_ids, setup.target.context_limit
         self._pool = NgramPool(ngram, guesses)
         self._window = LookaheadWindow(window, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
-        self._context: Context | None = None
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         if limit < 1:
             return Draft()
-        if context is not self._context:
-            self._context = context
-            self._window.start(context.ids[: context.prompt_length])
-        self._pool.read(context)
+        self._pool.read(context, self._window)
         tree = Tree()
         phrases = self._pool.phrases(context.ids[-1])
         for phrase in (self._window.next_tokens, *phrases):
@@ -172,24 +170,17 @@ class LookaheadDrafter(LearningDrafter):
         return Draft(tree.tokens, tree.parents, stop_reason=reason, judged=judged)
 
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
-        if self._context is None or not self._window.tips:
+        if self._pool.context is None or not self._window.tips:
             return
         rows = upload(torch.tensor([node + 1 for node in self._window.tips]), output.logits.device)
         found = logits_ops.argmax_tokens(output.logits.index_select(0, rows))
-        self._window.update([logits_ops.valid_token(token, "target") for token in found], self._context.ids[-1], self._pool)
+        self._window.update([logits_ops.valid_token(token, "target") for token in found], self._pool.context.ids[-1], self._pool)
 
 
 def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:
     """Returns the phrase up to its first token that ends an output."""
     length = len(list(takewhile(lambda token: token not in eos_ids, phrase)))
     return phrase[: length + 1]
-
-
-class _Branch(NamedTuple):
-    """A phrase that the draft tries after the chain's last token, and its nodes."""
-
-    phrase: Phrase
-    nodes: list[int]
 
 
 class OuroborosDrafter(DraftModelUser, LearningDrafter):
@@ -210,10 +201,9 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         self._branches = branches
         self._pool = NgramPool(ngram, window)
         self._window = LookaheadWindow(window, ngram, setup.eos_ids, Random(derive_seed(setup.seed, "draft")))
-        self._context: Context | None = None
         self._drawn: deque[tuple[int, torch.Tensor | None]] = deque()  # tokens of the last pass, with their distributions
         self._chain: list[int] = []
-        self._tried: list[_Branch] = []
+        self._tried: list[tuple[Phrase, list[int]]] = []  # after the chain's last token, with their nodes
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -221,10 +211,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         limit = self._room(context, limit)
         if limit < 1:
             return Draft()
-        if context is not self._context:
-            self._context = context
-            self._window.start(context.ids[: context.prompt_length])
-        self._pool.read(context)
+        self._pool.read(context, self._window)
         self._drawn.clear()
         probs: list[torch.Tensor] = []
 
@@ -280,11 +267,12 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
 
     def _add_branches(self, tree: Tree, end: int, limit: int) -> None:
         """Adds phrases of at most `limit` tokens after the chain's last node, first the tokens that the draft has chosen."""
-        chosen = tuple(token for token, _ in self._drawn)
-        phrases = [*([chosen] if chosen else []), *self._pool.phrases(self._chain[-1], self._branches)][: self._branches]
-        for phrase in phrases:
+        phrases = self._pool.phrases(self._chain[-1])
+        if self._drawn:
+            phrases.insert(0, tuple(token for token, _ in self._drawn))
+        for phrase in phrases[: self._branches]:
             shown = until_end(phrase, self._eos_ids)[:limit]
-            self._tried.append(_Branch(phrase, tree.extend(end, shown)))
+            self._tried.append((phrase, tree.extend(end, shown)))
 
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         if not self._chain:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.policy import MATCH_LENGTH, Signals
+from specgen.decoding.policy import Signals
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
@@ -99,19 +99,9 @@ class Method:
         return self.needs == SKIPPED_LAYERS
 
     @property
-    def splits_target(self) -> bool:
-        """Whether the method runs only some of the target's layers, which requires a model with Llama's structure."""
-        return self.needs in (EXIT, SKIPPED_LAYERS)
-
-    @property
     def runs_model(self) -> bool:
         """Whether a model, or a part of the target, drafts."""
         return self.needs != NOTHING
-
-    @property
-    def copies(self) -> bool:
-        """Whether its drafts, or some of them, are copied from the context."""
-        return MATCH_LENGTH in self.signals
 
     def may_measure(self, settings: Settings) -> bool:
         """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""

@@ -6,7 +6,7 @@ Multi-token joint decoding, which it approximates, makes each block of tokens th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,10 +50,6 @@ def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
-def _unfinished(beams: Iterable[Beam]) -> list[Beam]:
-    return [beam for beam in beams if not beam.finished]
-
-
 class BeamSearchDrafter(DraftModelUser):
     """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
@@ -86,7 +82,7 @@ class BeamSearchDrafter(DraftModelUser):
             beams[:] = after
             if self._is_decided(beams):
                 return "eos"
-            return DraftedToken(position, max(_unfinished(beams), key=lambda beam: beam.log_likelihood).signals)
+            return DraftedToken(position, max(beams, key=lambda beam: (not beam.finished, beam.log_likelihood)).signals)
 
         reason = extend_draft(policy, limit, extend)
         path = tree.path(max(beams, key=lambda beam: beam.log_likelihood).node)
@@ -109,7 +105,7 @@ class BeamSearchDrafter(DraftModelUser):
         `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are the signals that the length
         policy reads.
         """
-        growing = _unfinished(beams)
+        growing = [beam for beam in beams if not beam.finished]
         finished = [beam for beam in beams if beam.finished]
         logits = tree.next_logits([beam.node for beam in growing])
         if logits is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
 CAPE_GRID: Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
+_THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _TRANSLATION = {
     "translation": Setting(
         "tokens",
@@ -87,13 +88,7 @@ class Confidence(LengthPolicy):
     source = "transformers' dynamic length"
     signals = frozenset({"prob"})
     settings: ClassVar = {
-        "threshold": Setting(
-            0.4,
-            "stop after a token with a lower probability than this",
-            0,
-            1,
-            tuned=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        ),
+        "threshold": Setting(0.4, "stop after a token with a lower probability than this", 0, 1, tuned=_THRESHOLDS),
         "max_draft": longest_draft_setting(20, 4, 6, 8, 12, 20),
     }
 
@@ -122,16 +117,14 @@ def chain_method(policy: str, paper: str, engines: Sequence[str] = ()) -> Method
     )
 
 
+# The largest tree first: its outputs are kept, and used again for the smaller ones in it.
 _TREES: list[Grid] = [{"width": (width,), "depth": (depth,), "k": (depth,)} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
 SD = replace(
     chain_method("fixed", "Leviathan et al. 2023"),
     name="sd",
     any_policy=True,
     settings=tree_settings(1, "auto") | CAPE | _TRANSLATION,
-    searched_grids=(
-        *_TREES,
-        CAPE_GRID,
-    ),  # the largest tree first: its outputs are kept, and used again for the smaller ones in it
+    searched_grids=(*_TREES, CAPE_GRID),
     engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx"),
 )
 HEURISTIC = chain_method("heuristic", "transformers' assisted generation", ("transformers",))

@@ -198,7 +198,9 @@ class SuffixDrafter:
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         if context is not self._context:
-            self._begin(context)
+            self._context, self._index, self._last = context, SuffixIndex(), None
+            if self._history is not None:
+                self._history.begin(context)
         known = len(self._index)
         self._compare_last(context, known, policy)
         self._index.extend(context.ids[known:])
@@ -227,11 +229,6 @@ class SuffixDrafter:
 
         reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: length})
         return Draft.chain(tokens, stop_reason=reason)
-
-    def _begin(self, context: Context) -> None:
-        self._context, self._index, self._last = context, SuffixIndex(), None
-        if self._history is not None:
-            self._history.begin(context)
 
     def _find(self, context: Context) -> Continuation | None:
         found = self._index.find(context.ids)

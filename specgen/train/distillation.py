@@ -197,10 +197,8 @@ class DraftObjective(Objective):
         held_out = {id(each.text): each for each in self._held_out}
 
         def ranks_of(text: Text) -> Tensor:
-            found, limit = (
-                comparisons(self.draft.translation, held_out[id(text)], 0.0, only_generated=True),
-                self.draft.context_limit,
-            )
+            found = comparisons(self.draft.translation, held_out[id(text)], 0.0, only_generated=True)
+            limit = self.draft.context_limit
             logits = self.next_logits(found.ids[:limit])
             inside = found.after < limit
             best = logits[found.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf).argmax(dim=-1)

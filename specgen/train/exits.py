@@ -24,13 +24,7 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.own_layers import (
-    ExitLayers,
-    Predictor,
-    check_exit,
-    default_exit_depth,
-    known_architecture,
-)
+from specgen.engine.parts.own_layers import ExitLayers, Predictor, check_exit, default_exit_depth, known_architecture
 from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit, under
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Part

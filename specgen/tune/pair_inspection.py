@@ -26,7 +26,7 @@ from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, HEADS, training_command
+from specgen.methods.method import EXIT, HEADS, SKIPPED_LAYERS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
@@ -316,7 +316,7 @@ def readiness(
     found = {}
     for name, method in methods.METHODS.items():
         part = EXIT if method.needs_exit_layer else method.head
-        if unlike_llama is not None and (method.splits_target or method.head):
+        if unlike_llama is not None and (method.needs in (EXIT, SKIPPED_LAYERS) or method.head):
             why = f"needs a model built as Llama is, and {unlike_llama} is not"
             found[name] = Readiness(False, why, "take a draft model, or lookup")
         elif part in missing:

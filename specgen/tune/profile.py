@@ -79,13 +79,7 @@ class Tuned(_StrictModel):
     tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 
-def _costs(saved: Any) -> RoundCosts:
-    if not isinstance(saved, dict):
-        raise ValueError("the costs of a round have another form")
-    return RoundCosts.of_dict({"together": 0.0, **saved})
-
-
-Costs = Annotated[RoundCosts, PlainValidator(_costs), PlainSerializer(RoundCosts.as_dict)]
+Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerializer(RoundCosts.as_dict)]
 """The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens."""
 
 

@@ -159,8 +159,6 @@ def _conclusion(report: Report) -> str:
         return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."
     kept = "the target's output" if report.results.config.sampling.greedy else "the target's distribution"
     how = f"comes first of the methods that keep {kept}:" if few else f"is the fastest that keeps {kept}:"
-    if sum(result.prompts > 0 and result.spec.lossless for result in made) == 2:
-        how = f"keeps {kept} at"
     close = ", ".join(result.spec.written for result in as_fast_as(made, top))
     return f"{name} {how} {gain} plain decoding (ar).{caution}" + (f" Too close to call: {close}." if close else "")
 
