@@ -189,7 +189,7 @@ def test_the_python_interface(demo_pair: Pair) -> None:
     for arguments, message in bad:
         with pytest.raises(specgen.SpecgenError, match=message):
             demo_pair.rounds(**arguments)  # raised by the call, not by the first round
-    with pytest.raises(specgen.SpecgenError, match="no target"):
+    with pytest.raises(specgen.SpecgenError, match="without --target"):
         specgen.load(draft="somewhere")
 
 

@@ -28,22 +28,20 @@ DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --dr
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
-def check_backend(name: str) -> None:
-    """Raises SpecgenError unless `name` is one of `BACKENDS`."""
-    _check_known("backend", name, BACKENDS)
+def check_models(named: Mapping[str, str | None], backend: str, draft_dtype: str | None) -> None:
+    """Raises SpecgenError for an unknown backend or draft dtype, and for what is given without the model that it belongs to.
 
-
-def check_draft_dtype(name: str | None, *, has_draft: bool) -> None:
-    """Raises SpecgenError unless `name` is None, or one of `DRAFT_DTYPES` and there is a draft model."""
-    if name is not None:
-        _check_known("draft dtype", name, DRAFT_DTYPES)
-        if not has_draft:
-            raise SpecgenError(f"--draft-dtype {name} is given without --draft", "Name the draft model too")
-
-
-def _check_known(what: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise SpecgenError(f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}")
+    `named` are `target`, `draft`, `revision` and `draft_revision`. Without a target and a draft model, the two that come with
+    specgen are meant.
+    """
+    for what, name, known in (("backend", backend, BACKENDS), ("draft dtype", draft_dtype, DRAFT_DTYPES)):
+        if name is not None and name not in known:
+            raise SpecgenError(f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}")
+    given = {"draft_dtype": None if named["target"] is None else draft_dtype, **named}
+    for option, needed in {"draft": "target", "revision": "target", "draft_revision": "draft", "draft_dtype": "draft"}.items():
+        if given[option] is not None and given[needed] is None:
+            written = f"--{option.replace('_', '-')} {given[option]}"
+            raise SpecgenError(f"{written} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL")
 
 
 _SAMPLING = {  # the bounds of `SamplingParams`
@@ -184,15 +182,9 @@ class Draft:
 
         As in a slice, `stop` None means up to the end. Only for chains.
         """
-        return Draft.chain(
-            self.tokens[start:stop],
-            probs=None if self.probs is None else self.probs[start:stop],
-            entropies=self.entropies[start:stop],
-            top_probs=self.top_probs[start:stop],
-            stop_reason=self.stop_reason,
-            logits=None if self.logits is None else self.logits[start:stop],
-            predicted=self.predicted[start:stop],
-        )
+        of_tokens = {name: getattr(self, name) for name in ("probs", "entropies", "top_probs", "logits", "predicted")}
+        parts = {name: None if values is None else values[start:stop] for name, values in of_tokens.items()}
+        return Draft.chain(self.tokens[start:stop], stop_reason=self.stop_reason, **parts)
 
     def with_predictions(self, predictions: Sequence[float]) -> Draft:
         """Returns this draft with the `predictions` for its first tokens (levels, for a tree) as `predicted`."""

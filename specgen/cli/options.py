@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, file_identity
-from specgen.base.types import SamplingParams, check_backend, check_draft_dtype
+from specgen.base.types import SamplingParams, check_models
 
 Rows = Mapping[str, tuple[str, str]]  # by the field's name: a short name, another name than `--like-this`, the value; help
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
@@ -146,13 +146,8 @@ class ModelOptions:
     context: int | None = None
 
     def __post_init__(self) -> None:
-        check_backend(self.backend)
-        for given, needed in (("draft", "target"), ("revision", "target"), ("draft_revision", "draft")):
-            value = getattr(self, given)
-            if value is not None and getattr(self, needed) is None:
-                option = f"--{given.replace('_', '-')} {value}"
-                raise SpecgenError(f"{option} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL")
-        check_draft_dtype(self.draft_dtype, has_draft=self.has_draft)
+        models = {"target": self.target, "draft": self.draft, "revision": self.revision, "draft_revision": self.draft_revision}
+        check_models(models, self.backend, self.draft_dtype)
 
     @property
     def has_draft(self) -> bool:

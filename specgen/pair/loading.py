@@ -11,7 +11,7 @@ import torch
 from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import SpecgenError
-from specgen.base.types import check_backend, check_draft_dtype
+from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
@@ -58,13 +58,9 @@ def load(
     output's distribution. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
     processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
-    if target is None and draft is not None:
-        raise SpecgenError(f"there is a draft model ({draft}) but no target", "Name the target too: --target MODEL")
-    if (target is None and revision is not None) or (draft is None and draft_revision is not None):
-        raise SpecgenError(f"the revision {revision or draft_revision!r} is given without its model", "Name the model too")
-    check_backend(backend)
-    check_draft_dtype(draft_dtype, has_draft=target is None or draft is not None)
-    sources = model_sources(target, draft, revision, draft_revision, trust_remote_code, offline, backend)
+    models = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    check_models(models, backend, draft_dtype)
+    sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
     try:
         pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process)

@@ -31,7 +31,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import Request, Result, check_prompt_ids, fitting_tokens
+from specgen.pair.request import RESERVED, Request, Result, check_prompt_ids, fitting_tokens
 from specgen.workers.worker import DraftWorker
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
@@ -158,7 +158,7 @@ class Pair:
         if settings.policy == Adaptive.name:
             adaptive = self._knowledge.inputs(request, passes, self._trial)
         setup = replace(
-            self._setup(method, sampling, request.capacity),
+            self._setup(method, sampling, len(request.prompt_ids) + min(request.limit, RESERVED)),
             seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
             eos_ids=frozenset() if sampling.ignore_eos else self.target.eos_ids,
             record=request.record,

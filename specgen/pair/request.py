@@ -45,11 +45,6 @@ class Request:
             )
 
     @property
-    def capacity(self) -> int:
-        """The number of tokens for which the KV caches are allocated before the run."""
-        return len(self.prompt_ids) + min(self.limit, RESERVED)
-
-    @property
     def typical_length(self) -> int:
         return typical_length(len(self.prompt_ids), self.limit)
 
