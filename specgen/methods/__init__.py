@@ -15,9 +15,11 @@ from specgen.decoding.policy import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
 from specgen.methods.heads import EAGLE, GLIDE, MEDUSA
+from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
-from specgen.methods.own_drafters import BILD, JOINT, LOOKAHEAD, MTAD, OUROBOROS, SPECINFER, SPECTR
+from specgen.methods.mtad import BILD, JOINT, MTAD
+from specgen.methods.multi_draft import SPECINFER, SPECTR
 from specgen.methods.pearl import PEARL
 from specgen.methods.sd import CONFIDENCE, HEURISTIC, SD, Confidence, Heuristic
 from specgen.methods.selfsd import SELFSD, SelfSD

@@ -1,0 +1,65 @@
+"""MTAD's joint decoding, and BiLD beside it: none is lossless. Drafters and verifiers are in `mtad_search`. Imports no torch.
+
+`mtad`: a beam search whose prefixes are accepted by their joint likelihood (sections 2.1 and 3.2). `joint`: the exact decoding
+that it approximates (Definition 3.1). `bild` (Kim et al. 2023): the draft model falls back to the target where it is unsure, and
+the target rolls back bad tokens; its authors use fallback 0.6 and rollback 5, MTAD's paper 0.9 and 2.
+"""
+
+from __future__ import annotations
+
+from specgen.base.settings import Setting
+from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.methods.method import DRAFT_MODEL, Method, imported
+
+MTAD = Method(
+    "mtad",
+    "MTAD, section 3.2",
+    DRAFT_MODEL,
+    imported("methods.mtad_search.BeamSearchDrafter", "beams", "beam"),
+    imported("methods.mtad_search.JointLikelihoodVerifier", "tau"),
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings={
+        "beams": Setting(8, "width of the beam search", 1, 256),
+        "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
+        "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
+    },
+    defaults={"fixed": {"k": 4}},
+    lossless=False,
+    drafts="beams",
+    grids=({"beams": (2, 4, 8, 16), "k": (2, 3, 4, 6, 8), "tau": (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},),
+)
+JOINT = Method(
+    "joint",
+    "MTAD, Definition 3.1: what mtad approximates",
+    schedule=imported("methods.mtad_search.JointGreedy", "k", "beams", "nodes"),
+    settings={
+        "k": Setting(4, "tokens in a block", 1, 64),
+        "beams": Setting(0, "width of an approximate beam search; 0: the exact search", 0, 256),
+        "nodes": Setting(4096, "most prefixes that the exact search for one block may extend", 16, 1 << 20),
+    },
+    lossless=False,
+    is_yardstick=True,
+    grows_trees=True,
+    decodes_greedily=True,
+    drafts="search",
+)
+BILD = Method(
+    "bild",
+    "BiLD, Kim et al. 2023",
+    DRAFT_MODEL,
+    imported("decoding.chain.ModelDrafter", "fallback"),
+    imported("methods.mtad_search.BildVerifier", "rollback"),
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings={
+        "fallback": Setting(0.9, "end the draft where its top probability is below this", 0, 1),
+        "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
+    },
+    defaults={"fixed": {"k": 10}},
+    lossless=False,
+    drafts="fallback",
+    grids=({"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},),
+)

@@ -1,0 +1,32 @@
+"""Several drafts verified as one tree: k-sequential selection (`spectr`, Sun et al. 2023) and multi-round rejection sampling
+(`specinfer`, Miao et al. 2023). Drafter and verifiers are in `multi_draft_tree`. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specgen.base.settings import Setting
+from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.methods.method import DRAFT_MODEL, Method, imported
+
+SPECTR = Method(
+    "spectr",
+    "SpecTr, Sun et al. 2023",
+    DRAFT_MODEL,
+    imported("methods.multi_draft_tree.MultiDraftDrafter", "drafts"),
+    imported("methods.multi_draft_tree.k_sequential_verifier"),
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings={"drafts": Setting(4, "number of drafts", 1, 64)},
+    defaults={"fixed": {"k": 4}},
+    grows_trees=True,
+    drafts="chains",
+    grids=({"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},),
+)
+SPECINFER = replace(
+    SPECTR,
+    name="specinfer",
+    paper="SpecInfer, Miao et al. 2023",
+    verifier=imported("methods.multi_draft_tree.multi_round_verifier"),
+)
