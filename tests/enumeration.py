@@ -17,7 +17,7 @@ from statistics_checks import Distribution, output_distribution
 
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
 from specgen.engine.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Paths:
         self._position = 0
         self.weight = 1.0
         monkeypatch.setattr(torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size))
-        monkeypatch.setattr(logits_ops, "draw", self._draw)
+        monkeypatch.setattr(token_sampling, "draw", self._draw)
 
     def all(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The probability of each result of `run`, which makes random choices."""
@@ -284,7 +284,7 @@ def exact(
 ) -> Distribution:
     """The distribution of the outputs when the target alone continues `start` to `length` tokens."""
     return output_distribution(
-        lambda tokens: logits_ops.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, set(eos), start
+        lambda tokens: token_sampling.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, set(eos), start
     )
 
 

@@ -19,13 +19,13 @@ from torch.nn import functional
 from training_helpers import opened
 from transformers import DynamicCache
 
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.own_layers import ExitWeights
 from specgen.engine.parts.part import DecoderWeights, PartRunners
 from specgen.engine.parts.trained_part import open_part
+from specgen.engine.penalties import PenaltyProcessor
 
 _FOLDERS: list[TemporaryDirectory[str]] = []  # removed at exit
 

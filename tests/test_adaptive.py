@@ -19,7 +19,7 @@ from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
-from specgen.decoding.policy import DraftedToken
+from specgen.decoding.policy_base import DraftedToken
 from specgen.methods import adaptive
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
 from specgen.methods.learned_drafting import (

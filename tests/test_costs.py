@@ -13,7 +13,7 @@ from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.types import Context, Draft
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import METHODS, resolve
 from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes

@@ -23,7 +23,7 @@ from specgen import demo
 from specgen.base import files
 from specgen.base.errors import RunError, SpecgenError
 from specgen.cli.app import app
-from specgen.pair.records import TraceWriter
+from specgen.traces.writer import TraceWriter
 
 Main = Callable[..., tuple[int, str, str]]
 

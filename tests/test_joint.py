@@ -12,7 +12,7 @@ from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy_base import Fixed
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import mtad_search
 from specgen.methods.mtad_search import BeamSearchDrafter, BildVerifier, JointLikelihoodVerifier

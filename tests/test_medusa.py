@@ -15,7 +15,7 @@ from runner_checks import path_to
 
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy_base import Fixed
 from specgen.engine.forward_pass import ModelOutput, depths
 from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree
 

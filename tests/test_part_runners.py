@@ -15,9 +15,9 @@ from runner_checks import LAYERED, check, path_to, quick, random_path, random_tr
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor
 from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
+from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
 
 KEYS: dict[str, dict[str, Any]] = {  # what differs in the target's keys, which GliDe reads: groups, norms, partial rotation, none
     "llama": {},

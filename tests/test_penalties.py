@@ -15,7 +15,7 @@ from transformers import generation as rules
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor, eos_ids, read_generation_config
+from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, read_generation_config
 
 WIDTH = 13  # few tokens, so that n-grams and biased sequences occur often
 CPU = torch.device("cpu")

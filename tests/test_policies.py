@@ -21,7 +21,7 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding import drafting
 from specgen.decoding import policy as policy_module
 from specgen.decoding import run as run_module
-from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
+from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, _copied_score
 from specgen.methods.eesd import BetaTS, CaliTS

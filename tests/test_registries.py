@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.decoding.policy import DraftedToken, LengthPolicy
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy
 from specgen.methods.method import Method
 from specgen.tune import outcome
 

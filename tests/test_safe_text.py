@@ -18,10 +18,10 @@ from comparisons import report_of, usual
 from rich.text import Text
 
 from specgen.base.types import SamplingParams
-from specgen.compare.columns import csv_text
-from specgen.decoding.logits_ops import warp
+from specgen.decoding.token_sampling import warp
 from specgen.view import theme
 from specgen.view.comparison import page
+from specgen.view.comparison_columns import csv_text
 from specgen.view.progress import Progress
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\r\n\x9b31m\u202e\u200b\U000e0041[/x] =cmd|' /C calc'!A0"

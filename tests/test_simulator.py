@@ -17,7 +17,7 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 import specgen
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
-from specgen.decoding.logits_ops import warp
+from specgen.decoding.token_sampling import warp
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods.learned_drafting import Acceptance
 from specgen.pair.figures import Figures

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy_base import Fixed
 from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import SIMPLE, grid

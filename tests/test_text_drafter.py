@@ -20,7 +20,7 @@ from tokenizers import decoders, models
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.chain import TextDrafter
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import Fixed
+from specgen.decoding.policy_base import Fixed
 from specgen.decoding.run import Run
 from specgen.engine.model_runner import ModelOutput
 from specgen.engine.text.retokenized_context import RetokenizedContext

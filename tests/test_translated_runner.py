@@ -22,7 +22,7 @@ from specgen import demo
 from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, SamplingParams
 from specgen.engine.forward_pass import ModelOutput
-from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor
+from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation

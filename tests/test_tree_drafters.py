@@ -14,7 +14,7 @@ from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.chain import ModelDrafter, further_candidates
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import DraftedToken, Fixed, LengthPolicy
+from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
 from specgen.decoding.tree import TopKTreeDrafter
 from specgen.engine.forward_pass import ForwardPass, TreeNodes, positions
 from specgen.engine.native.attention import ancestry

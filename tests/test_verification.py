@@ -19,7 +19,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from specgen.base.errors import RunError
 from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.workers.worker import DraftWorker
@@ -115,8 +115,8 @@ def test_candidates_that_were_not_drawn_keep_the_targets_distribution(
         chain: list[int] = []
         probs = []
         for _ in range(drawn):
-            probs.append(logits_ops.warp(draft.row([*prompt, *chain]), SAMPLING))
-            chain.append(int(logits_ops.draw(probs[-1], generator)))
+            probs.append(token_sampling.warp(draft.row([*prompt, *chain]), SAMPLING))
+            chain.append(int(token_sampling.draw(probs[-1], generator)))
         nodes = Draft([*chain, *tokens], [*range(-1, drawn - 1), *parents], probs=torch.stack(probs) if probs else None)
         verdict = verifier.verify(nodes, target.logits(Context(prompt), nodes.tokens, nodes.parents))
         return (*(nodes.tokens[node] for node in verdict.path), verdict.token or 0)
@@ -135,7 +135,7 @@ def p_value_of(written: str, target: Any, draft: Any, rows_of: Any, runs: int, e
     worker = DraftWorker.in_this_process(draft)
     chosen: Any = dict(parse_pairs(settings))
     given = [scripted_run(method, chosen, target, draft, sampling, eos=eos, seed=seed, worker=worker) for seed in range(runs)]
-    expected = output_distribution(lambda made: logits_ops.warp(rows_of([*PROMPT, *made]), sampling).tolist(), TOKENS, eos)
+    expected = output_distribution(lambda made: token_sampling.warp(rows_of([*PROMPT, *made]), sampling).tolist(), TOKENS, eos)
     return p_value(Counter(map(first_tokens, given)), expected)
 
 
@@ -181,7 +181,7 @@ def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> N
     scores = TemperatureLogitsWarper(0.7)(None, logits)
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
-    ours = logits_ops.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
+    ours = token_sampling.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
     assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
     assert torch.equal(ours > 0, scores.softmax(-1) > 0)
 
@@ -189,11 +189,11 @@ def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> N
 def test_draws_follow_the_weights() -> None:
     weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 1.0, 0.0])
     generator = torch.Generator().manual_seed(0)
-    counts = Counter(int(logits_ops.draw(weights, generator)) for _ in range(4000))
+    counts = Counter(int(token_sampling.draw(weights, generator)) for _ in range(4000))
     assert set(counts) == {1, 3, 4}, "never what has no weight"
     assert abs(counts[1] / 4000 - 0.5) < 0.04
     for nothing in ([0.0, 0.0], [math.nan, 1.0], [1.0, math.nan]):
-        assert int(logits_ops.draw(torch.tensor(nothing), generator)) == -1
+        assert int(token_sampling.draw(torch.tensor(nothing), generator)) == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,9 +204,9 @@ def test_entropy_and_largest_probability(dtype: torch.dtype, scale: float) -> No
     logits[7] = -torch.inf
     probs = logits.double().softmax(dim=-1)
     wanted = [float(torch.special.entr(probs).sum()), float(probs.max())]
-    assert torch.stack(logits_ops.entropy_and_top_prob(logits)).tolist() == pytest.approx(wanted, rel=1e-5)
-    token, *found = logits_ops.greedy_statistics(logits)
-    assert [token] == logits_ops.argmax_tokens(logits[None])
+    assert torch.stack(token_sampling.entropy_and_top_prob(logits)).tolist() == pytest.approx(wanted, rel=1e-5)
+    token, *found = token_sampling.greedy_statistics(logits)
+    assert [token] == token_sampling.argmax_tokens(logits[None])
     assert found == pytest.approx(wanted, rel=1e-5)
     for broken in ([0.0, math.nan], [math.nan, 0.0], [math.inf, 0.0], [-math.inf] * 2):
-        assert math.isnan(logits_ops.greedy_statistics(torch.tensor(broken))[1])
+        assert math.isnan(token_sampling.greedy_statistics(torch.tensor(broken))[1])

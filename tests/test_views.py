@@ -20,7 +20,6 @@ import pytest
 from comparisons import comparison, report_of, usual
 from tuning_helpers import outcome
 
-from specgen.compare.columns import as_json, csv_text
 from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
@@ -29,6 +28,7 @@ from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
+from specgen.view.comparison_columns import as_json, csv_text
 from specgen.view.pages import comparison_page
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,15 +22,15 @@ from specgen.base.text import counted, print_json
 from specgen.cli.commands import check_outputs
 from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
-from specgen.compare.columns import as_json, csv_text
 from specgen.compare.method_specs import EVERY, MethodSpec, parse_specs
 from specgen.compare.prompts import load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, measure_costs, method_results, with_predictions
 from specgen.compare.runner import Runner, read_comparison
 from specgen.compare.verdict import Difference
-from specgen.pair.records import TraceWriter
+from specgen.traces.writer import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
+from specgen.view.comparison_columns import as_json, csv_text
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from specgen.cli.commands import check_outputs
 from specgen.cli.opening import choose, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
-from specgen.pair.records import TraceWriter
+from specgen.traces.writer import TraceWriter
 from specgen.view import theme
 from specgen.view.pair_report import method_card
 from specgen.view.progress import Progress

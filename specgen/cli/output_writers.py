@@ -10,8 +10,8 @@ from specgen.base.interrupts import interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
-from specgen.decoding.policy import MATCH_LENGTH
-from specgen.pair import records as traces
+from specgen.decoding.policy_base import MATCH_LENGTH
+from specgen.pair import records
 from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
+    from specgen.traces.writer import TraceWriter
 
 
 class OutputWriter:
@@ -32,7 +33,7 @@ class OutputWriter:
     """
 
     def __init__(
-        self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: traces.TraceWriter | None
+        self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: TraceWriter | None
     ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
@@ -69,7 +70,7 @@ class OutputWriter:
         with interrupts.caught():
             try:
                 with interrupts.held():
-                    self._record(traces.start_line(self._pair, self._request, self._run))
+                    self._record(records.start_line(self._pair, self._request, self._run))
                     if self._rounds is not None:
                         self._rounds.legend()
                     if self._meter is not None:
@@ -98,7 +99,7 @@ class OutputWriter:
         self._figures.add(round_)
         pieces = self._answer.add(round_)
         if self._output.json or self._trace is not None:
-            self._record(traces.round_line(round_, self._pair.tokenizer.text_of, record=self._request.record))
+            self._record(records.round_line(round_, self._pair.tokenizer.text_of, record=self._request.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)

@@ -32,13 +32,14 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
-from specgen.pair import records as traces
+from specgen.pair import records
 from specgen.pair.figures import Figures
 from specgen.pair.request import RESERVED
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
+    from specgen.traces.writer import TraceWriter
 
 _OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to a trace's lines, and results read
 _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
@@ -103,7 +104,7 @@ class Runner:
     """Runs a comparison and fills `results`. Each finished run is written to `trace`, if there is one; an interruption (Ctrl-C)
     is delayed until it is recorded completely."""
 
-    def __init__(self, pair: Pair, config: BenchmarkConfig, trace: traces.TraceWriter | None = None) -> None:
+    def __init__(self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None) -> None:
         from specgen.pair.pair import devices  # imports torch
 
         self.pair, self.config, self._trace = pair, config, trace
@@ -271,7 +272,7 @@ class Runner:
             figures.add_energy(self._meter.stop())
         for round_ in rounds:
             figures.add(round_)
-        start = traces.start_line(pair, request, run)
+        start = records.start_line(pair, request, run)
         more: dict[str, Any] = {"drafts": figures.drafts, "rejections": figures.rejections}
         if spec.is_baseline:
             figures.include(counted)
@@ -291,7 +292,7 @@ class Runner:
     def _write(self, finished: TracedRun) -> None:
         if self._trace is not None:
             text_of, record = self.pair.tokenizer.text_of, self.config.record
-            rounds = (traces.round_line(traced.round, text_of, record=record) for traced in finished.rounds)
+            rounds = (records.round_line(traced.round, text_of, record=record) for traced in finished.rounds)
             for line in (finished.start, *rounds, finished.summary or {}):
                 self._trace.write(line)
 

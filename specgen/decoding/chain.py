@@ -10,10 +10,10 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.device_chain import DeviceChain
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, comparison, extend_draft
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, comparison, extend_draft
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
@@ -74,7 +74,7 @@ class ModelDrafter(DraftModelUser):
             output = self._runner.logits(context, tokens, start=len(tokens))
             own, score = output.unpenalised_part(self._vocab_size), None
             logits = output.logits[:, : self._vocab_size]
-            if own is not None and logits_ops.is_forbidden(logits):
+            if own is not None and token_sampling.is_forbidden(logits):
                 return NO_CANDIDATES
             if scores is not None and output.hidden_states is not None:
                 score = scores(output.hidden_states[0], position)
@@ -138,24 +138,24 @@ class HostChain:
         if self._candidates:
             values, likeliest = logits.topk(min(self._candidates, logits.shape[-1]))
             self._likeliest.append(likeliest.masked_fill_(values == -torch.inf, -1))
-        token, entropy, top_prob = logits_ops.greedy_statistics(logits if unpenalised is None else unpenalised)
+        token, entropy, top_prob = token_sampling.greedy_statistics(logits if unpenalised is None else unpenalised)
         if math.isnan(entropy):
             raise nan_logits("draft")
         signals, probs = {"entropy": entropy, "top_prob": top_prob}, None
         if not self._setup.sampling.greedy:
-            probs = logits_ops.warp(logits, self._setup.sampling)
+            probs = token_sampling.warp(logits, self._setup.sampling)
             self._probs.append(probs)
-            token = int(logits_ops.draw(probs, self._generator))
+            token = int(token_sampling.draw(probs, self._generator))
         elif unpenalised is not None:
-            token = logits_ops.argmax_tokens(logits[None])[0]
+            token = token_sampling.argmax_tokens(logits[None])[0]
         else:
             signals["prob"] = top_prob
         if others := self._read - signals.keys():
             drawn = torch.tensor(token, device=logits.device)
-            computed = logits_ops.signals(others, logits, drawn, probs, predicted_acceptance, unpenalised)
+            computed = token_sampling.signals(others, logits, drawn, probs, predicted_acceptance, unpenalised)
             signals |= {name: value.item() for name, value in computed.items()}
         self.statistics.append((entropy, top_prob))
-        self.tokens.append(logits_ops.valid_token(token, "draft"))
+        self.tokens.append(token_sampling.valid_token(token, "draft"))
         return DraftedToken(len(self.tokens), {name: signals[name] for name in self._read if name in signals})
 
     def drop_last(self) -> None:
@@ -171,7 +171,7 @@ class HostChain:
         entropies, top_probs = zip(*self.statistics, strict=True)
         return Draft.chain(
             self.tokens,
-            probs=logits_ops.pad_probs(torch.stack(self._probs), vocab_size) if self._probs else None,
+            probs=token_sampling.pad_probs(torch.stack(self._probs), vocab_size) if self._probs else None,
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,

@@ -10,9 +10,9 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import DraftedToken
+from specgen.decoding.policy_base import DraftedToken
 from specgen.engine.model_runner import ModelRunner
 
 _ROWS = 16  # tokens; the host reads them before more are chosen
@@ -42,10 +42,10 @@ class DeviceChooser:
         if self.drawn_from is None:
             token = logits.argmax(dim=-1)
         else:
-            probs = logits_ops.warp(logits, self._sampling)
-            token = logits_ops.draw_at(probs, self.point)
+            probs = token_sampling.warp(logits, self._sampling)
+            token = token_sampling.draw_at(probs, self.point)
             self.drawn_from.index_copy_(0, self.row, probs)
-        entropy, top_prob = logits_ops.entropy_and_top_prob(logits)
+        entropy, top_prob = token_sampling.entropy_and_top_prob(logits)
         self.table.index_copy_(0, self.row, torch.stack([token.double(), entropy.double(), top_prob.double()], dim=1))
         self.row.add_(1)
         self.token.copy_(token.clamp_min(0))  # -1, after logits with a NaN, is no token that can be run
@@ -92,13 +92,13 @@ class DeviceChain:
         if self._count == 0:
             return Draft(stop_reason=reason)
         self._read()
-        tokens = [logits_ops.valid_token(int(token), "draft") for token, _, _ in self._read_rows]
+        tokens = [token_sampling.valid_token(int(token), "draft") for token, _, _ in self._read_rows]
         self._runner.count_chosen([*self._unverified, *tokens[:-1]])
         end = next((position for position, token in enumerate(tokens, 1) if token in self._setup.eos_ids), None)
         kept = self._read_rows[:end]
         probs = None
         if self._probs:
-            probs = logits_ops.pad_probs(torch.cat(self._probs)[: len(kept)], self._setup.vocab_size)
+            probs = token_sampling.pad_probs(torch.cat(self._probs)[: len(kept)], self._setup.vocab_size)
         return Draft.chain(
             tokens[:end],
             probs=probs,

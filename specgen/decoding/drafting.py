@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
-from specgen.decoding import logits_ops
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding import token_sampling
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.model_runner import longest_draft, room
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class DraftModelUser:
         self._runner: DraftRunner = setup.draft
         self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.draft)
         self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
-        self._generator = logits_ops.make_generator(setup.draft.device, derive_seed(setup.seed, "draft"))
+        self._generator = token_sampling.make_generator(setup.draft.device, derive_seed(setup.seed, "draft"))
 
     def _room(self, context: Context, limit: int) -> int:
         """The number of tokens, at most `limit` and the drafter's depth, that the draft model can draft after the context.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 from specgen.decoding.drafting import Drafter, LearningDrafter
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
 from specgen.engine.inference_mode import inference
 

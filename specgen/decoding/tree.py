@@ -10,9 +10,9 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Scores, Setup
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.engine.devices import upload
 from specgen.engine.inference_mode import inference
 
@@ -70,7 +70,7 @@ class DraftTree(Tree):
 
     def add(self, parent: int, token: int) -> int:
         """Adds a token, as in any tree. Raises RunError if it is -1, which means that the logits held a NaN."""
-        return super().add(parent, logits_ops.valid_token(token, "draft"))
+        return super().add(parent, token_sampling.valid_token(token, "draft"))
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:
         """Runs the draft model on all nodes added since the last call. Returns the logits [nodes, vocabulary] after `nodes`.
@@ -88,7 +88,7 @@ class DraftTree(Tree):
             logits = logits[selected]
             hidden, own = (None if each is None else each[selected] for each in (hidden, own))
         self.hidden, self.unpenalised = hidden, own
-        return None if own is not None and logits_ops.is_forbidden(logits) else logits
+        return None if own is not None and token_sampling.is_forbidden(logits) else logits
 
     def signals(
         self,
@@ -99,14 +99,14 @@ class DraftTree(Tree):
         probs: torch.Tensor | None = None,
         score: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Computes signals of `tokens` [n], chosen from the `rows` [n] of the last logits (or of `probs`): see `logits_ops`."""
+        """Computes signals of `tokens` [n], chosen from the `rows` [n] of the last logits, or of `probs`."""
         if not names:
             return {}
         row, own, drawn_from = (
             None if each is None else each.index_select(0, rows) for each in (logits, self.unpenalised, probs)
         )
         assert row is not None
-        return logits_ops.signals(names, row, tokens, drawn_from, score, own)
+        return token_sampling.signals(names, row, tokens, drawn_from, score, own)
 
     def draft(self, reason: str, nodes: Sequence[int] | None = None, **fields: Any) -> Draft:
         """Returns some of the nodes, each after its parent, as a draft with the nodes in this order; None: all.
@@ -121,7 +121,7 @@ class DraftTree(Tree):
         origins = sorted({*parents})
         logits = torch.cat(self._logits)
         rows = logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)]
-        statistics: list[list[float]] = torch.stack(logits_ops.entropy_and_top_prob(rows)).tolist()  # one transfer
+        statistics: list[list[float]] = torch.stack(token_sampling.entropy_and_top_prob(rows)).tolist()  # one transfer
         if math.isnan(sum(statistics[0])):
             raise nan_logits("draft")
         entropies, top_probs = (dict(zip(origins, each, strict=True)) for each in statistics)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.engine.devices import move, upload
 from specgen.engine.inference_mode import inference
 
@@ -33,7 +33,7 @@ class GreedyVerifier:
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        choices, tied = logits_ops.argmax_and_ties(output.logits)
+        choices, tied = token_sampling.argmax_and_ties(output.logits)
         verdict = match_path(draft, choices.__getitem__, len(choices))
         if not any(tied):
             return verdict
@@ -53,7 +53,7 @@ class RejectionSampling:
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
         self._sampling = sampling
-        self._generator = logits_ops.make_generator(device, seed)
+        self._generator = token_sampling.make_generator(device, seed)
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
@@ -67,7 +67,7 @@ class RejectionSampling:
 
     def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> tuple[int, int]:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them."""
-        target, length = logits_ops.warp(logits, self._sampling), len(drafted)
+        target, length = token_sampling.warp(logits, self._sampling), len(drafted)
         tokens, draft_probs = upload(torch.tensor(drafted), logits.device), move(probs, logits.device)
         p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
         fresh = torch.rand(length, generator=self._generator, device=logits.device)
@@ -78,7 +78,7 @@ class RejectionSampling:
         residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
         # a NaN rejects its token, so it is noticed here
-        token = logits_ops.draw(residual, self._generator)
+        token = token_sampling.draw(residual, self._generator)
         count, own = torch.cat((accepted[None], token)).tolist()
         return count, own
 
@@ -96,7 +96,7 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
         before = before[: len(draft.tokens)]
     else:
         before = before[upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)]
-    return replace(verdict, agreement=DistributionOverlap(*logits_ops.overlap_and_kl(before, draft.logits)))
+    return replace(verdict, agreement=DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits)))
 
 
 def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
@@ -106,12 +106,12 @@ def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.
     single transfer.
     """
     if logits.is_cpu:
-        return lambda row: int(logits_ops.draw(logits_ops.warp(logits[row], sampling), generator))
+        return lambda row: int(token_sampling.draw(token_sampling.warp(logits[row], sampling), generator))
     tokens: list[int] = []
 
     def drawn(row: int) -> int:
         if not tokens:
-            tokens.extend(logits_ops.draw(logits_ops.warp(logits, sampling), generator).tolist())
+            tokens.extend(token_sampling.draw(token_sampling.warp(logits, sampling), generator).tolist())
         return tokens[row]
 
     return drawn
@@ -126,7 +126,9 @@ def accept_prefix(
     """
     logits = output.logits.index_select(0, count[None])[0]
     greedy = sampling.greedy
-    token = logits_ops.argmax_token(logits) if greedy else logits_ops.draw(logits_ops.warp(logits, sampling), generator)
+    token = (
+        token_sampling.argmax_token(logits) if greedy else token_sampling.draw(token_sampling.warp(logits, sampling), generator)
+    )
     accepted, own = torch.stack((count, token)).tolist()
     return make_verdict(draft, range(accepted), own)
 
@@ -142,14 +144,14 @@ def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int
     if accepted == rows:
         return Verdict(tuple(path))
     node = accepted - 1
-    token = logits_ops.valid_token(choice(accepted), "target")
+    token = token_sampling.valid_token(choice(accepted), "target")
     for child in range(drawn, len(draft.tokens)):  # parents precede their children, so one loop follows the path
         if draft.parents[child] == node and draft.tokens[child] == token:
             path.append(child)
             node = child
             if child + 1 == rows:
                 return Verdict(tuple(path))
-            token = logits_ops.valid_token(choice(child + 1), "target")
+            token = token_sampling.valid_token(choice(child + 1), "target")
     return make_verdict(draft, path, token)
 
 
@@ -161,4 +163,4 @@ def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
     """
     last = path[-1] if path else -1
     source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"
-    return Verdict(tuple(path), logits_ops.valid_token(token, "target"), source)
+    return Verdict(tuple(path), token_sampling.valid_token(token, "target"), source)

@@ -22,13 +22,13 @@ from specgen.base.types import Context
 from specgen.engine.devices import device_name
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.native_model import load_native
+from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner

@@ -28,10 +28,10 @@ from specgen.engine.forward_pass import (
     draft_nodes,
 )
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.native.graphs import StaticForward, TokenChooser
 from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.penalties import PenaltyProcessor
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _SMALLEST_CHUNK = 256  # fewer would be slower

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
-from specgen.decoding.policy import Fixed, LengthPolicy, Signals
+from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
 from specgen.methods.heads import EAGLE, GLIDE, MEDUSA

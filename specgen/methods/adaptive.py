@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting, Settings, Value
 from specgen.base.types import Context, Draft
-from specgen.decoding.policy import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
+from specgen.decoding.policy_base import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
 from specgen.methods.learned_drafting import OPTION, DraftingCosts, DraftingGuard, Learned, LearnedCosts
 from specgen.methods.lookup import PromptLookupDrafter, lookup_drafter, ngram_setting
 from specgen.methods.method import ADAPTIVE, DRAFT_MODEL, Grid, Method

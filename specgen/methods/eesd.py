@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting
-from specgen.decoding.policy import MODEL_SIGNALS, DraftedToken, LengthPolicy, longest_draft_setting
+from specgen.decoding.policy_base import MODEL_SIGNALS, DraftedToken, LengthPolicy, longest_draft_setting
 from specgen.methods.method import DEFAULT_EXIT, EXIT, Method
 from specgen.methods.sd import CAPE, chain_method, model_drafter, tree_settings
 

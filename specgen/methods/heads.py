@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specgen.base.settings import Setting, Settings
-from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.adaptive import ADAPTIVE_GRID
 from specgen.methods.method import DEFAULT_HEAD, Grid, Method
 from specgen.methods.sd import CAPE, CAPE_GRID, model_drafter, tree_settings

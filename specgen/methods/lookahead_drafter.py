@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from specgen.base.types import Context, Draft, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, LearningDrafter, Setup, derive_seed
-from specgen.decoding.policy import DraftedToken, LengthPolicy, extend_draft
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, extend_draft
 from specgen.decoding.tree import Tree
 from specgen.decoding.verification import match_path, own_tokens
 from specgen.engine.devices import upload
@@ -173,8 +173,10 @@ class LookaheadDrafter(LearningDrafter):
         if self._pool.context is None or not self._window.tips:
             return
         rows = upload(torch.tensor([node + 1 for node in self._window.tips]), output.logits.device)
-        found = logits_ops.argmax_tokens(output.logits.index_select(0, rows))
-        self._window.update([logits_ops.valid_token(token, "target") for token in found], self._pool.context.ids[-1], self._pool)
+        found = token_sampling.argmax_tokens(output.logits.index_select(0, rows))
+        self._window.update(
+            [token_sampling.valid_token(token, "target") for token in found], self._pool.context.ids[-1], self._pool
+        )
 
 
 def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:
@@ -229,7 +231,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         end = tree.extend(-1, self._chain)
         if end and reason != "eos":
             self._add_branches(tree, end[-1], limit - len(end))
-        padded = logits_ops.pad_probs(torch.stack(probs), self._vocab_size) if probs else None
+        padded = token_sampling.pad_probs(torch.stack(probs), self._vocab_size) if probs else None
         return Draft(tree.tokens, tree.parents, padded, stop_reason=reason)
 
     def _run(self, context: Context, limit: int) -> bool:
@@ -249,19 +251,19 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         window.add_to(tree, end, room(self._runner, context) - start)
         output = self._runner.logits(context, tree.tokens, tree.parents, start=start)
         logits = output.logits[:, : self._vocab_size]
-        if output.unpenalised is not None and logits_ops.is_forbidden(logits):
+        if output.unpenalised is not None and token_sampling.is_forbidden(logits):
             return False
-        likeliest = logits_ops.argmax_tokens(logits)
+        likeliest = token_sampling.argmax_tokens(logits)
         choose: Callable[[int], int] = likeliest.__getitem__
         if not self._sampling.greedy:
             choose = own_tokens(logits[:rows], self._sampling, self._generator)
-        verdict = match_path(candidates, lambda row: logits_ops.valid_token(choose(row), "draft"), rows)
-        found = [logits_ops.valid_token(likeliest[node - start + 1], "draft") for node in window.tips]
+        verdict = match_path(candidates, lambda row: token_sampling.valid_token(choose(row), "draft"), rows)
+        found = [token_sampling.valid_token(likeliest[node - start + 1], "draft") for node in window.tips]
         window.update(found, last, self._pool)
         assert verdict.token is not None
         chosen = [*(candidates.tokens[node] for node in verdict.path), verdict.token]
         for row, token in zip((0, *(node + 1 for node in verdict.path)), chosen, strict=True):
-            probs = None if self._sampling.greedy else logits_ops.warp(logits[row], self._sampling)
+            probs = None if self._sampling.greedy else token_sampling.warp(logits[row], self._sampling)
             self._drawn.append((token, probs))
         return True
 
@@ -277,7 +279,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         if not self._chain:
             return
-        said = logits_ops.argmax_tokens(output.logits)  # by the target after the context, and after node i at index i + 1
+        said = token_sampling.argmax_tokens(output.logits)  # by the target after the context, and after node i at index i + 1
         self._learn_rejected(said[1 : len(self._chain) + 1], min(len(verdict.path), len(self._chain)))
         key = self._chain[-1]
         for phrase, nodes in reversed(self._tried):  # the newest last, to stay the newest

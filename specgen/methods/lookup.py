@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft
-from specgen.decoding.policy import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
+from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
 from specgen.methods.method import COPYING, Method
 
 if TYPE_CHECKING:

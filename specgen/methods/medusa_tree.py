@@ -11,9 +11,9 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import Tree
 from specgen.engine.inference_mode import inference
 
@@ -118,7 +118,7 @@ class MedusaTreeDrafter(DraftModelUser):
         ranks = min(self._ranks, logits.shape[1])
         values, tokens = logits.float().topk(ranks, dim=-1)
         possible = tokens.masked_fill(values == -torch.inf, -1)
-        computed = logits_ops.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
+        computed = token_sampling.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
         found = torch.cat((possible.float(), torch.stack(list(computed.values()), dim=1)), dim=1)
         heads = []
         for row, kept in zip(found.tolist(), logits if unpenalised is None else unpenalised, strict=True):

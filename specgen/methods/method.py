@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import SamplingParams
-from specgen.decoding.policy import Signals
+from specgen.decoding.policy_base import Signals
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup

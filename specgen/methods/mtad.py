@@ -8,7 +8,7 @@ the target rolls back bad tokens; its authors use fallback 0.6 and rollback 5, M
 from __future__ import annotations
 
 from specgen.base.settings import Setting
-from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method, imported
 
 MTAD = Method(

@@ -14,9 +14,9 @@ import torch
 
 from specgen.base.errors import RunError, nan_logits
 from specgen.base.types import Context, Draft, Mode, Round, SamplingParams, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree, Tree
 from specgen.decoding.verification import accept_prefix
 from specgen.engine.devices import upload
@@ -114,7 +114,7 @@ class BeamSearchDrafter(DraftModelUser):
         best = max(beam.log_likelihood for beam in beams)
         scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
         before = upload(torch.tensor(scale), logits.device)  # relative to the best, so that no product of many tokens underflows
-        probs = logits_ops.warp(logits, self._warping)
+        probs = token_sampling.warp(logits, self._warping)
         joint = (before[: len(growing), None] * probs).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
@@ -158,7 +158,7 @@ class JointLikelihoodVerifier:
 
     def __init__(self, setup: Setup, *, tau: float) -> None:
         self._sampling, device, seed = setup.for_verifier
-        self._generator = logits_ops.make_generator(device, seed)
+        self._generator = token_sampling.make_generator(device, seed)
         self._warping = likelihood_warping(self._sampling)
         self._log_tau = math.log(tau) if tau else -math.inf
 
@@ -176,7 +176,7 @@ class JointLikelihoodVerifier:
         if not length:
             return torch.zeros((), dtype=torch.long, device=device)
         tokens = upload(torch.tensor(draft.tokens), device)
-        target_probs = logits_ops.warp(logits, self._warping)
+        target_probs = token_sampling.warp(logits, self._warping)
         target_joint = target_probs.gather(1, tokens[:, None])[:, 0].log().cumsum(dim=0)
         draft_joint = upload(torch.tensor(draft.log_likelihoods), device)
         passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is
@@ -192,7 +192,7 @@ class BildVerifier:
 
     def __init__(self, setup: Setup, *, rollback: float) -> None:
         self._sampling, device, seed = setup.for_verifier
-        self._generator = logits_ops.make_generator(device, seed)
+        self._generator = token_sampling.make_generator(device, seed)
         self._rollback = rollback
 
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specgen.base.settings import Setting
-from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method, imported
 
 SPECTR = Method(

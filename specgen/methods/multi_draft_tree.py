@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specgen.base.types import Context, Draft, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup, derive_seed
-from specgen.decoding.policy import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree
 from specgen.decoding.verification import GreedyVerifier, Verifier, make_verdict
 from specgen.engine.devices import upload
@@ -66,7 +66,9 @@ class MultiDraftDrafter(DraftModelUser):
             return DraftedToken(position, signals, len(tree) - before) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
-        return tree.draft(reason, draws=draws, probs=logits_ops.pad_probs(torch.cat(probs), self._vocab_size) if probs else None)
+        return tree.draft(
+            reason, draws=draws, probs=token_sampling.pad_probs(torch.cat(probs), self._vocab_size) if probs else None
+        )
 
     def _level(
         self, tree: DraftTree, chains: list[_Chain], probs: list[torch.Tensor], read: Signals
@@ -86,8 +88,8 @@ class MultiDraftDrafter(DraftModelUser):
         rows = upload(torch.tensor([origins.index(chain.node) for chain in chains]), logits.device)
         warped = None
         if not self._sampling.greedy:
-            warped = logits_ops.warp(logits, self._sampling)
-            chosen = logits_ops.draw(warped.index_select(0, rows), self._generator)
+            warped = token_sampling.warp(logits, self._sampling)
+            chosen = token_sampling.draw(warped.index_select(0, rows), self._generator)
         elif origins != [-1]:
             chosen = logits.argmax(dim=-1)
         numbers = [chosen]
@@ -171,11 +173,11 @@ class TreeSampling:
 
     def __init__(self, rule: AcceptanceRule, setup: Setup, dtype: torch.dtype) -> None:
         self._rule, self._sampling, self._dtype = rule, setup.sampling, dtype
-        self._generator = logits_ops.make_generator(torch.device("cpu"), derive_seed(setup.seed, "target"))
+        self._generator = token_sampling.make_generator(torch.device("cpu"), derive_seed(setup.seed, "target"))
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        target = logits_ops.warp(output.logits, self._sampling).to("cpu", self._dtype)
+        target = token_sampling.warp(output.logits, self._sampling).to("cpu", self._dtype)
         children: dict[int, list[int]] = {}  # of each node that has some, in the order of their draws; -1 is the context
         for node in draft.draws or ():
             children.setdefault(draft.parents[node], []).append(node)
@@ -194,7 +196,7 @@ class TreeSampling:
             node = candidates[accepted]
             path.append(node)
             after = target[node + 1]
-        return make_verdict(draft, path, int(logits_ops.draw(after.float(), self._generator)))
+        return make_verdict(draft, path, int(token_sampling.draw(after.float(), self._generator)))
 
 
 def k_sequential_verifier(setup: Setup) -> Verifier:

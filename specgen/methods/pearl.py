@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, Mode, Round
-from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Setup
-    from specgen.decoding.policy import LengthPolicy
+    from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Run, Schedule
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import ModelRunner

@@ -8,7 +8,7 @@ from typing import Any
 from specgen.base.settings import Settings
 from specgen.base.types import Context
 from specgen.decoding.drafting import Drafter, NoDrafter, Setup, derive_seed
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.run import Clock, Run, StopTexts, sequential
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling, Verifier
 from specgen.methods import POLICIES, signals_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting, Settings
-from specgen.decoding.policy import DRAFT_SIGNALS, DraftedToken, LengthPolicy, comparison, longest_draft_setting
+from specgen.decoding.policy_base import DRAFT_SIGNALS, DraftedToken, LengthPolicy, comparison, longest_draft_setting
 from specgen.methods.method import DRAFT_MODEL, Grid, Method
 
 if TYPE_CHECKING:

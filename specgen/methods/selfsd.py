@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from specgen.base.settings import Setting
-from specgen.decoding.policy import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import SKIPPED_LAYERS, Method
 from specgen.methods.sd import CAPE, Confidence, model_drafter
 

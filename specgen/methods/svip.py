@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 from specgen.base.settings import Setting
-from specgen.decoding.policy import DraftedToken, LengthPolicy, comparison, longest_draft_setting
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, comparison, longest_draft_setting
 from specgen.methods.method import Grid
 from specgen.methods.sd import chain_method
 

@@ -16,11 +16,11 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer, pick_threads
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
+from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive

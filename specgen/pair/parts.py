@@ -9,11 +9,11 @@ from pathlib import Path
 from specgen import demo, methods
 from specgen.base.errors import SpecgenError
 from specgen.base.files import kept_part
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.part import PartRunners
 from specgen.engine.parts.trained_part import TrainedPart, open_part
+from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import Method
 

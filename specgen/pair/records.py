@@ -4,21 +4,14 @@ README and do not change."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from io import FileIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import own_stream, take_lock
 from specgen.base.machine import versions
-from specgen.base.text import json_line
 from specgen.base.types import Round
 
 if TYPE_CHECKING:
-    from filelock import FileLock
-
     from specgen.decoding.run import Run
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
@@ -83,54 +76,3 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
         for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet
             line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line
-
-
-class TraceWriter:
-    """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
-
-    The file is locked at once, and opened with the first line. With `resumes`, lines are added to an existing file
-    after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
-    SpecgenError if another process of this user writes to it.
-    """
-
-    def __init__(self, path: Path, *, resumes: bool = False) -> None:
-        self.keep = 0
-        self._path, self._resumes = path, resumes
-        self._file: FileIO | None = None
-        self._lock: FileLock | None = None
-        is_file = path.is_file()
-        if resumes and not is_file:
-            raise SpecgenError(f"cannot continue the trace {path}: it is not a file", "Name one that --trace wrote")
-        if is_file or not path.exists():  # several processes may write to a device
-            self._lock = take_lock(path)
-            if self._lock is None:
-                raise SpecgenError(f"another process writes the trace {path}", "Wait for its end, or name another file")
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Writes one line. Raises RunError if the line cannot be written."""
-        data = json_line(line)
-        try:
-            if self._file is None:
-                self._file = self._opened()
-            written = self._file.write(data)
-        except OSError as error:
-            raise RunError(f"cannot write the trace {self._path}: {error.strerror}") from error
-        if written != len(data):
-            raise RunError(f"cannot write the trace {self._path}: the disk is full")
-
-    def _opened(self) -> FileIO:
-        if not self._resumes:
-            return own_stream(self._path) or FileIO(self._path, "w")
-        file = FileIO(self._path, "r+")
-        file.truncate(self.keep)
-        if self.keep:
-            file.seek(self.keep - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        return file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._lock is not None:
-            self._lock.release()

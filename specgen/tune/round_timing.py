@@ -19,7 +19,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafting import RepeatDrafter
-from specgen.decoding.policy import WARM_UP, LengthSweep, Signals
+from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
 from specgen.methods.pearl import Parallel

@@ -25,7 +25,7 @@ import torch
 
 from specgen import methods
 from specgen.base.types import PHASES, Context, Draft, Verdict
-from specgen.decoding import logits_ops
+from specgen.decoding import token_sampling
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import LearningDrafter, Setup, derive_seed
 from specgen.decoding.run import Clock, Run
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter
-    from specgen.decoding.policy import LengthPolicy
+    from specgen.decoding.policy_base import LengthPolicy
     from specgen.engine.model_runner import DraftRunner
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
@@ -174,19 +174,19 @@ class DrawnRunner:
 
     def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
         """Returns the token that is drafted after the new `tokens`, and its probability."""
-        generator = logits_ops.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
+        generator = token_sampling.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
         width, known = self._target.vocab_size, self._reference.token_ids
-        probs = logits_ops.pad_probs(logits_ops.warp(output.logits[0, :width], self._sampling), width)
+        probs = token_sampling.pad_probs(token_sampling.warp(output.logits[0, :width], self._sampling), width)
         if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
-            token = int(logits_ops.draw(probs, generator))
+            token = int(token_sampling.draw(probs, generator))
             return token, float(probs[token])
         context = Context(self._reference.prompt_ids)
         context.extend(tokens)
-        of_target = logits_ops.warp(self._target.logits(context).logits[0], self._sampling)
+        of_target = token_sampling.warp(self._target.logits(context).logits[0], self._sampling)
         token = known[len(tokens)]
         chance = probs[token] / of_target[token]
         if torch.rand(1, generator=generator, device=generator.device) >= chance:
-            other = int(logits_ops.draw((probs - of_target).clamp_min(0), generator))
+            other = int(token_sampling.draw((probs - of_target).clamp_min(0), generator))
             token = other if other >= 0 else token
         return token, float(probs[token])
 

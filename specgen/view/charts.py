@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -137,6 +138,10 @@ def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
         yield _lengths(found)
     if found.predictions:
         yield _calibration(found)
+    if bounds is not None:
+        yield _sorted(bounds)
+        if bounds["entropy_ratios"]:
+            yield _ratios(bounds)
     yield from _posterior(rounds)
 
 
@@ -194,24 +199,39 @@ def _accepted(bins: Sequence[Bin]) -> dict[str, Any]:
 
 def _bounds(bounds: Bin) -> Chart:
     """Medians of the acceptance probability and of its bounds, for ranges of the entropy (SVIP, Figure 2, top)."""
-    bins, c, ratio = bounds["by_entropy"], bounds["c"], bounds["entropy_ratio"]
     below = f"{bounds['below_estimate']:.0%} of {counted(bounds['tokens'], 'token')} lie below svip's estimate (no bound)"
-    gaps = f"Pinsker {bounds['pinsker_gap']:.2f}, B–H {bounds['bretagnolle_huber_gap']:.2f}"
-    notes = [
-        f"The overlap Σ min(p, q) (true), its lower bounds, and svip's estimate with c = {c:g}. {below}.",
-        f"Mean distance to the true probability: {gaps}.",
-    ]
-    if ratio is not None:
-        median = f"median {ratio:.2f}: c would be {bounds['measured_c']:.2f}"
-        notes.append(f"Cross-entropy over the draft's entropy: {median}; c = {c:g} assumes {1 + 2 * c:g}.")
+    bins = bounds["by_entropy"]
     return Chart(
         "bounds",
         "Draft entropy and the probability of acceptance",
         "medians by entropy",
-        notes=notes,
-        series=[Series(label, kind, [each[name] for each in bins]) for name, (label, kind) in _BOUNDS.items()],
+        notes=[f"The overlap Σ min(p, q) (true), its lower bounds, and svip's estimate with c = {bounds['c']:g}. {below}."],
+        series=_medians(bins),
         labels=[*map(span, bins)],
     )
+
+
+def _sorted(bounds: Bin) -> Chart:
+    """Medians of tenths of the tokens, sorted by acceptance probability, and of their bounds (SVIP, Figure 4)."""
+    bins, tighter = bounds["by_acceptance"], bounds["pinsker_tighter"]
+    edges = [round(100 * number / len(bins)) for number in range(len(bins) + 1)]
+    gaps = f"Pinsker {bounds['pinsker_gap']:.2f}, B–H {bounds['bretagnolle_huber_gap']:.2f}"
+    notes = [f"Mean distance to the true probability: {gaps}."]
+    if tighter is not None:
+        how = f"{abs(tighter):.0%} {'tighter' if tighter >= 0 else 'looser'}"
+        notes.append(f"Pinsker's bound is {how}, and the higher one for {bounds['pinsker_higher']:.0%} of the tokens.")
+    return Chart(
+        "sorted",
+        "Tokens sorted by acceptance probability",
+        "medians of equal shares of the tokens",
+        notes=notes,
+        series=_medians(bins),
+        labels=[f"{low}–{high}%" for low, high in pairwise(edges)],
+    )
+
+
+def _medians(bins: Sequence[Bin]) -> list[Series]:
+    return [Series(label, kind, [each[name] for each in bins]) for name, (label, kind) in _BOUNDS.items()]
 
 
 def _lengths(found: TraceStatistics) -> Chart:
@@ -244,6 +264,25 @@ def _calibration(found: TraceStatistics) -> Chart:
         notes=[f"{judged} Calibration error {calibration['error']:.3f}: the mean distance of both over the intervals."],
         numbers=[f"{each['predicted']:>4.0%} {each['rate']:>4.0%} {each['judged']:>6,}" for each in bins],
         **_accepted(bins),
+    )
+
+
+def _ratios(bounds: Bin) -> Chart:
+    """A histogram of the cross-entropy divided by the draft's entropy (SVIP, Figure 3). The last column has all larger ratios."""
+    bins, c = bounds["entropy_ratios"], bounds["c"]
+    tokens = sum(each["tokens"] for each in bins)
+    shares = [each["tokens"] / tokens for each in bins]
+    median = f"median {bounds['entropy_ratio']:.2f}: c would be {bounds['measured_c']:.2f}"
+    return Chart(
+        "ratios",
+        "Cross-entropy over the draft's entropy",
+        f"share of {counted(tokens, 'token')}",
+        notes=[f"{median}; c = {c:g} assumes {1 + 2 * c:g}."],
+        series=[Series("share", "blue", shares)],
+        labels=[*map(span, bins)],
+        numbers=[f"{share:>4.0%}" for share in shares],
+        tips=[f"{span(each)}: {counted(each['tokens'], 'token')}" for each in bins],
+        high=max(shares),
     )
 
 

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from specgen.base.text import counted, one_line
 from specgen.base.types import PHASES
-from specgen.compare.columns import Column, output_text, ranked_rows, shown_columns
 from specgen.compare.results import NOT_RUN, MethodResult, Results, as_fast_as, best, not_run, ranked, too_few_prompts
 from specgen.compare.verdict import Difference
+from specgen.view.comparison_columns import Column, output_text, ranked_rows, shown_columns
 from specgen.view.progress import Progress
 from specgen.view.theme import GAP, PIPED_WIDTH, labelled, svg, table, wrapped
 from specgen.view.trace_report import LOSSY

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.settings import written_value
 from specgen.base.text import counted, inline, streamed
 from specgen.base.types import TokenStatus
-from specgen.compare.columns import Column, output_text, ranked_rows, shown_columns
 from specgen.compare.results import best as best_result
 from specgen.compare.results import not_run, ranked
 from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.charts import charts, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
+from specgen.view.comparison_columns import Column, output_text, ranked_rows, shown_columns
 from specgen.view.generation import MODES, parts, reason
 from specgen.view.trace_report import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, main_figures
 

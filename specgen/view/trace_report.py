@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.base.text import counted
-from specgen.compare.columns import COLUMNS as COMPARED
-from specgen.compare.columns import Column
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics
 from specgen.view.charts import charts, time_chart, time_shares
+from specgen.view.comparison_columns import COLUMNS as COMPARED
+from specgen.view.comparison_columns import Column
 from specgen.view.generation import MODES, RoundsView
 from specgen.view.theme import table, wrapped
 

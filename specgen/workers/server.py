@@ -21,12 +21,12 @@ from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import DTYPES, pick_threads, upload
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods.learned_drafting import Learned
 from specgen.methods.method import ADAPTIVE

@@ -16,16 +16,16 @@ from specgen.base.errors import RunError
 from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy import LengthPolicy
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.methods.runs import make_policy
 from specgen.workers.process import SIZE, DraftProcess, cannot_start
 from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
 if TYPE_CHECKING:
-    from specgen.engine.logits_processors import GenerationConfig
     from specgen.engine.model_loading import PreparedModel
     from specgen.engine.model_runner import DraftRunner
+    from specgen.engine.penalties import GenerationConfig
     from specgen.engine.text.translation import Translation
 
 _RUNS = count(1)

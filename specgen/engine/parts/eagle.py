@@ -16,7 +16,6 @@ from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import attend_batch
@@ -34,6 +33,7 @@ from specgen.engine.parts.part import (
     of_all_tokens,
     penalised,
 )
+from specgen.engine.penalties import PenaltyProcessor
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"

@@ -15,7 +15,6 @@ from specgen.base.machine import launch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import WIDE, attend, attend_batch, sight_of_chain
@@ -27,6 +26,7 @@ from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
 from specgen.engine.parts.part import DecoderRunner, GlideWeights, PartRunners, native_layers
+from specgen.engine.penalties import PenaltyProcessor
 
 
 class CrossInputs(NamedTuple):

@@ -10,12 +10,12 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from specgen.base.types import Context
 from specgen.engine.forward_pass import LayerPart, ModelOutput, chain_parents, depths
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
 from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens, penalised
+from specgen.engine.penalties import PenaltyProcessor
 
 
 class MedusaRunner:

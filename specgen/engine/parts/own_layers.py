@@ -29,7 +29,6 @@ from specgen.engine.forward_pass import (
     ModelOutput,
 )
 from specgen.engine.inference_mode import inference
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
@@ -40,6 +39,7 @@ from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_nor
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.parts.part import FeatureRunner, PartRunners, native_layers
+from specgen.engine.penalties import PenaltyProcessor
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 _SKIPPED = re.compile(r"(\d{1,9})([am]?)")

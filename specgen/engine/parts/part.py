@@ -12,7 +12,6 @@ import torch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput, draft_nodes
-from specgen.engine.logits_processors import PenaltyProcessor
 from specgen.engine.model import Model
 from specgen.engine.model_runner import CachedPrefix, ModelRunner
 from specgen.engine.native.architecture import Architecture
@@ -22,6 +21,7 @@ from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING, Take, layer_weights
 from specgen.engine.native.products import MakeProduct, ProductFactory
+from specgen.engine.penalties import PenaltyProcessor
 
 HeadKind = Literal["medusa", "eagle", "glide"]
 

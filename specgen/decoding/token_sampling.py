@@ -9,7 +9,7 @@ import torch
 
 from specgen.base.errors import nan_logits
 from specgen.base.types import SamplingParams
-from specgen.decoding.policy import Signals
+from specgen.decoding.policy_base import Signals
 from specgen.engine.devices import move
 
 _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted

@@ -1,4 +1,6 @@
-"""Length policies: the rules that decide after each drafted token whether the draft continues. Imports no torch.
+"""What all length policies share: the rules that decide after each drafted token whether the draft continues.
+
+A policy is a class in a file of `methods/`, and is listed in `methods.POLICIES`. Imports no torch.
 
 A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It works with any drafter that
 computes the signals it reads (EESD Table 5). The token stays in the draft whatever the policy decides: dropping a token because
@@ -16,7 +18,7 @@ from typing import ClassVar
 from specgen.base.settings import Setting, Value
 
 Signals = frozenset[str]
-DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  # of any draft model: see `logits_ops.signals`
+DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  # of any draft model: see `token_sampling.signals`
 MODEL_SIGNALS: Signals = DRAFT_SIGNALS | {"predicted_acceptance"}
 MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
 NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
