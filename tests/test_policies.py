@@ -19,7 +19,7 @@ from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding import drafting
-from specgen.decoding import policy as policy_module
+from specgen.decoding import policy_base as policy_module
 from specgen.decoding import run as run_module
 from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput

@@ -24,6 +24,7 @@ from specgen.pair.figures import Figures
 from specgen.traces import reader
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 from specgen.traces.statistics import TraceStatistics, acceptance_bins, complete_runs, posteriors
+from specgen.traces.writer import TraceWriter
 
 Change = Callable[[list[dict[str, Any]]], Any]
 
@@ -44,7 +45,7 @@ def statistics_of(*runs: TracedRun) -> TraceStatistics:
 
 def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
     path, expected = tmp_path / "trace.jsonl", []
-    with closing(writing.TraceWriter(path)) as file:
+    with closing(TraceWriter(path)) as file:
         for method in ("svip", "ar", "beta-ts"):
             request = demo_pair.request("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
             decoding = demo_pair.run(request)

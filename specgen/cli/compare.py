@@ -139,8 +139,8 @@ class Comparison:
 
     def _interruption(self) -> str:
         path = self._output.trace_path
-        hint = "with --trace FILE.jsonl the next one can be resumed"
-        if path is not None:
+        hint = "with --trace FILE.jsonl a comparison can be resumed after its first run"
+        if path is not None and path.exists():
             hint = f"continue with --resume {shlex.quote(str(path))}"
         return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
