@@ -106,6 +106,24 @@ def test_a_worker_keeps_what_adaptive_has_learned_for_the_next_run(apart: Pair) 
 
 
 @posix
+def test_answers_that_nobody_waits_for_do_not_fill_the_connection(apart: Pair) -> None:
+    """As of a comparison that empties the caches a thousand times and runs PEARL once."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("both processes wait for each other")
+
+    worker, before = worker_of(apart), signal.signal(signal.SIGALRM, fail)
+    signal.alarm(30)
+    try:
+        for _ in range(3000):
+            worker.send("forget")
+        assert worker.receive(worker.send("forget")) is None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@posix
 def test_runs_may_take_turns_and_be_left_early(apart: Pair) -> None:
     """Each run has its own policy and its own part of the shared memory. The target gets its threads back."""
     other, threads, before = [1, 30, 31, 8], torch.get_num_threads(), process_of(apart)

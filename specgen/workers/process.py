@@ -104,6 +104,9 @@ class DraftProcess:
         """Asks for a call of `DraftServer`. Returns the request's serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
+            while self._connection.poll():  # answers that nobody has waited for would fill the connection, and both ends wait
+                answered, answer = self._connection.recv()
+                self._answers[answered] = answer
             self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` would pass tensors by files
             self._words[ASKED] = self._serial
         return self._serial
