@@ -147,8 +147,10 @@ class _CountedLayer:
 TRACED = tuple(
     f"engine/{name}.py"
     for name in (
+        "cached_prefix",
         "model_runner",
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
+        "transformers/kv_cache",
         "transformers/transformers_model",
         *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer")),
     )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import specgen
 from specgen.base.types import Context, SamplingParams
-from specgen.engine import model_runner
+from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import NO_NODES
 from specgen.pair.pair import Pair, runners
 
@@ -81,7 +81,7 @@ def test_a_prompt_takes_its_cache_and_one_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, capacity: int, buffers: int
 ) -> None:
     """Both caches are allocated once, and nothing else grows with the prompt but the masks of one chunk."""
-    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 70)
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 70)
     folder = save(make_model("llama", max_position_embeddings=512, intermediate_size=40), tmp_path / "long")
     length, allocations = 421, Allocations()
     with specgen.load(folder, folder, device="cpu", dtype="float32", backend=backend) as pair:
@@ -99,7 +99,7 @@ def test_a_prompt_takes_its_cache_and_one_chunk(
 
 
 def test_masks_of_long_prompts_are_bounded() -> None:
-    cached: Any = model_runner.CachedPrefix(Mock(length=0), None)
+    cached: Any = cached_prefix.CachedPrefix(Mock(length=0), None)
     sizes, at = [], 0
     for each in cached.missing_passes(Context([1] * 150_000), NO_NODES, 150_000):
         assert each.first == at

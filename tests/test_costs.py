@@ -19,8 +19,9 @@ from specgen.methods import METHODS, resolve
 from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
+from specgen.tune.expected_time import PricedParallelDrafter, PricedTarget, SimulatedClock
 from specgen.tune.round_timing import record_reference
-from specgen.tune.simulator import PricedParallelDrafter, PricedTarget, SimulatedClock, Simulator
+from specgen.tune.simulator import Simulator
 from specgen.view import pair_report
 
 BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass

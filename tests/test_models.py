@@ -70,7 +70,7 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
     short = pair.request([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
     assert short.limit == 13, "the token after the boundary is never run"
-    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 10)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary
         reference = pair.target.reference_logits(text[:length], [])

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine import model_runner
+from specgen.engine import cached_prefix
 from specgen.engine.model import of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
     assert not any(isinstance(layer._qkv, DenseProduct) for layer in packed.layers)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(packed), 1024)):
-        monkeypatch.setattr(model_runner, "PREFILL_CHUNK", size)
+        monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", size)
         context = Context(random_ids(BOUNDARY + 9 if size == 13 or native.shape.rope_boundary else 7))
         trees = (random_ids(5, 1), [-1, 0, -1, 0, 3]), long_tree, (long_tree[0], [*range(-1, 65)])
         for tokens, parents in trees:

@@ -119,7 +119,7 @@ def counted(runner: Any, name: str, passes: list[tuple[int, int]], monkeypatch: 
 
 def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of a round also runs the accepted tokens again, with true features."""
-    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     part, passes = Part("eagle1"), list[tuple[int, int]]()
     counted(part.made.draft, "_run_pairs", passes, monkeypatch)
     context = Context([1, *range(3, 15)])  # 13 tokens, 12 pairs: a long prompt is run in chunks
@@ -160,7 +160,7 @@ def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pyt
         context.extend([8, 9, 30])  # both accepted, and the target's own token
         part.made.draft.logits(context)
         assert passes == [(0, 4), (4, 5), (5, 6), (first, 7)]
-    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
     part = Part("glide", head_layers=2)
     for ids in ([1], [1, *range(3, 27)], [1, 3]):
         check_rows(part, Context(ids), [8, 9])

@@ -16,7 +16,7 @@ from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.runner import BenchmarkStep
-from specgen.engine import model_runner
+from specgen.engine import cached_prefix
 from specgen.pair.pair import Pair
 from specgen.view import theme
 from specgen.view.comparison import show_step
@@ -115,7 +115,7 @@ def test_models_report_their_chunks(
 ) -> None:
     """The target and the draft model, a head, an exit layer, and PEARL's worker."""
     reports: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
     pair = pair_of("llama", "near", backend)
     pair.forget()
     with prefill_reports.to(lambda *report: reports.append(report)):
@@ -156,7 +156,7 @@ def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
 def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
     pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(model_runner, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
 
     def press(_: int, done: int, __: int) -> None:
         if done:

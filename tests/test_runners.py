@@ -263,7 +263,7 @@ class Calls(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are run in chunks, and buffers grow and move."""
-    monkeypatch.setattr("specgen.engine.model_runner.PREFILL_CHUNK", 11)
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 11)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -22,10 +22,11 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.methods.learned_drafting import Acceptance
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
-from specgen.tune import simulator as module
+from specgen.tune import remembered
 from specgen.tune.outcome import Deadline
+from specgen.tune.remembered import DrawnRunner, MemoisedRunner
 from specgen.tune.round_timing import ReferenceOutput, costs_of, record_reference, time_rounds
-from specgen.tune.simulator import DrawnRunner, MemoisedRunner, Simulator, run_seed
+from specgen.tune.simulator import Simulator, run_seed
 
 SAMPLED = replace(GREEDY, temperature=1.0, top_k=8)
 SIMPLE: list[tuple[str, dict[str, object]]] = [
@@ -91,8 +92,8 @@ def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the methods of which rounds are timed. They take what `COSTS` says."""
     names: list[str] = []
-    monkeypatch.setattr(module, "time_rounds", lambda _, name, *given, **named: names.append(name) or [])
-    monkeypatch.setattr(module, "costs_of", lambda *_: COSTS)
+    monkeypatch.setattr(remembered, "time_rounds", lambda _, name, *given, **named: names.append(name) or [])
+    monkeypatch.setattr(remembered, "costs_of", lambda *_: COSTS)
     return names
 
 
@@ -118,9 +119,9 @@ def test_simulated_runs_count_what_real_runs_count(pair_of: PairOf, draft: str) 
         assert (found.perplexity is None) == (name not in ("mtad", "bild"))
 
 
-@pytest.mark.parametrize("memory", [module.MOST_BYTES, 0])
+@pytest.mark.parametrize("memory", [remembered.MOST_BYTES, 0])
 def test_no_pass_is_computed_twice_if_its_output_is_kept(near: Pair, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", memory)
+    monkeypatch.setattr(remembered, "MOST_BYTES", memory)
     made = simulator(near)
     tried = [("sd", {"k": 4}), *TREES, OTHERS[0], OTHERS[4]]
     first = [made.run(name, given).token_ids for name, given in tried]
@@ -207,7 +208,7 @@ def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(
 
 def test_rounds_are_priced_by_their_costs(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes 10 s, a drafted token or level 1 s, the draft's prefill a quarter and a signal half a second."""
-    monkeypatch.setattr(module, "draft_prefill_seconds", lambda *_: 0.25)
+    monkeypatch.setattr(remembered, "draft_prefill_seconds", lambda *_: 0.25)
     made, prompts = simulator(near), len(PROMPTS)
     prefill = sum(reference.prefill_seconds for reference in made.references)
     plain, drafted = made.run("ar", {}), made.run("sd", {"k": 2})

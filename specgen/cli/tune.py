@@ -98,7 +98,7 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """The methods to tune, None for all. `eesd` stands for both of its length policies, `eesd-cali` and `eesd-beta`."""
+    """The methods to tune, None for all. `eesd` adds `eesd-cali` and `eesd-beta`, which have other length policies."""
     if given is None:
         return None
     names = [name.strip() for name in given.split(",")]

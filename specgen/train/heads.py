@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
@@ -29,11 +28,10 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import Sight
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, bias_of, layer_shapes, layer_tensors
+from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, layer_shapes, layer_tensors
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
@@ -44,6 +42,7 @@ from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, Head
 from specgen.engine.parts.trained_part import check_head_folder, describe_head, round_as_saved, save_head
 from specgen.train.corpus import NOT_HELD_OUT
 from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, divergence, held_out_agreement, pack
+from specgen.train.target_layer import last_layer, layer_config
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text, most_probable
 
@@ -56,8 +55,6 @@ _LARGEST_VOCABULARY = 32_000  # tokens that EAGLE's LM head predicts at most, as
 _OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
 _SHORTEST, _LONGEST = 2, 10  # tokens in a block of GliDe
 _DEVIATION = 0.02  # of random initial weights
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
-_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 class TargetStates(NamedTuple):
@@ -416,61 +413,3 @@ class GlideObjective(LayerObjective):
         length, boundary = batch.ids.shape[1], self._rotations.long_boundary
         is_long = boundary is not None and int(batch.positions.max()) >= boundary
         return self._rotations.gather(batch.positions.flatten(), is_long, length)[:, None]
-
-
-def layer_config(target: LoadedModel) -> dict[str, Any]:
-    """Returns the config of a Llama with one layer of the target's sizes, or of a Qwen with its biases or norms."""
-    shape = target.model.shape
-    config = {
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size or 4 * shape.hidden_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "max_position_embeddings": shape.context_limit,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-    }
-    if isinstance(shape, Architecture):
-        biased_qkv = shape.qkv_bias and not shape.output_bias
-        config["model_type"] = "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
-        config["hidden_act"], config["rms_norm_eps"] = _ACTIVATIONS[shape.activation], shape.norm_eps
-        config["attention_bias"] = shape.output_bias
-        theirs = read_config(target.folder, target.name)
-        rope = {name: theirs[name] for name in _ROPE_FIELDS if theirs.get(name) is not None}
-        with suppress(UnsupportedConfig):  # a Llama cannot have all that a target can
-            read_architecture(config | rope)
-            config |= rope
-    return config
-
-
-def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
-    """Returns the weights of the target's last layer and final norm under the names of a layer `own`, as this computes with them.
-
-    Nothing unless the target's layer is like a Llama's.
-    """
-    theirs = target.model.shape
-    if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:
-        return {}
-    if theirs.post_norms or theirs.mlp_bias:
-        return {}
-    found, names, made = target.model.last_layers(target.folder, 1), layer_tensors(theirs, 0), layer_tensors(own, 0)
-
-    def split(old: Iterable[str], new: Iterable[str], rows: list[int]) -> dict[str, Tensor]:
-        stacked = torch.cat([found[name] for name in old])
-        return dict(zip(new, torch.split(stacked, rows), strict=True))
-
-    rows = [count * theirs.head_size for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)]
-    weights = split(names.qkv, made.qkv, rows)
-    weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
-    if theirs.qkv_bias:
-        weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
-    for name in layer_shapes(own, 0) | {FINAL_NORM: ()}:
-        if name not in weights:
-            weights[name] = found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
-    query, scale = made.q_norm or made.qkv[0], theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
-    factors = dict.fromkeys((made.output, bias_of(made.output), made.down), theirs.residual_scale)
-    factors |= dict.fromkeys((query, bias_of(query)), scale)
-    return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in weights.items()}

@@ -14,23 +14,18 @@ run has taken runs the model.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from specgen import methods
-from specgen.base.types import PHASES, Context, Draft, Verdict
-from specgen.decoding import token_sampling
+from specgen.base.types import Context
 from specgen.decoding.chain import ModelDrafter
-from specgen.decoding.drafting import LearningDrafter, Setup, derive_seed
-from specgen.decoding.run import Clock, Run
-from specgen.decoding.verification import match_path
-from specgen.engine.forward_pass import ModelOutput, depths
+from specgen.decoding.drafting import Setup, derive_seed
+from specgen.decoding.run import Run
+from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import room
 from specgen.engine.parts.own_layers import ExitAcceptancePredictor
@@ -40,249 +35,22 @@ from specgen.methods.learned_drafting import DraftingCosts, Learned
 from specgen.pair.figures import Figures
 from specgen.pair.pair import has_flexible_window, pass_costs, runners
 from specgen.pair.request import typical_length
+from specgen.tune.expected_time import PricedDrafter, PricedParallelDrafter, PricedTarget, SimulatedClock
 from specgen.tune.outcome import PLAIN, Deadline
+from specgen.tune.remembered import DrawnRunner, MemoisedRunner
 from specgen.tune.round_timing import costs_of, draft_prefill_seconds, time_rounds
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
     from specgen.base.types import SamplingParams
     from specgen.decoding.costs import RoundCosts
-    from specgen.decoding.drafting import Drafter
-    from specgen.decoding.policy_base import LengthPolicy
-    from specgen.engine.model_runner import DraftRunner
     from specgen.methods.method import Method
     from specgen.pair.pair import Pair
     from specgen.tune.round_timing import ReferenceOutput
 
-MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are computed again
-_NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
 _SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS = 0.3  # for timing a shape
-
-
-class SimulatedClock(Clock):
-    """Measures no time: the priced target and drafters add the seconds that they are expected to take, by `costs`."""
-
-    def __init__(self, costs: RoundCosts) -> None:
-        super().__init__(None)
-        self.costs = costs
-
-    def start(self) -> None:
-        self._phases = dict.fromkeys(PHASES, 0.0)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self._phases[phase] += seconds
-
-    def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
-        """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
-        signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
-        return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
-
-    def lap(self, phase: str, *, on_device: bool = False) -> None:
-        """Does nothing: time advances by `add` only."""
-
-    def move(self, seconds: float, source: str, phase: str) -> None:
-        """Does nothing: the expected seconds of drafting include the length policy's."""
-
-    def seconds(self) -> dict[str, float]:
-        return self._phases
-
-
-class MemoisedRunner:
-    """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
-
-    An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
-    shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
-    """
-
-    def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
-        self._runner, self._kept, self._joins = runner, kept, joins
-        self.calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
-        """Returns under what the output after the context and the drafted `path` is kept."""
-        generated = context.ids[context.prompt_length :]
-        return (id(self), *generated, *path) if self._joins else (id(self), tuple(generated), *path)
-
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        """Returns logits as `ModelRunner.logits` does, from kept outputs if all of them are known."""
-        self.calls += 1
-        paths: list[Sequence[int]] = [()]
-        if parents is None:
-            paths += [draft[: position + 1] for position in range(len(draft))]
-        else:
-            for token, parent in zip(draft, parents, strict=True):
-                paths.append((*paths[parent + 1], token))
-        keys = [self.key(context, path) for path in paths[start:]]
-        if all(key in self._kept for key in keys):
-            parts = zip(*(self._kept[key] for key in keys), strict=True)
-            return ModelOutput(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
-        computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
-        bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
-        for position, key in enumerate(keys):
-            if len(self._kept) * bytes_per_row < MOST_BYTES and key not in self._kept:
-                rows = (None if part is None else part[position : position + 1].clone() for part in computed)
-                self._kept[key] = ModelOutput(*rows)  # type: ignore[arg-type]
-        return computed
-
-    def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width] from which the model predicted the context's last token."""
-        before = Context(context.ids[: context.prompt_length])
-        before.extend(context.ids[context.prompt_length : -1])
-        states = self.logits(before).hidden_states
-        return None if states is None else states[0]
-
-
-class DrawnRunner:
-    """Runs a draft model whose drafts are drawn, for a greedy drafter: the most likely token of its logits is the one drawn.
-
-    The others share the rest of the probability, so that the drawn token has its own; `unpenalised` are the model's logits, from
-    which all other signals are computed. A token is drawn once for each context, seed and position in the output. On the way of
-    the `reference` it is drawn as the module's docstring says; `target` runs the target there.
-    """
-
-    def __init__(
-        self, draft: MemoisedRunner, target: MemoisedRunner, reference: ReferenceOutput, sampling: SamplingParams, seed: int
-    ) -> None:
-        self._draft, self._target, self._reference, self._sampling, self._seed = draft, target, reference, sampling, seed
-        self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._draft, name)
-
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        assert parents is None, "only chains are drawn, token by token"
-        output, key = self._draft.logits(context, draft, start=start), self._draft.key(context, draft)
-        if key not in self._drawn:
-            self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
-        token, probability = self._drawn[key]
-        if token < 0:  # no token can be drawn: the drafter finds out why
-            return output
-        rest = (1 - probability) / max(1, output.logits.shape[1] - 1)
-        logits = torch.full_like(output.logits, math.log(rest) if rest > 0 else -math.inf)
-        logits[0, token] = math.log(max(probability, 1.01 * rest))
-        return output._replace(logits=logits, unpenalised=output.model_logits)
-
-    def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
-        """Returns the token that is drafted after the new `tokens`, and its probability."""
-        generator = token_sampling.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
-        width, known = self._target.vocab_size, self._reference.token_ids
-        probs = token_sampling.pad_probs(token_sampling.warp(output.logits[0, :width], self._sampling), width)
-        if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
-            token = int(token_sampling.draw(probs, generator))
-            return token, float(probs[token])
-        context = Context(self._reference.prompt_ids)
-        context.extend(tokens)
-        of_target = token_sampling.warp(self._target.logits(context).logits[0], self._sampling)
-        token = known[len(tokens)]
-        chance = probs[token] / of_target[token]
-        if torch.rand(1, generator=generator, device=generator.device) >= chance:
-            other = int(token_sampling.draw((probs - of_target).clamp_min(0), generator))
-            token = other if other >= 0 else token
-        return token, float(probs[token])
-
-
-class PricedTarget:
-    """The target of a simulated run: adds the measured cost of each pass to the clock.
-
-    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
-    the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
-    """
-
-    def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
-        self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
-        self.runner: MemoisedRunner | None = None
-        self.device = torch.device("cpu")  # nothing waits for it
-
-    def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
-        self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
-        if self._generated == 0:
-            self._clock.add("prefill", self._reference.prefill_seconds)
-        else:
-            self.pass_seconds = self._clock.costs.verification_cost.at(len(draft) + 1, len(context))
-            self._clock.add("verify", self.pass_seconds)
-        return None if self.runner is None else self.runner.logits(context, draft, parents)
-
-    def verify(self, draft: Draft, output: Any) -> Verdict:
-        known = [*self._reference.token_ids[self._generated :], *[_NO_TOKEN] * (len(draft.tokens) + 1)]
-        choices = [known[0], *(known[depth + 1] for depth in depths(draft.parents))]
-        return match_path(draft, choices.__getitem__, self._rows)
-
-
-class PricedDrafter(LearningDrafter):
-    """Runs a method's drafter and adds the measured costs of its passes to the clock.
-
-    A drafter that learns from the target needs no pass for each level: its draft costs what drafts with as many levels do.
-    `runner` counts the passes of what drafts; None if no model does. `prefill_seconds`, of its pass over the prompt, are added to
-    the first draft.
-    """
-
-    def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
-        self._drafter, self._runner, self._clock, self._prefill_seconds = drafter, runner, clock, prefill_seconds
-        self.learns = isinstance(drafter, LearningDrafter)
-
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        before = 0 if self._runner is None else self._runner.calls
-        draft = self._drafter.propose(context, policy, limit)
-        passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
-        if passes:
-            self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
-            self._prefill_seconds = 0.0
-        return draft
-
-    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
-        if isinstance(self._drafter, LearningDrafter):
-            self._drafter.learn(draft, output, verdict)
-
-
-class PricedParallelDrafter:
-    """PEARL's drafter in a simulated run: drafting and the target's pass happen at the same time.
-
-    A round takes as long as the longer of the two, plus the measured overhead. The pass over the prompt takes as long as the
-    target's. `seconds` is the cost of the last draft.
-    """
-
-    def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
-        self._drafter, self.policy, self._target, self._clock, self.seconds = drafter, policy, target, clock, 0.0
-
-    def prefill(self, context: Context) -> None: ...
-
-    def close(self) -> None: ...
-
-    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
-        self._draft = self._drafter.propose(context, self.policy, limit, unverified)
-        self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
-
-    def first(self, count: int) -> Sequence[int]:
-        """Returns the draft's first `count` tokens, for which the target waits."""
-        tokens = self._draft.tokens[:count]
-        self._lead_seconds = self._seconds(len(tokens))
-        self._clock.add("draft", self._lead_seconds)
-        return tokens
-
-    def cut(self) -> None:
-        """Ends the draft after the token that is being drafted when the target's pass ends."""
-        end, drafted = self._lead_seconds + self._target.pass_seconds, len(self._draft.tokens)
-        length = next((length for length in range(1, drafted) if self._seconds(length) >= end), drafted)
-        self._draft = replace(self._draft.part(0, length), stop_reason="pass ended") if length < drafted else self._draft
-
-    def finish(self) -> Draft:
-        self.seconds = self._seconds(len(self._draft.tokens))
-        waiting = max(0.0, self.seconds - self._lead_seconds - self._target.pass_seconds)
-        self._clock.add("draft", waiting + self._clock.costs.synchronisation_overhead)
-        return self._draft
-
-    def _seconds(self, length: int) -> float:
-        return self._clock.draft_seconds(length, self.policy, self._context)
 
 
 class _Models(NamedTuple):

@@ -104,9 +104,8 @@ class DraftProcess:
         """Asks for a call of `DraftServer`. Returns the request's serial number. Raises RunError if the worker has ended."""
         self._serial += 1
         with self._exchange():
-            while self._connection.poll():  # answers that nobody has waited for would fill the connection, and both ends wait
-                answered, answer = self._connection.recv()
-                self._answers[answered] = answer
+            while self._connection.poll():  # if unread answers filled the connection, both processes would wait for ever
+                self._read_answer()
             self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` would pass tensors by files
             self._words[ASKED] = self._serial
         return self._serial
@@ -116,13 +115,16 @@ class DraftProcess:
         with self._exchange():
             while serial not in self._answers:
                 watch(lambda: self._words[ANSWERED] >= serial)
-                answered, answer = self._connection.recv()
-                self._answers[answered] = answer
+                self._read_answer()
         answer = self._answers.pop(serial)
         if isinstance(answer, SpecgenError):
             self._log.truncate(0)  # reported here, so not again when the worker ends
             raise answer
         return answer
+
+    def _read_answer(self) -> None:
+        serial, answer = self._connection.recv()
+        self._answers[serial] = answer
 
     def shown(self, serial: int, count: int) -> list[int]:
         """Waits until the draft of this request has `count` tokens, and returns them; fewer if it is complete."""

@@ -134,7 +134,7 @@ class DraftWorker:
 
 
 class WorkerDrafter:
-    """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl_schedule.ParallelDrafter`.
+    """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl.ParallelDrafter`.
 
     The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
     """

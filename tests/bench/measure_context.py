@@ -53,7 +53,7 @@ def resident(name: str) -> int:
 def one_prompt(target: str, draft: str, backend: str, length: int) -> None:
     """Runs a prompt and a few tokens, and prints the expected and the measured bytes."""
     import specgen
-    from specgen.engine.model_runner import PREFILL_CHUNK, chunk_size
+    from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 
     with specgen.load(target, draft, device="cpu", dtype="float32", backend=backend) as pair:
         sampling = specgen.SamplingParams(max_new_tokens=8, ignore_eos=True)

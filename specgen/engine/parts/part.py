@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from specgen.base.types import Context
+from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput, draft_nodes
 from specgen.engine.model import Model
-from specgen.engine.model_runner import CachedPrefix, ModelRunner
+from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import read_architecture
 from specgen.engine.native.inputs import InputMaker

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from specgen.base.errors import RunError
+from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, weight_bytes
 from specgen.engine.model import ModelShape
 from specgen.engine.model_loading import PreparedModel, check_weight_files
-from specgen.engine.model_runner import PREFILL_CHUNK, chunk_size
 
 PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 _OVERHEAD = 512 << 20  # bytes per GPU that its context, its libraries' workspaces and gaps between allocations take

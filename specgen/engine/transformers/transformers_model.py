@@ -14,94 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer
 
 from specgen.base.errors import SpecgenError, is_out_of_memory
 from specgen.base.types import Context
-from specgen.engine.devices import move, release, upload
+from specgen.engine.devices import move
 from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_pass
 from specgen.engine.native.families import read_architecture
+from specgen.engine.transformers.kv_cache import KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
 
 _FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # as fractions of the largest logit; a larger difference is a wrong computation
 Mask = torch.Tensor | dict[str, torch.Tensor] | None
 _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
-
-
-class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values, each in a buffer [batch, heads, capacity, head size] with one entry per token.
-
-    Layers with a sliding window keep all entries too, so that a rollback is possible; the attention mask hides the old ones.
-    """
-
-    keys: Any
-    values: Any
-
-    def __init__(self, cache: KVCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the keys and values [batch, heads, n, head size] of n tokens after the first `length` entries of the cache.
-
-        Returns views of all keys and of all values up to the end of the written ones.
-        """
-        start, end = self._cache.length, self._cache.length + key_states.shape[-2]
-        if self.keys is None or end > self.keys.shape[-2]:
-            self.keys, self.values = (self._larger(*pair, end) for pair in ((self.keys, key_states), (self.values, value_states)))
-        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
-        self.is_initialized = True
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _larger(self, old: torch.Tensor | None, states: torch.Tensor, needed: int) -> torch.Tensor:
-        """Returns a buffer for `states` with room for `needed` and `capacity` tokens, and twice the old one's; it holds the old
-        one's valid entries."""
-        capacity = max(needed, self._cache.capacity, 0 if old is None else 2 * old.shape[-2])  # doubled: few copies as it grows
-        buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
-        if old is not None:
-            buffer[:, :, : self._cache.length] = old[:, :, : self._cache.length]
-            release(old)
-        return buffer
-
-    def get_seq_length(self) -> int:
-        return self._cache.length
-
-
-class KVCache(Cache):  # type: ignore[misc]
-    """The KV cache of all layers, with one entry per token. Implements `forward_pass.Cache`.
-
-    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
-    after the first `length`, which are never read before they are written again.
-    """
-
-    def __init__(self, layers: int, device: torch.device) -> None:
-        self.length, self.capacity, self._device = 0, 64, device
-        super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
-
-    def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        entries = self.layers[layer]
-        keys, values = (move(part[:, :, :count].flatten(0, 1), self._device) for part in (entries.keys, entries.values))
-        return keys, values
-
-    def gather(self, indices: Sequence[int], start: int) -> None:
-        source = torch.tensor(indices)
-        for buffer in self._buffers():
-            moved = buffer.index_select(-2, upload(source, buffer.device))
-            buffer[:, :, start : start + len(indices)] = moved
-
-    def keep_sequences(self, kept: Sequence[int]) -> None:
-        for layer in self.layers:
-            index = torch.tensor(kept, device=layer.keys.device)
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
-
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
 
 
 class TransformersModel:

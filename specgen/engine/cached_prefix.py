@@ -1,0 +1,174 @@
+"""Says which tokens of a sequence a KV cache holds, and which forward passes run the others.
+
+Rejected drafts are rolled back here, for all methods: a rollback only changes what counts as cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specgen.base.measuring import prefill_reports
+from specgen.base.types import Context
+from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
+
+PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
+_SMALLEST_CHUNK = 256  # fewer would be slower
+_MASK_NUMBERS = PREFILL_CHUNK << 15  # of a pass over a longer prompt: bounds the mask; smaller chunks take 10 % more time
+
+
+def chunk_size(cached: int) -> int:
+    """Returns how many tokens of a long prompt to run in a pass after so many cached ones: fewer after many."""
+    size = _MASK_NUMBERS // (cached + PREFILL_CHUNK)
+    return min(PREFILL_CHUNK, max(size - size % 64, _SMALLEST_CHUNK))
+
+
+class CachedPrefix:
+    """Says which tokens a model's KV cache holds: the first `committed` tokens of a context, then the nodes of a draft.
+
+    An exception such as KeyboardInterrupt may come between any two statements; every token counted as cached must be in the cache
+    then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes. `exact`:
+    nothing is kept for other contexts, because what passes over draft trees have computed differs from a chain's in some bits.
+    """
+
+    def __init__(self, cache: Cache, rope_boundary: int | None, *, exact: bool = False) -> None:
+        self.cache = cache
+        self.gathers = [
+            cache.gather
+        ]  # each moves what it keeps of a tree's accepted nodes behind the committed tokens, as `Cache.gather` does
+        self._rope_boundary, self._is_exact = rope_boundary, exact
+        self.clear()
+
+    def clear(self) -> None:
+        """Counts no token as cached."""
+        self._context = Context(())
+        self.committed = 0
+        self.draft: TreeNodes = NO_NODES
+
+    @property
+    def length(self) -> int:
+        return self.committed + len(self.draft.tokens)
+
+    def truncate_for(self, context: Context, draft: TreeNodes, start: int) -> None:
+        """Drops all cached tokens that a call of `ModelRunner.logits` with these arguments has to run.
+
+        Logits index 0 follows the context, index i + 1 follows draft node i. The logits from index `start` on are wanted. Each of
+        them is computed by running the token that it follows, so these tokens must not count as cached. Tokens that differ from
+        `context` and `draft` are dropped too.
+        """
+        self.switch_to(context)
+        if start == 0 or self.committed < len(context):
+            self.draft = NO_NODES
+            self.committed = min(self.committed, len(context) - (start == 0))
+        else:
+            cached = self.draft
+            kept = common_prefix_length(cached.tokens, draft.tokens, start - 1)
+            if not (isinstance(cached.parents, range) and isinstance(draft.parents, range)):
+                kept = common_prefix_length(cached.parents, draft.parents, kept)
+            if kept < len(cached.tokens):
+                self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
+
+    def switch_to(self, context: Context) -> None:
+        """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
+
+        Draft nodes that have been accepted are part of `context` now, and count as committed. In a tree, their keys and values
+        are moved next to those of the other committed tokens, and the rest of the draft is dropped.
+        """
+        if context is not self._context:
+            shared = common_prefix_length(self._context.ids, context.ids, self.committed)
+            if self._is_exact or self.uses_long_rope(context) != self.uses_long_rope(self._context):
+                shared = 0
+            if shared < self.committed:
+                self.draft = NO_NODES
+            self.committed = shared
+            self._context = context
+        cached = self.draft
+        if not cached.tokens or self.committed == len(context):
+            return
+        path = matching_path(cached, context.ids[self.committed :])
+        if not path:
+            return
+        length = len(path)
+        self.draft = NO_NODES
+        if path[-1] != length - 1:
+            for gather in self.gathers:
+                gather([self.committed + node for node in path], self.committed)
+        self.committed += length
+        if isinstance(cached.parents, range):
+            self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
+
+    def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
+        """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
+
+        A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the rest of the context and the
+        draft. The caller must run each pass before it takes the next one: asking for the next one counts the tokens as cached
+        and makes the pass's mask and positions invalid. Raises SpecgenError for a tree on a model with ALiBi.
+        """
+        length, begin = len(context), self.committed
+        missing = min(last, length) - begin
+        is_reported = missing > PREFILL_CHUNK
+        if is_reported:
+            prefill_reports.report(id(self), 0, missing)
+        while length - self.committed > (size := self._chunk_size(context)) and self.committed < last:
+            yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
+            self.committed += size
+            if is_reported and self.committed < begin + missing:
+                prefill_reports.report(id(self), self.committed - begin, missing)
+        if self.length < last:
+            yield self._forward_pass(context, draft, self.length, length + len(draft.tokens))
+            self.committed = length
+            self.draft = draft
+        if is_reported:
+            prefill_reports.report(id(self), missing, missing)
+
+    def set_committed(self, context: Context, committed: int) -> None:
+        """Counts exactly the first `committed` tokens of `context` as cached, because another runner has written them."""
+        self.clear()
+        self._context = context
+        self.committed = committed
+
+    def uses_long_rope(self, context: Context) -> bool:
+        """Whether the model uses its rotary frequencies for long contexts (LongRoPE) in a run with this context.
+
+        The prompt's length decides: a run ends before a shorter prompt's output needs them (`LoadedModel.max_tokens`).
+        """
+        return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
+
+    def truncate(self, committed: int) -> None:
+        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""
+        self.draft = NO_NODES
+        self.committed = min(self.committed, committed)
+
+    def _chunk_size(self, context: Context) -> int:
+        """Returns how many tokens of a prompt to run in one forward pass.
+
+        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
+        longer than this boundary, already its first pass has to reach beyond it.
+        """
+        boundary = self._rope_boundary if self.uses_long_rope(context) else None
+        return max(chunk_size(self.committed), 0 if boundary is None else boundary + 1 - self.committed)
+
+    def _forward_pass(self, context: Context, draft: TreeNodes, first: int, last: int) -> ForwardPass:
+        """Returns the pass over the tokens `first` to `last - 1` of context and draft, and sets the cache's length."""
+        self.cache.length = first
+        return ForwardPass(context, draft, first, last, self.cache, self.uses_long_rope(context))
+
+
+def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
+    """Returns the path of draft nodes, from the root on, with the first of `tokens`; it ends at a token without an equal node."""
+    path: list[int] = []
+    for token in tokens:
+        parent = path[-1] if path else -1
+        children = range(parent + 1, len(draft.tokens))
+        node = next((node for node in children if draft.parents[node] == parent and draft.tokens[node] == token), None)
+        if node is None:
+            break
+        path.append(node)
+    return path
+
+
+def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
+    """Returns how many numbers at the beginning of `left` and `right` are equal, at most `limit` (None: no limit)."""
+    limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
+    if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
+        return limit
+    return next((index for index in range(limit) if left[index] != right[index]), limit)

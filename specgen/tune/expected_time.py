@@ -1,0 +1,147 @@
+"""The expected time of a simulated run: a clock to which its target and its drafter add the measured seconds of their passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specgen.base.types import PHASES, Context, Draft, Verdict
+from specgen.decoding.chain import ModelDrafter
+from specgen.decoding.drafting import LearningDrafter
+from specgen.decoding.run import Clock
+from specgen.decoding.verification import match_path
+from specgen.engine.forward_pass import ModelOutput, depths
+
+if TYPE_CHECKING:
+    from specgen.decoding.costs import RoundCosts
+    from specgen.decoding.drafting import Drafter
+    from specgen.decoding.policy_base import LengthPolicy
+    from specgen.tune.remembered import MemoisedRunner
+    from specgen.tune.round_timing import ReferenceOutput
+
+_NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
+
+
+class SimulatedClock(Clock):
+    """Measures no time: the priced target and drafters add the seconds that they are expected to take, by `costs`."""
+
+    def __init__(self, costs: RoundCosts) -> None:
+        super().__init__(None)
+        self.costs = costs
+
+    def start(self) -> None:
+        self._phases = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self._phases[phase] += seconds
+
+    def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
+        """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
+        signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
+        return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
+
+    def lap(self, phase: str, *, on_device: bool = False) -> None:
+        """Does nothing: time advances by `add` only."""
+
+    def move(self, seconds: float, source: str, phase: str) -> None:
+        """Does nothing: the expected seconds of drafting include the length policy's."""
+
+    def seconds(self) -> dict[str, float]:
+        return self._phases
+
+
+class PricedTarget:
+    """The target of a simulated run: adds the measured cost of each pass to the clock.
+
+    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
+    the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
+    """
+
+    def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
+        self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
+        self.runner: MemoisedRunner | None = None
+        self.device = torch.device("cpu")  # nothing waits for it
+
+    def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
+        self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
+        if self._generated == 0:
+            self._clock.add("prefill", self._reference.prefill_seconds)
+        else:
+            self.pass_seconds = self._clock.costs.verification_cost.at(len(draft) + 1, len(context))
+            self._clock.add("verify", self.pass_seconds)
+        return None if self.runner is None else self.runner.logits(context, draft, parents)
+
+    def verify(self, draft: Draft, output: Any) -> Verdict:
+        known = [*self._reference.token_ids[self._generated :], *[_NO_TOKEN] * (len(draft.tokens) + 1)]
+        choices = [known[0], *(known[depth + 1] for depth in depths(draft.parents))]
+        return match_path(draft, choices.__getitem__, self._rows)
+
+
+class PricedDrafter(LearningDrafter):
+    """Runs a method's drafter and adds the measured costs of its passes to the clock.
+
+    A drafter that learns from the target needs no pass for each level: its draft costs what drafts with as many levels do.
+    `runner` counts the passes of what drafts; None if no model does. `prefill_seconds`, of its pass over the prompt, are added to
+    the first draft.
+    """
+
+    def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
+        self._drafter, self._runner, self._clock, self._prefill_seconds = drafter, runner, clock, prefill_seconds
+        self.learns = isinstance(drafter, LearningDrafter)
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        before = 0 if self._runner is None else self._runner.calls
+        draft = self._drafter.propose(context, policy, limit)
+        passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
+        if passes:
+            self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
+            self._prefill_seconds = 0.0
+        return draft
+
+    def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
+        if isinstance(self._drafter, LearningDrafter):
+            self._drafter.learn(draft, output, verdict)
+
+
+class PricedParallelDrafter:
+    """PEARL's drafter in a simulated run: drafting and the target's pass happen at the same time.
+
+    A round takes as long as the longer of the two, plus the measured overhead. The pass over the prompt takes as long as the
+    target's. `seconds` is the cost of the last draft.
+    """
+
+    def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
+        self._drafter, self.policy, self._target, self._clock, self.seconds = drafter, policy, target, clock, 0.0
+
+    def prefill(self, context: Context) -> None: ...
+
+    def close(self) -> None: ...
+
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        self._draft = self._drafter.propose(context, self.policy, limit, unverified)
+        self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
+
+    def first(self, count: int) -> Sequence[int]:
+        """Returns the draft's first `count` tokens, for which the target waits."""
+        tokens = self._draft.tokens[:count]
+        self._lead_seconds = self._seconds(len(tokens))
+        self._clock.add("draft", self._lead_seconds)
+        return tokens
+
+    def cut(self) -> None:
+        """Ends the draft after the token that is being drafted when the target's pass ends."""
+        end, drafted = self._lead_seconds + self._target.pass_seconds, len(self._draft.tokens)
+        length = next((length for length in range(1, drafted) if self._seconds(length) >= end), drafted)
+        self._draft = replace(self._draft.part(0, length), stop_reason="pass ended") if length < drafted else self._draft
+
+    def finish(self) -> Draft:
+        self.seconds = self._seconds(len(self._draft.tokens))
+        waiting = max(0.0, self.seconds - self._lead_seconds - self._target.pass_seconds)
+        self._clock.add("draft", waiting + self._clock.costs.synchronisation_overhead)
+        return self._draft
+
+    def _seconds(self, length: int) -> float:
+        return self._clock.draft_seconds(length, self.policy, self._context)

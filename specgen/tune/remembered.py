@@ -1,0 +1,123 @@
+"""Models of simulated runs, whose outputs are kept, and a draft model whose tokens are drawn given the target's output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specgen.base.types import Context
+from specgen.decoding import token_sampling
+from specgen.decoding.drafting import derive_seed
+from specgen.engine.forward_pass import ModelOutput
+
+if TYPE_CHECKING:
+    from specgen.base.types import SamplingParams
+    from specgen.engine.model_runner import DraftRunner
+    from specgen.tune.round_timing import ReferenceOutput
+
+MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are computed again
+
+
+class MemoisedRunner:
+    """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
+
+    An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
+    shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
+    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
+    """
+
+    def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
+        self._runner, self._kept, self._joins = runner, kept, joins
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
+        """Returns under what the output after the context and the drafted `path` is kept."""
+        generated = context.ids[context.prompt_length :]
+        return (id(self), *generated, *path) if self._joins else (id(self), tuple(generated), *path)
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns logits as `ModelRunner.logits` does, from kept outputs if all of them are known."""
+        self.calls += 1
+        paths: list[Sequence[int]] = [()]
+        if parents is None:
+            paths += [draft[: position + 1] for position in range(len(draft))]
+        else:
+            for token, parent in zip(draft, parents, strict=True):
+                paths.append((*paths[parent + 1], token))
+        keys = [self.key(context, path) for path in paths[start:]]
+        if all(key in self._kept for key in keys):
+            parts = zip(*(self._kept[key] for key in keys), strict=True)
+            return ModelOutput(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
+        computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
+        bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
+        for position, key in enumerate(keys):
+            if len(self._kept) * bytes_per_row < MOST_BYTES and key not in self._kept:
+                rows = (None if part is None else part[position : position + 1].clone() for part in computed)
+                self._kept[key] = ModelOutput(*rows)  # type: ignore[arg-type]
+        return computed
+
+    def last_hidden_state(self, context: Context) -> torch.Tensor | None:
+        """Returns the hidden state [width] from which the model predicted the context's last token."""
+        before = Context(context.ids[: context.prompt_length])
+        before.extend(context.ids[context.prompt_length : -1])
+        states = self.logits(before).hidden_states
+        return None if states is None else states[0]
+
+
+class DrawnRunner:
+    """Runs a draft model whose drafts are drawn, for a greedy drafter: the most likely token of its logits is the one drawn.
+
+    The others share the rest of the probability, so that the drawn token has its own; `unpenalised` are the model's logits, from
+    which all other signals are computed. A token is drawn once for each context, seed and position in the output. On the way of
+    the `reference` it is drawn as `tune.simulator` says; `target` runs the target there.
+    """
+
+    def __init__(
+        self, draft: MemoisedRunner, target: MemoisedRunner, reference: ReferenceOutput, sampling: SamplingParams, seed: int
+    ) -> None:
+        self._draft, self._target, self._reference, self._sampling, self._seed = draft, target, reference, sampling, seed
+        self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        assert parents is None, "only chains are drawn, token by token"
+        output, key = self._draft.logits(context, draft, start=start), self._draft.key(context, draft)
+        if key not in self._drawn:
+            self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
+        token, probability = self._drawn[key]
+        if token < 0:  # no token can be drawn: the drafter finds out why
+            return output
+        rest = (1 - probability) / max(1, output.logits.shape[1] - 1)
+        logits = torch.full_like(output.logits, math.log(rest) if rest > 0 else -math.inf)
+        logits[0, token] = math.log(max(probability, 1.01 * rest))
+        return output._replace(logits=logits, unpenalised=output.model_logits)
+
+    def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
+        """Returns the token that is drafted after the new `tokens`, and its probability."""
+        generator = token_sampling.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
+        width, known = self._target.vocab_size, self._reference.token_ids
+        probs = token_sampling.pad_probs(token_sampling.warp(output.logits[0, :width], self._sampling), width)
+        if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
+            token = int(token_sampling.draw(probs, generator))
+            return token, float(probs[token])
+        context = Context(self._reference.prompt_ids)
+        context.extend(tokens)
+        of_target = token_sampling.warp(self._target.logits(context).logits[0], self._sampling)
+        token = known[len(tokens)]
+        chance = probs[token] / of_target[token]
+        if torch.rand(1, generator=generator, device=generator.device) >= chance:
+            other = int(token_sampling.draw((probs - of_target).clamp_min(0), generator))
+            token = other if other >= 0 else token
+        return token, float(probs[token])
