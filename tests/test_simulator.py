@@ -92,7 +92,7 @@ def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the methods of which rounds are timed. They take what `COSTS` says."""
     names: list[str] = []
-    monkeypatch.setattr(remembered, "time_rounds", lambda _, name, *given, **named: names.append(name) or [])
+    monkeypatch.setattr("specgen.tune.simulator.time_rounds", lambda _, name, *given, **named: names.append(name) or [])
     monkeypatch.setattr(remembered, "costs_of", lambda *_: COSTS)
     return names
 
