@@ -93,7 +93,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the methods of which rounds are timed. They take what `COSTS` says."""
     names: list[str] = []
     monkeypatch.setattr("specgen.tune.simulator.time_rounds", lambda _, name, *given, **named: names.append(name) or [])
-    monkeypatch.setattr(remembered, "costs_of", lambda *_: COSTS)
+    monkeypatch.setattr("specgen.tune.simulator.costs_of", lambda *_: COSTS)
     return names
 
 
@@ -208,7 +208,7 @@ def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(
 
 def test_rounds_are_priced_by_their_costs(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes 10 s, a drafted token or level 1 s, the draft's prefill a quarter and a signal half a second."""
-    monkeypatch.setattr(remembered, "draft_prefill_seconds", lambda *_: 0.25)
+    monkeypatch.setattr("specgen.tune.simulator.draft_prefill_seconds", lambda *_: 0.25)
     made, prompts = simulator(near), len(PROMPTS)
     prefill = sum(reference.prefill_seconds for reference in made.references)
     plain, drafted = made.run("ar", {}), made.run("sd", {"k": 2})

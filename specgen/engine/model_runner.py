@@ -120,12 +120,12 @@ class ModelRunner:
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
         self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
-        self._forward_count = 0
+        self.forward_count = 0  # forward passes, and cleared caches
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
         self._cached.clear()
-        self._forward_count += 1  # tells a runner that shares this cache that its entries are gone, see `share_prefix`
+        self.forward_count += 1  # tells a runner that shares this cache that its entries are gone, see `share_prefix`
 
     def reserve(self, capacity: int) -> None:
         """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need not grow during a run."""
@@ -148,7 +148,7 @@ class ModelRunner:
         self._keep_hidden_states(context)
         self._cached.truncate_for(context, nodes, start)
         for forward_pass in self._cached.missing_passes(context, nodes, end):
-            self._forward_count += 1
+            self.forward_count += 1
             output = self._forward(forward_pass, len(tokens) + 1 - start if forward_pass.last == end else 1)
         if output.hidden_states is not None:
             self._last = context, HiddenStates(len(context), nodes, start, output.hidden_states)
@@ -201,7 +201,7 @@ class ModelRunner:
         if cached.committed < len(context) - 1:
             self.logits(context)
         cached.truncate(len(context) - 1)
-        return cached.committed, self._forward_count
+        return cached.committed, self.forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
         """Returns the hidden state [width], after the norm, from which the last call with `context` predicted its last token.

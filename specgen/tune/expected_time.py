@@ -83,9 +83,9 @@ class PricedTarget:
 class PricedDrafter(LearningDrafter):
     """Runs a method's drafter and adds the measured costs of its passes to the clock.
 
-    A drafter that learns from the target needs no pass for each level: its draft costs what drafts with as many levels do.
-    `runner` counts the passes of what drafts; None if no model does. `prefill_seconds`, of its pass over the prompt, are added to
-    the first draft.
+    `runner` counts the passes of what drafts; None if no model does: then a draft costs what drafts with as many
+    levels do if the drafter learns from the target, and others cost nothing. `prefill_seconds`, of the pass over the prompt, are
+    added to the first draft.
     """
 
     def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
@@ -95,7 +95,7 @@ class PricedDrafter(LearningDrafter):
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = draft.levels if self.learns else 0 if self._runner is None else self._runner.calls - before
+        passes = self._runner.calls - before if self._runner is not None else draft.levels if self.learns else 0
         if passes:
             self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
             self._prefill_seconds = 0.0

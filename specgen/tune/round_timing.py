@@ -22,7 +22,9 @@ from specgen.decoding.drafting import RepeatDrafter
 from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods.pearl import Parallel
+from specgen.pair.pair import runners
 from specgen.tune.outcome import Deadline
 
 if TYPE_CHECKING:
@@ -84,13 +86,14 @@ def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: Re
 
 
 class TimedRound(NamedTuple):
-    """The seconds of a round: of its draft of so many `levels` (tokens, for a chain), and of the target's pass over `tokens`.
+    """The seconds of a round: of its draft of so many `passes` (or levels, if the draft model has not run), and of the target's
+    pass over `tokens`.
 
     `with_signals`: signals (numbers about a drafted token, such as entropy) were computed.
     """
 
     context_length: int
-    levels: int
+    passes: int
     with_signals: bool
     drafting: float
     tokens: int
@@ -115,7 +118,8 @@ def time_rounds(
     method's (None: keeps it). Raises SpecgenError if the method cannot run with this pair or drafts nothing.
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
-    fewest, found = len(sweep.combinations), list[TimedRound]()
+    fewest, found, draft = len(sweep.combinations), list[TimedRound](), runners(pair)[1]
+    runner = draft.own if isinstance(draft, TranslatedRunner) else draft
     while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
         before = len(found)
         sweep.start_run()
@@ -124,14 +128,15 @@ def time_rounds(
         run = replace(run, policy=sweep, drafter=drafter or run.drafter)
         rounds = run.rounds()
         for position in range(NEW_TOKENS):
+            ran = 0 if runner is None else runner.forward_count
             with_signals = bool(sweep.signals)
             round_ = next(rounds, None) if run.remaining > sweep.longest else None
             if round_ is None or (len(found) >= fewest and deadline.left < 0):
                 break
             if position >= WARM_UP and (drafter is not None or round_.draft.tokens):
-                levels = max(sweep.levels, round_.draft.levels)
+                passes = (0 if runner is None else runner.forward_count - ran) or max(sweep.levels, round_.draft.levels)
                 seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds
-                found.append(TimedRound(len(run.context), levels, with_signals, *seconds))
+                found.append(TimedRound(len(run.context), passes, with_signals, *seconds))
         if len(found) == before < fewest:
             raise _drafts_nothing(method)
     return found
@@ -144,9 +149,9 @@ def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> R
     pass of a round without a draft, which is rare or missing where another model drafts.
     """
     length = round(median(each.context_length for each in rounds))
-    plain = _medians((each.levels, each.drafting) for each in rounds if not each.with_signals)
-    with_signals = _medians((each.levels, each.drafting) for each in rounds if each.with_signals)
-    signal_costs = [(with_signals[levels] - plain[levels]) / levels for levels in with_signals if levels in plain]
+    plain = _medians((each.passes, each.drafting) for each in rounds if not each.with_signals)
+    with_signals = _medians((each.passes, each.drafting) for each in rounds if each.with_signals)
+    signal_costs = [(with_signals[passes] - plain[passes]) / passes for passes in with_signals if passes in plain]
     passes = _medians((each.tokens, each.verification) for each in rounds)
     if alone is not None:
         passes.setdefault(1, alone.verification_cost.at(1, length))
