@@ -253,6 +253,8 @@ MODELS = [
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
     generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
     generate("-t {target} -m svip", "svip needs a draft model", "--draft", "-m lookup"),
+    generate("--backend transformers --dtype int8", "--dtype int8 needs the native backend", "chosen by --backend transformers"),
+    generate("--dtype int4", "there is no dtype 'int4'", "or int8"),
     generate("-t {target} --dtype float8", "'float8'", "auto, float32, bfloat16, float16"),
     *(generate(f"--device {device}", f"'{device}'", "auto, cpu, cuda") for device in ("gpu", "cuda:x", "meta")),
     generate("--draft-device gpu", "'gpu'", "auto, cpu, cuda"),

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from specgen.base import machine
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import timed
 from specgen.base.types import QUANTISED
@@ -16,7 +17,7 @@ from specgen.engine.devices import DTYPES, free_memory, one_thread
 from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
-from specgen.engine.native.products import ProductFactory, last_level_cache, quantised_bytes, refusal
+from specgen.engine.native.products import ProductFactory, last_level_cache, quantised_bytes, refusal, rows_are_independent
 from specgen.engine.weights import stored_tensors
 
 _MIN_SPEEDUP = 1.1  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above the noise of minima
@@ -65,22 +66,39 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
     the dtype of its weights. If this machine has no products that work for it, the choice is not quantised and says why. Raises
     SpecgenError for an unknown name, and to quantise a model that transformers runs.
     """
-    if name is None or name not in QUANTISED:
-        return choose_dtype(name or dtype, draft, device)
+    kind, other = name or dtype, "auto" if dtype in QUANTISED else dtype
+    if kind not in QUANTISED or (name is None and draft.architecture is None):
+        return choose_dtype(other if name is None else kind, draft, device)
     if draft.architecture is None:
         raise SpecgenError(
             f"--draft-dtype {name} needs the native backend, and {draft.name} runs on transformers: {draft.fallback}",
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
-    if (problem := refusal(name, device)) is not None:
-        return replace(choose_dtype(dtype, draft, device), warning=f"{draft.name} is not quantised: {problem}")
+    if (problem := refusal(kind, device)) is not None:
+        return replace(choose_dtype(other, draft, device), warning=f"{draft.name} is not quantised: {problem}")
     own = torch.float32 if device.type == "cpu" else _own(draft)
-    return DtypeChoice(own, "chosen by --draft-dtype", name)
+    return DtypeChoice(own, "chosen by --dtype" if name is None else "chosen by --draft-dtype", kind)
 
 
-def as_chosen(draft: PreparedModel, choice: DtypeChoice) -> PreparedModel:
-    """Returns the draft model, to be loaded with its weights rounded if the choice says so."""
-    return replace(draft, source=replace(draft.source, quantise=choice.quantise))
+def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
+    """Returns int8 for a target, which computes in float32. Raises SpecgenError where it cannot be rounded."""
+    if target.architecture is None:
+        why: str | None = f"{target.name} runs on transformers: {target.fallback}"
+    elif device.type != "cpu" or machine.launch() is not None:
+        why = f"{target.name} would run on {device}" + (" of several processes" if device.type == "cpu" else "")
+    else:
+        why = refusal("int8", device)
+        if why is None and not rows_are_independent("int8", device):
+            why = "its products of one token depend on the other tokens here"
+    if why is not None:
+        raise SpecgenError(f"--dtype int8 needs the native backend on a CPU, and {why}", "Leave it out, or take --device cpu")
+    return DtypeChoice(torch.float32, "chosen by --dtype", "int8")
+
+
+def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = False) -> PreparedModel:
+    """Returns the model, to be loaded with its weights rounded if the choice says so."""
+    wide_attention = is_target and choice.quantise is not None
+    return replace(model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention))
 
 
 def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> DtypeChoice:
@@ -93,8 +111,10 @@ def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> Dtype
     """
     dequantises = model.dequantises_on(device)
     if name != "auto":
+        if name == "int8":
+            return _rounded_target(model, device)
         if name not in DTYPES:
-            raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)}")
+            raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)} or int8")
         return DtypeChoice(DTYPES[name], "chosen by --dtype")
     own = _own(model)
     if model.quantisation is not None and not dequantises:

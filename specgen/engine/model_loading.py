@@ -45,7 +45,8 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    `quantise` (`int8`, `int4`): the weights are rounded to that when they are loaded, which only the native decoder does.
+    `quantise` (`int8`, `int4`): the weights are rounded to that when they are loaded, which only the native decoder does. For
+    `wide_attention` see `native.layer.NativeLayer`.
     """
 
     location: str
@@ -58,6 +59,7 @@ class ModelSource:
     on_mps: bool = False
     context: int | None = None
     quantise: str | None = None
+    wide_attention: bool = False
 
     @property
     def name(self) -> str:
@@ -346,7 +348,8 @@ def load_weights(
             from specgen.engine.transformers.loading import load_transformers_model
 
             return load_transformers_model(prepared, dtype, device, layer_devices)
-        options: dict[str, Any] = {"exact": source.exact, "quantise": source.quantise, "layer_devices": layer_devices}
+        options: dict[str, Any] = {name: getattr(source, name) for name in ("exact", "quantise", "wide_attention")}
+        options["layer_devices"] = layer_devices
         native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
         if device.type == "cuda" and layer_devices is None:  # a graph is of one device
             native.captures = Captures(capture=CudaGraphs(device))

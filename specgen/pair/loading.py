@@ -117,9 +117,11 @@ def _load(
         layer_devices = placement.layer_devices
         if target.source.exact and layer_devices is not None:
             raise _not_exact(f"{target.name} needs several devices")
+        if choices[0].quantise is not None and layer_devices is not None:
+            raise SpecgenError("--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out")
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes([target, *drafts], devices, dtypes)
-    draft = None
+    target, draft = as_chosen(target, choices[0], is_target=True), None
     if drafts:
         translation, refusal = None, None
         try:

@@ -31,6 +31,7 @@ from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
 from specgen.pair.skip_search import example_prompts
+from specgen.tune.rounding_cost import RoundingCost, rounding_cost
 
 _PROBES: Sequence[str] = (
     "def add(a, b):\n    return a + b\n",
@@ -139,7 +140,8 @@ class PairReport:
     as in PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of CPU threads, None if
     not measured.
     `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
-    `ranks` is the number of processes that torchrun started, None without it.
+    `ranks` is the number of processes that torchrun started, None without it. `rounding` says what rounding the target's weights
+    costs; None if they are not rounded, or if that was not measured.
     """
 
     target: ModelFacts
@@ -153,6 +155,7 @@ class PairReport:
     placement: Placement | None = None
     ranks: int | None = None
     draft_free_bytes: int | None = None
+    rounding: RoundingCost | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`.
@@ -175,6 +178,7 @@ class PairReport:
             "placement": None if self.placement is None else _placement(self.placement),
             "methods": found["methods"],
             "engine": None if self.threads is None else {"threads": asdict(self.threads)},
+            "rounding": None if self.rounding is None else self.rounding._asdict(),
             "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
         }
 
@@ -261,6 +265,7 @@ def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], 
         speedup_model=measure(pair, announce),
         threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
+        rounding=rounding_cost(pair.target, announce),
         methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
     )
 

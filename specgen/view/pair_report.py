@@ -73,6 +73,9 @@ def facts(report: PairReport) -> Iterator[Fact]:
     yield from _memory(report)
     yield "✓ context", _context(report)
     yield from _engine(report)
+    if (cost := report.rounding) is not None:
+        figures = f"perplexity {cost.rounded_perplexity:.3f} in {report.target.dtype}, {cost.stored_perplexity:.3f} as stored"
+        yield "· rounding", f"{figures}; {cost.changed:.1%} of the greedy tokens change ({cost.tokens} tokens of text)"
     if report.speedup_model is not None:
         yield from _costs(report.speedup_model, report.parallel_costs)
 

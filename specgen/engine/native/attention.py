@@ -54,7 +54,7 @@ def attend(
         rows = query.view(tokens, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, tokens * group, size)
     if score_cap is not None:
         mixed = _capped(rows, keys, values, mask, score_cap, KEY_BLOCK if fused else None)
-    elif not fused and tokens * group < _WRITTEN_OUT and rows.dtype == torch.float32 and rows.is_cpu:
+    elif not fused and tokens * group < _WRITTEN_OUT and rows.dtype in (torch.float32, torch.float64) and rows.is_cpu:
         scores = rows @ keys.transpose(1, 2) if mask is None else torch.baddbmm(mask, rows, keys.transpose(1, 2))
         mixed = torch.bmm(scores.softmax(-1), values)
     else:
@@ -132,7 +132,7 @@ def _capped(
     scores = torch.tanh((rows @ keys.transpose(-1, -2)) / score_cap) * score_cap
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     if block is None:
         return weights.to(values.dtype) @ values
     parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)

@@ -50,7 +50,9 @@ class NativeLayer:
     """A decoder layer with its weights. `kind` is the index of its kind in `PassInputs.kinds`.
 
     `make_product` makes a product from a weight [out, in], a bias or None, and the factor of its output on the residual stream.
-    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are there).
+    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are there). `wide_attention`: in
+    float64, rounded to float32. Then its bits do not depend on the order of the keys (in draft trees) or on the other rows;
+    products that round activations would round many differing bits to other numbers.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class NativeLayer:
         *,
         gain: float = 1.0,
         device: torch.device | None = None,
+        wide_attention: bool = False,
     ) -> None:
-        self.index, self.kind, self.device = index, kind, device
+        self.index, self.kind, self.device, self._wide_attention = index, kind, device, wide_attention
         self._architecture, self._eps = architecture, architecture.norm_eps
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
         self._activation = _ACTIVATIONS[architecture.activation]
@@ -126,7 +129,10 @@ class NativeLayer:
                 written.copy_(new)
             else:
                 written.index_copy_(2, inputs.slots, new)
-        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused)
+        if self._wide_attention:
+            query, keys, values = query.double(), keys.double(), values.double()
+            mask = mask if mask is None else mask.double()
+        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused).to(x.dtype)
 
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what `_attention` does, for several sequences. `heads` is [batch * rows, all heads, head size]."""

@@ -259,9 +259,11 @@ def load_native(
     *,
     exact: bool = False,
     quantise: str | None = None,
+    wide_attention: bool = False,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`.
+    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`;
+    `wide_attention`: see `NativeLayer`.
 
     `layer_devices` has the device of each layer, if they are on several: then the embedding is on the first one's, and `device`
     is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
@@ -278,7 +280,8 @@ def load_native(
             files.use_device(on)
             weights = layer_weights(architecture, index, files.take, dtype, gain)
             moves_to = None if layer_devices is None else on
-            layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], gain=gain, device=moves_to))
+            options: dict[str, Any] = {"gain": gain, "device": moves_to, "wide_attention": wide_attention}
+            layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], **options))
             del weights
             files.close()
             if not files.are_copied:

@@ -261,6 +261,17 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
     return None, reason
 
 
+@cache
+def rows_are_independent(kind: str, device: torch.device) -> bool:
+    """Whether rounded products give a row the same bits whichever rows are multiplied with it. Tries 1 to 9 rows."""
+    multiply = quantised(kind, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device))
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).to(device)
+    if multiply is None:
+        return False
+    alone = torch.cat([multiply(row[None]) for row in x])
+    return all(torch.equal(multiply(x[:rows]), alone[:rows]) for rows in range(2, 10))
+
+
 def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.device) -> bool:
     """Compares products of 1 and 5 rows with those of the same rounded weights in float64."""
     generator = torch.Generator().manual_seed(0)

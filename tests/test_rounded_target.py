@@ -1,0 +1,88 @@
+"""`--dtype int8` for a target: every method's greedy output is that of its own plain decoding, and its cost is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import parsed, run_main
+from families import NATIVE, make_model, near_copy, prompt, save
+
+import specgen
+from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
+from specgen.engine import dtype_choice
+from specgen.engine.native.products import rows_are_independent
+
+CPU = torch.device("cpu")
+needs_int8 = pytest.mark.skipif(not rows_are_independent("int8", CPU), reason="this torch or this processor has no such products")
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("sd", {"k": 5}),
+    ("sd", {"k": 3, "width": 3}),
+    ("lookup", {"k": 4}),
+    ("lookahead", {}),
+    ("selfsd", {"skip": "1"}),
+]
+OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2))
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    ("family", "threads"),
+    [
+        pytest.param(family, threads, marks=() if (family, threads) in OFTEN else pytest.mark.slow)
+        for family in NATIVE
+        for threads in (1, 2)
+    ],
+)
+def test_every_method_gives_the_rounded_targets_own_tokens(tmp_path: Path, family: str, threads: int) -> None:
+    """In chains and in trees, whose rows see the keys in another order; close logits, so that one differing bit would show."""
+    target = make_model(family, initializer_range=0.05)
+    folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")
+    sampling, before = SamplingParams(max_new_tokens=48, ignore_eos=True), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with specgen.load(*folders, device="cpu", dtype="int8", draft_dtype="float32") as pair:
+            assert pair.target.dtype_name == "int8"
+            expected = pair.generate(prompt(7), "ar", sampling).token_ids
+            for name, settings in METHODS:
+                pair.forget()
+                assert pair.generate(prompt(7), name, sampling, **settings).token_ids == expected, (name, settings)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_int8
+def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -> None:
+    """Long outputs: with attention in float32, a draft tree changes a token of one output in three."""
+    sampling = SamplingParams(max_new_tokens=96, ignore_eos=True)
+    with specgen.load(device="cpu", dtype="int8") as pair:
+        assert pair.draft is not None
+        assert pair.draft.dtype_name == "int8"
+        for text in ("def mean(numbers):", "Once upon a time", "User: Where is Oslo?\nAssistant:"):
+            expected = pair.generate(text, "ar", sampling).token_ids
+            for name in ("eagle", "medusa", "eesd", "eesd-tree", "glide", "adaptive"):
+                found = pair.generate(text, name, sampling)
+                assert found.token_ids == expected, name
+                assert found.summary["accepted"] > 0, name
+
+
+@needs_int8
+def test_inspect_shows_what_rounding_costs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("specgen.tune.rounding_cost.TOKENS", 96)
+    _, out, _ = run_main(monkeypatch, capfd, "inspect", "--measure", "--device", "cpu", "--dtype", "int8", "--json")
+    report = parsed(out)[0]
+    assert report["target"]["dtype"] == "int8"
+    cost = report["rounding"]
+    assert cost["tokens"] == 96
+    assert 0 < abs(cost["rounded_perplexity"] / cost["stored_perplexity"] - 1) < 0.1
+    assert 0 <= cost["changed"] < 0.2
+
+
+def test_int8_targets_are_refused_where_rows_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtype_choice, "refusal", lambda *_: None)
+    monkeypatch.setattr(dtype_choice, "rows_are_independent", lambda *_: False)
+    with pytest.raises(SpecgenError, match=r"--dtype int8 needs .* and its products of one token depend on the other tokens"):
+        specgen.load(device="cpu", dtype="int8")
