@@ -184,7 +184,22 @@ def test_a_large_model_runs_in_16_bits_if_that_is_faster(
     monkeypatch.setattr(dtype_choice, "timed", clock(seconds))
     choice = choose_dtype("auto", model, CPU)
     assert choice.dtype == chosen
-    assert f"{2e3 * seconds:.1f} ms in bfloat16, 2000.0 in float32 (1 and 6 tokens)" in choice.reason
+    assert f"{1e3 * seconds:.2f} ms a token in bfloat16, 1000.00 in float32" in choice.reason
+
+
+def test_the_dtype_is_chosen_by_the_time_of_a_token_with_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, six tokens take as long as six passes over one, and plain decoding is faster than in float32."""
+    seconds = {(torch.float32, 1): 1.0, (torch.float32, 6): 1.1, (torch.bfloat16, 1): 0.5, (torch.bfloat16, 6): 3.0}
+    seconds |= {("int8", 1): 0.26, ("int8", 6): 0.3}
+    model = stored_in_bfloat16(tmp_path)
+    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
+    monkeypatch.setattr(dtype_choice, "refusal", lambda *_: None)
+    monkeypatch.setattr(dtype_choice, "timed", lambda work, *_, **__: {key: [seconds[key]] for key in work})
+    plain, drafted = (choose_dtype("auto", model, CPU, is_drafted_for=each) for each in (False, True))
+    assert (plain.dtype, drafted.dtype) == (torch.bfloat16, torch.float32)
+    assert plain.hint is None
+    assert drafted.hint is not None
+    assert "about 3.7 times as fast: --dtype int8" in drafted.hint
 
 
 def test_nothing_is_timed_where_a_rule_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,9 @@ def open_pair(
         pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
         interrupts.check()
         doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
-        for warning in (*doubts, getattr(pair.draft, "warning", None)):
-            if warning is not None:
-                loading.keep(Text(f"warning: {warning}"))
+        doubts += [pair.draft.warning] if pair.draft is not None and pair.draft.warning is not None else []
+        for text in [*(f"warning: {doubt}" for doubt in doubts), *([pair.target.warning] if pair.target.warning else [])]:
+            loading.keep(Text(text))
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
         gc.freeze()
         gc.enable()

@@ -22,6 +22,8 @@ from specgen.engine.weights import stored_tensors
 
 _MIN_SPEEDUP = 1.1  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above the noise of minima
 _WIDTHS = (1, 6)  # tokens of a pass in plain decoding, and of one that verifies a draft
+_TOKENS_A_PASS = 2.9  # of the target, from drafts of 5 tokens of which 70 % are accepted: (1 - 0.7^6) / (1 - 0.7)
+_MUCH_FASTER = 2.0  # from here on, the user is told that int8 weights would decode so many times as fast
 _SECONDS, _TURNS = 2.0, 3  # the most that is spent on a choice
 _NUMBERS = 3 << 20  # at most, in the weight that is timed
 _MAX_FLUSH = 64 << 20  # bytes; reading more takes too long
@@ -34,13 +36,14 @@ class DtypeChoice:
     """The dtype of a model's weights and computations, and why it was chosen.
 
     `quantise` (`int8`, `int4`) is what the weights are rounded to, None if they are not. `warning` says why they are not although
-    the user wanted it.
+    the user wanted it. `hint` says that decoding would be much faster with another dtype.
     """
 
     dtype: torch.dtype
     reason: str
     quantise: str | None = None
     warning: str | None = None
+    hint: str | None = None
 
     @property
     def name(self) -> str:
@@ -56,7 +59,7 @@ def choose_dtypes(
     """
     target, *drafts = models
     of_drafts = [choose_draft_dtype(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts]
-    return [choose_dtype(dtypes[0], target, devices[0]), *of_drafts]
+    return [choose_dtype(dtypes[0], target, devices[0], is_drafted_for=bool(drafts)), *of_drafts]
 
 
 def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:
@@ -101,13 +104,14 @@ def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = Fa
     return replace(model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention))
 
 
-def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> DtypeChoice:
+def choose_dtype(name: str, model: PreparedModel, device: torch.device, *, is_drafted_for: bool = False) -> DtypeChoice:
     """Returns the dtype named `name` to run a model in; `auto` takes the one that its config names.
 
     On a CPU, `auto` takes float32 instead of a 16-bit dtype if the model fits into the processor's cache, where operations count
-    and not bytes; a larger model is run in the 16-bit dtype if that is measured to be faster, or if its weights might not fit
-    into memory in float32. Quantised weights stay as they are stored: the dtype is that of the other weights and of the
-    computation. Raises SpecgenError for an unknown name, and if weights are quantised in a format that cannot be loaded here.
+    and not bytes; a larger model is run in the 16-bit dtype if a token then takes less time, or if its weights might not fit
+    into memory in float32. `is_drafted_for`: a draft model drafts for this one, so that most passes verify drafts. Quantised
+    weights stay as they are stored: the dtype is that of the other weights and of the computation. Raises SpecgenError for an
+    unknown name, and if weights are quantised in a format that cannot be loaded here.
     """
     dequantises = model.dequantises_on(device)
     if name != "auto":
@@ -126,7 +130,7 @@ def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> Dtype
         return DtypeChoice(torch.float32, "the model fits into the processor's cache")
     if (free := free_memory(device)) is not None and 2 * narrow_bytes > 0.8 * free:
         return DtypeChoice(own, "in float32 the weights might not fit into memory")
-    return _faster(own, model)
+    return _faster(own, model, is_drafted_for=is_drafted_for)
 
 
 def _own(model: PreparedModel) -> torch.dtype:
@@ -134,26 +138,45 @@ def _own(model: PreparedModel) -> torch.dtype:
 
 
 @inference
-def _faster(narrow: torch.dtype, model: PreparedModel) -> DtypeChoice:
-    """Returns `narrow` if its products are clearly faster than float32's on one thread: the shortest of some, taken in turns."""
-    work = {(dtype, width): _product(model, dtype, width) for width in _WIDTHS for dtype in (torch.float32, narrow)}
+def _faster(narrow: torch.dtype, model: PreparedModel, *, is_drafted_for: bool) -> DtypeChoice:
+    """Returns `narrow` if a token clearly takes less time than in float32, by products on one thread, which are timed in turns.
+
+    A pass over several tokens may take as long as one over one token, or as several: what counts is the time of a pass by the
+    tokens that it gives, with or without a draft.
+    """
+    kinds: list[torch.dtype | str] = [torch.float32, narrow]
+    if model.architecture is not None and refusal("int8", torch.device("cpu")) is None:
+        kinds.append("int8")
+    work = {(kind, width): _product(model, kind, width) for width in _WIDTHS for kind in kinds}
     flush = torch.ones(min(last_level_cache(), _MAX_FLUSH) // 4)  # weights come from memory, as they do in a whole model's pass
     with one_thread():
         samples = timed(work, 1, _SECONDS, most=_TURNS, before=flush.amax)
-    wide, fast = (sum(min(samples[dtype, width]) for width in _WIDTHS) for dtype in (torch.float32, narrow))
-    names = f"{1e3 * fast:.1f} ms in {DtypeChoice(narrow, '').name}, {1e3 * wide:.1f} in float32"
-    reason = f"a part of an MLP takes {names} ({_WIDTHS[0]} and {_WIDTHS[1]} tokens)"
-    return DtypeChoice(narrow if wide > _MIN_SPEEDUP * fast else torch.float32, reason)
+    seconds = {}
+    for kind in kinds:
+        single, verifying = (min(samples[kind, width]) for width in _WIDTHS)
+        seconds[kind] = min(single, verifying / _TOKENS_A_PASS) if is_drafted_for else single
+    dtype = narrow if seconds[torch.float32] > _MIN_SPEEDUP * seconds[narrow] else torch.float32
+    times = (
+        f"{1e3 * seconds[narrow]:.2f} ms a token in {DtypeChoice(narrow, '').name}, {1e3 * seconds[torch.float32]:.2f} in float32"
+    )
+    gain, hint = seconds[dtype] / seconds.get("int8", math.inf), None
+    if gain >= _MUCH_FASTER:
+        hint = f"with its weights rounded, {model.name} would decode about {gain:.1f} times as fast: --dtype int8"
+    reason = f"a part of an MLP takes {times}" + (" (with drafts of 5 tokens)" if is_drafted_for else "")
+    return DtypeChoice(dtype, reason, hint=hint)
 
 
-def _product(model: PreparedModel, dtype: torch.dtype, width: int) -> Callable[[], object]:
-    """Returns the first product of an MLP over `width` tokens, as the model's backend computes it; not all rows of large ones."""
-    columns = model.shape.hidden_size
+def _product(model: PreparedModel, kind: torch.dtype | str, width: int) -> Callable[[], object]:
+    """Returns the first product of an MLP over `width` tokens, as the model's backend computes it; not all rows of large ones.
+
+    `kind` is the dtype, or `int8` for rounded weights.
+    """
+    columns, dtype = model.shape.hidden_size, kind if isinstance(kind, torch.dtype) else torch.float32
     weight = torch.full((min(model.shape.intermediate_size or 4 * columns, _NUMBERS // columns), columns), 1 / 64, dtype=dtype)
     x = torch.ones(width, columns, dtype=dtype)
     if model.architecture is None:
         return partial(torch.nn.functional.linear, x, weight)
-    return partial(ProductFactory(torch.device("cpu"), dtype)(weight), x)
+    return partial(ProductFactory(torch.device("cpu"), dtype, quantise=None if kind is dtype else "int8")(weight), x)
 
 
 def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> dict[str, int]:
