@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -342,19 +343,23 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert err.count("svip needs a draft model") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RunError("the worker died", "Try again"), "the worker died. Try again"),
+        (MemoryError(), "out of memory. Leave this method out, or take a smaller -n"),
+    ],
+)
 def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RunError("the worker died", "Try again")
-
     forgotten: list[Pair] = []
     monkeypatch.setattr(Pair, "forget", lambda pair: forgotten.append(pair))
-    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", broken)
+    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", Mock(side_effect=error))
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
     assert len(forgotten) == 1 + 3 + 2 * 2, "caches are emptied after loading and before each run, also those that warm up"
-    assert (code, err) == (1, "error: lookup: the worker died. Try again\n")
-    assert re.search(r"^lookup +not run: the worker died. Try again", out, flags=re.MULTILINE)
+    assert (code, err) == (1, f"error: lookup: {said}\n")
+    assert re.search(rf"^lookup +not run: {said[:20]}", out, flags=re.MULTILINE)
     assert re.search(r"^sd +same ", out, flags=re.MULTILINE)
 
 

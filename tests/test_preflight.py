@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import CONTEXT, LETTERS, NATIVE, make_model, make_tokenizer, save
 from runner_checks import LAYERED, RUN_BY, quick
 
@@ -18,7 +18,6 @@ import specgen
 from specgen import demo, methods
 from specgen.base.measuring import timed
 from specgen.base.types import Context
-from specgen.cli.app import main
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
@@ -33,14 +32,11 @@ CPU = torch.device("cpu")
 def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Inspect:
     """Run `specgen inspect` in this process: what it wrote to stdout and stderr."""
 
-    def call(*arguments: str, width: int = 100, code: int = 0) -> tuple[str, str]:
+    def call(*arguments: str, width: int = 100) -> tuple[str, str]:
         monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "--device", "cpu", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capfd.readouterr()
-        assert ended.value.code == code, captured.err
-        return captured.out, captured.err
+        code, out, err = run_main(monkeypatch, capfd, "inspect", "--device", "cpu", *arguments)
+        assert code == 0, err
+        return out, err
 
     return call
 

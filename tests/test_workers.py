@@ -323,27 +323,6 @@ def test_a_worker_leaves_with_its_parent_though_the_message_it_reads_never_ends(
                 os.kill(pid, signal.SIGKILL)
 
 
-@posix
-@pytest.mark.slow
-def test_the_callers_script_is_not_run_again(folders: tuple[str, str]) -> None:
-    """It prints once; and the worker leaves with a parent that is killed."""
-    script = f"""
-import specgen, sys, time
-pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
-pair.generate([1, 7, 9], "pearl", window=3)
-print(pair._worker.ready()._process.pid, flush=True)
-time.sleep(60)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert is_running(pid)
-    parent.kill()
-    assert parent.stdout.read() == ""
-    parent.wait()
-    assert wait_until(lambda: not is_running(pid))
-
-
 LONGEST = 60  # seconds after which a run counts as hanging
 LIFE = 9.0  # seconds of a complete run here, with its start
 
