@@ -175,18 +175,6 @@ def test_what_may_be_missing(target: LoadedModel, tmp_path: Path) -> None:
     assert shared.keys() == tied.keys() - {"embed_tokens.weight", "lm_head.weight"}
 
 
-def test_a_head_in_several_files(target: LoadedModel, tmp_path: Path) -> None:
-    expected = load(write_head(tmp_path, "eagle3", target.folder), target)
-    tensors = load_file(tmp_path / "model.safetensors")
-    files = {name: f"{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
-    for part in set(files.values()):
-        save_file({name: tensors[name] for name in tensors if files[name] == part}, tmp_path / part)
-    (tmp_path / "model.safetensors").unlink()
-    assert "cannot read the weights of the head" in refusal(tmp_path, target)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    assert equal(load(tmp_path, target), expected)
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
 def test_a_copy_of_the_targets_embedding_is_left_out(models_folder: Path, tmp_path: Path, family: str) -> None:
     """Whatever the family calls it and scales it with, and also rounded to another dtype."""

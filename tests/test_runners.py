@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -135,11 +134,10 @@ def placed(family: str) -> Made:
 
 
 class Kind(NamedTuple):
-    """`make` makes the runners, `reference` those with an empty cache, by default the same; `within` is where both live."""
+    """`make` makes the runners, `reference` those with an empty cache, by default the same."""
 
     make: Callable[[], Made]
     reference: Callable[[], Made] | None = None
-    within: Callable[[], Any] = nullcontext
     examples: int = 20
 
 
@@ -268,15 +266,13 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
-    kind = KINDS[name]
-    with kind.within():
-        run_state_machine_as_test(
-            partial(Calls, kind),
-            settings=settings(
-                max_examples=kind.examples,
-                stateful_step_count=10,
-                deadline=None,
-                derandomize=True,
-                phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
-            ),
-        )
+    run_state_machine_as_test(
+        partial(Calls, KINDS[name]),
+        settings=settings(
+            max_examples=KINDS[name].examples,
+            stateful_step_count=10,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
+        ),
+    )

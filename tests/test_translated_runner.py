@@ -199,18 +199,6 @@ def run(pair: Pair, method: str, prompt: Any, **sampling: Any) -> Any:
     return pair.generate(prompt, name, SamplingParams(**{"max_new_tokens": COUNT} | sampling), **dict(parse_pairs(given)))
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"), [(method, ("merges", "sentencepiece")[number % 2]) for number, method in enumerate(METHODS)]
-)
-def test_greedy_ids_are_the_targets_own(translated: Callable[[str], Pair], demo_pair: Pair, method: str, kind: str) -> None:
-    pair = translated(kind)
-    prompt = PROMPTS[((kind == "merges") + METHODS.index(method)) % len(PROMPTS)]
-    wanted = run(demo_pair, "ar", prompt).token_ids
-    result = run(pair, method, prompt)
-    assert result.token_ids == wanted
-    assert result.summary["drafted"] > 0
-
-
 @pytest.mark.parametrize("method", every(2, METHODS))
 def test_a_permuted_vocabulary_changes_no_draft(translated: Callable[[str], Pair], demo_pair: Pair, method: str) -> None:
     for prompt, sampling in (PROMPTS[2], {}), (PROMPTS[0], {"temperature": 0.7, "top_p": 0.9}):
