@@ -288,11 +288,11 @@ def test_a_head_in_the_hubs_cache_is_found_by_its_id(folder: Path, tmp_path: Pat
 def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
     """A doubtful head is used with one warning; a head that the method does not use is named."""
     command = ["generate", "abc", "-t", str(folder / "target"), "-n", "2"]
-    for own, times in ((True, 1), (False, 0)):
-        head = write_head(tmp_path / str(own), "eagle3-speculators", folder / "target", own_embedding=own)
+    for number, (layout, own) in enumerate((("eagle3-speculators", False), ("eagle3-speculators", True), ("eagle1", True))):
+        head = write_head(tmp_path / str(number), layout, folder / "target", own_embedding=own)
         code, _, err = called(*command, "-m", "eagle", "--head", str(head))
         assert code == 0, err
-        assert err.count(f"warning: {head}: its embedding is not that of") == times
+        assert err.count(f"warning: {head}: its embedding is not that of") == own
     for method, note in (("lookup", f"--head is not used by lookup: for {folder}/eagle take -m eagle\n"), ("eagle", "")):
         code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
         assert code == 0, err

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from runner_checks import path_to
 from transformers import generation as rules
 
 from specgen.base.errors import SpecgenError
@@ -105,11 +106,7 @@ def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int)
         fitted = torch.nn.functional.pad(logits, (0, WIDTH - logits.shape[1]), value=-torch.inf)
         reference = reference_processors(config, eos, context.prompt_length)
         for row, index in enumerate(range(start, len(tokens) + 1)):
-            path, node = [], index - 1
-            while node >= 0:
-                path.insert(0, tokens[node])
-                node = parents[node]
-            ids = torch.tensor([[*context.ids, *path]])
+            ids = torch.tensor([[*context.ids, *path_to(tokens, list(parents), index - 1)]])
             assert torch.equal(found[row], reference(ids, fitted[row : row + 1].clone())[0]), (settings, index)
 
 

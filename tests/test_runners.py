@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
 from part_references import Part
-from runner_checks import CPU, OTHER, InterruptAt, four_layers, random_path
+from runner_checks import CPU, OTHER, InterruptAt, four_layers, path_to, random_path
 from static_checks import RecordedGraphs, random_model
 from translated_pairs import permuted
 
@@ -228,14 +228,10 @@ class Calls(RuleBasedStateMachine):
                 self.check(runner.logits(self.contexts[at]).logits[0], number, self.contexts[at], [], [], -1)
 
     def check(self, row: torch.Tensor, which: int, context: Context, tokens: list[int], parents: list[int], node: int) -> None:
-        path: list[int] = []
-        while node >= 0:
-            path.insert(0, tokens[node])
-            node = parents[node]
         self.reference.clear()
         same = Context(context.ids[: context.prompt_length])
         same.extend(context.ids[context.prompt_length :])
-        expected = self.reference.runners[which].logits(same, path).logits[-1].cpu()
+        expected = self.reference.runners[which].logits(same, path_to(tokens, parents, node)).logits[-1].cpu()
         largest = float(expected[expected.isfinite()].abs().max())
         torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
 
