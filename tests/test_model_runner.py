@@ -70,19 +70,6 @@ def test_alibi_models_run_chains_and_refuse_trees() -> None:
 # ------------------------------------------------------------------ layers left out
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("3+5a+7m+5m", "3+5+7m"), ("", "skip is ''"), ("3,5", "skip is '3,5'"), ("8", "skip names layer 8"), ("1+", "skip is '1+'")],
-)
-def test_skipped_layers_are_parsed_and_printed_and_mistakes_named(text: str, found: str) -> None:
-    if "skip" not in found:
-        assert str(SkippedLayers.parse(text, 8)) == str(SkippedLayers.parse(found, 8)) == found
-        return
-    with pytest.raises(SpecgenError) as raised:
-        SkippedLayers.parse(text, 8)
-    assert str(raised.value).startswith(found)
-
-
 def test_the_search_finds_the_fastest_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a speed that is highest at a known set, the search finds that set, whatever its first guesses are."""
     monkeypatch.setattr("time.perf_counter", count().__next__)  # each reading takes a second

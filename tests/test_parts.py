@@ -145,20 +145,6 @@ def test_a_wrong_description_is_refused_in_one_line(folder: Path, tmp_path: Path
     assert str(caught.value).isprintable()
 
 
-def test_missing_and_swapped_exit_files_are_refused(folder: Path, tmp_path: Path) -> None:
-    path = save_untrained(tmp_path / "own", folder / "target", 1)
-    other = save_exit(tmp_path, load_file(path), None, ExitDescription("here", "0" * 16, 1))
-    (tmp_path / EXIT_DESCRIPTION).write_text((path.parent / EXIT_DESCRIPTION).read_text())
-    for named, message in (
-        (folder, "cannot read the description of the exit layer"),
-        (tmp_path / "second.safetensors", f"there is no exit layer {tmp_path}/second.safetensors"),
-        (tmp_path / "exit.bin", f"there is no exit layer {tmp_path}/exit.bin"),
-        (other, "do not belong together"),
-    ):
-        with pytest.raises(SpecgenError, match=message):
-            open_part(named, opened(folder / "target"), is_exit=True).load()
-
-
 def test_the_exits_depth_is_the_papers() -> None:
     """5 of 80 and 3 of 40 layers (EESD, section 4.1), and always 5 to 10 % of them (section 5.4)."""
     assert [default_exit_depth(count) for count in (80, 40, 32, 28, 10, 4, 2)] == [5, 3, 2, 2, 1, 1, 1]
@@ -252,6 +238,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["-m", "medusa", "--head", "{folder}/eagle"], "the head {folder}/eagle is for eagle, not for medusa"),
     (["-m", "glide", "--set", "head={folder}/eagle"], "the head {folder}/eagle is for eagle, not for glide"),
     (["-m", "eesd", "--exit-layer", "{tmp}/none"], "there is no exit layer {tmp}/none"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/exit.bin"], "there is no exit layer {tmp}/exit.bin"),
+    (["-m", "eesd", "--exit-layer", "{folder}"], "cannot read the description of the exit layer"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/swapped"], "do not belong together"),
     (["-m", "eesd", "--set", "exit={tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
 ]
 
@@ -262,6 +251,8 @@ def test_what_is_missing_or_does_not_fit_is_one_line(folder: Path, tmp_path: Pat
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / EXIT_DESCRIPTION).write_text((folder / "first" / EXIT_DESCRIPTION).read_text())
     (tmp_path / "damaged" / WEIGHTS).write_bytes(b"no weights")
+    other = save_exit(tmp_path / "swapped", load_file(folder / "first" / WEIGHTS), None, ExitDescription("here", "0" * 16, 1))
+    (other.parent / EXIT_DESCRIPTION).write_text((folder / "first" / EXIT_DESCRIPTION).read_text())
     filled = [word.format(folder=folder, tmp=tmp_path) for word in more]
     code, out, err = called("generate", "abc", "-t", str(folder / "target"), "-n", "2", *filled)
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from runner_checks import path_to
-from transformers import generation as rules
+from transformers import GenerationMixin
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
@@ -30,26 +30,12 @@ def write(folder: Path, generation: Any = None, config: dict[str, Any] | None = 
     return folder
 
 
-def reference_processors(config: Any, eos: list[int], prompt_length: int) -> rules.LogitsProcessorList:
-    """transformers' processors in the order of its `_get_logits_processor`."""
-    made = rules.LogitsProcessorList()
-    if config.sequence_bias is not None:
-        made.append(rules.SequenceBiasLogitsProcessor(config.sequence_bias))
-    if config.repetition_penalty is not None:
-        made.append(rules.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if config.no_repeat_ngram_size:
-        made.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-    if config.bad_words_ids is not None:
-        made.append(rules.NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None))
-    if config.min_length and eos:
-        made.append(rules.MinLengthLogitsProcessor(config.min_length, eos))
-    if config.min_new_tokens and eos:
-        made.append(rules.MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, eos))
-    if config.suppress_tokens is not None:
-        made.append(rules.SuppressTokensLogitsProcessor(config.suppress_tokens))
-    if config.begin_suppress_tokens is not None:
-        made.append(rules.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length))
-    return made
+def reference_processors(config: Any, eos: list[int], prompt_length: int) -> Any:
+    """The processors that transformers' own `generate` makes."""
+    model: Any = GenerationMixin()
+    model.config = transformers.PretrainedConfig()
+    config._eos_token_tensor = torch.tensor(eos) if eos else None
+    return model._get_logits_processor(config, input_ids_seq_length=prompt_length, device="cpu")
 
 
 def random_settings(rng: random.Random, width: int) -> dict[str, Any]:
