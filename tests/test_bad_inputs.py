@@ -209,6 +209,16 @@ def changed_config(file: str = "config.json", **values: Any) -> Change:
     return change
 
 
+def unreadable(**values: Any) -> Change:
+    """Sets keys of config.json, and empties the weights, which must not be read."""
+
+    def change(folder: Path) -> None:
+        changed_config(**values)(folder)
+        (folder / "model.safetensors").write_bytes(b"")
+
+    return change
+
+
 def changed_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     def damage(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -251,6 +261,7 @@ def generation(words: str, **values: Any) -> Row:
     return model(changed_config("generation_config.json", **values), words)
 
 
+GGUF = "specgen tune --export llama.cpp"
 TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
 TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
@@ -270,16 +281,31 @@ MODELS = [
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
     generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
+    generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),
+    generate("-m selfsd --set skip=1+", "skip is '1+'"),
+    generate("-m selfsd --set skip=12", "skip names layer 12. The target has the layers 0 to 11"),
     generate("-t {target} -m svip", "svip needs a draft model", "--draft", "-m lookup"),
     generate("-t {target} --dtype float8", "'float8'", "auto, float32, bfloat16, float16"),
     *(generate(f"--device {device}", f"'{device}'", "auto, cpu, cuda") for device in ("gpu", "cuda:x", "meta")),
     generate("--draft-device gpu", "'gpu'", "auto, cpu, cuda"),
     generate("-t ./\x1b[2J\nfolder\x9b", "␛[2J↵folder"),
     model(removed("config.json"), "{model}", "no config.json", "save_pretrained"),
-    model(written("config.json", b"{"), "configuration"),
+    *(model(written("config.json", content), "configuration") for content in (b"{", b"[1]", b"\xff", DEEP)),
     model(changed_config(model_type="unheard"), "model_type", "Install a newer transformers"),
     model(changed_config(hidden_act="unheard"), "'unheard' is unknown"),
     model(changed_config(quantization_config="fp8"), "quantization_config that is no JSON object: 'fp8'"),
+    *(
+        row(f"{command} {{model}} --device cpu", words, change=unreadable(quantization_config=settings))
+        for command in ("generate abc -t {target} -d", "inspect -t")
+        for settings, words in (
+            ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quantised with awq, which transformers cannot load here: "),
+            ({"bits": 4}, "transformers cannot load here: "),
+            ({"quant_method": "gguf"}, GGUF),
+        )
+    ),
+    generate("-t {file}", GGUF, name="model.gguf", content=b"GGUF"),
+    model(lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), GGUF),
+    generate("-t {places}", GGUF, name="model.gguf", content=b"GGUF"),
     model(changed_config(num_hidden_layers=2**64), "has a num_hidden_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(text_config={"num_layers": 2**64}), "has a num_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(sliding_window="x"), "forward passes after a rollback fail (", options=TRANSFORMERS),
@@ -335,6 +361,11 @@ MODELS = [
     *(
         generation(name, **{name: value})
         for name, value in (("num_beams", 4), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))
+    ),
+    generation("generation_config.json: bad_words_ids", bad_words_ids=[[]]),
+    model(
+        lambda folder: [change(folder) for change in (removed("generation_config.json"), changed_config(repetition_penalty="x"))],
+        "/config.json: repetition_penalty",
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),
     # chat templates

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, InlineWorker, Paths, SmallRunner, exact, states, total_variation
+from enumeration import PROMPT, ROUNDING, Case, InlineWorker, SmallRunner, distance
 from runner_checks import every
 from scripted_models import scripted_run
 
 from specgen.base.types import SamplingParams
 from specgen.methods.pearl import Window
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method on two small tables. `sizes` are the vocabularies of target and draft, `warp` the sampling parameters."""
-
-    method: str
-    settings: dict[str, Any]
-    limit: int
-    sizes: tuple[int, int] = (2, 2)
-    warp: dict[str, Any] = field(default_factory=dict)
-    eos: tuple[int, ...] = ()
-    zero: bool = False
-    window: Window | None = None
-    seed: int = 0
-
-    def __str__(self) -> str:
-        settings = "".join(f":{name}={value}" for name, value in self.settings.items())
-        extras = [f"limit {self.limit}", f"vocabulary {self.sizes[0]}", *(f"{name} {value}" for name, value in self.warp.items())]
-        extras += [text for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window)) if used]
-        return f"{self.method}{settings}, {', '.join(extras)}"
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(**{"max_new_tokens": self.limit, "temperature": 1.0} | self.warp)
-
-    @property
-    def models(self) -> tuple[SmallRunner, SmallRunner]:
-        return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(self.seed + 100, self.sizes[1])
-
-
-def distance(case: Case, monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool = False) -> float:
-    """Total variation between the target's outputs and the method's. `on_gpu`: the method takes tensors for those of a GPU."""
-    target, draft = case.models
-
-    def begin() -> Any:
-        return states(case.method, case.settings, target, draft, case.sampling, case.eos, case.window)
-
-    with monkeypatch.context() as patch:
-        if on_gpu:
-            patch.setattr(torch.Tensor, "is_cpu", False)
-        found = Paths(patch).of_rounds(begin)
-    return total_variation(found, exact(target, case.sampling, case.limit, case.eos))
-
 
 THREE = (3, 3)
 CHAINS = [  # the rejection sampler
