@@ -53,7 +53,7 @@ def decode(
             assert isinstance(run.schedule, Parallel)
             run.schedule = replace(run.schedule, window=flexible)
             rng = random.Random(0)
-            worker.ready().show = lambda position, token: rng.random() < 0.8  # type: ignore[method-assign, union-attr]
+            worker.ready()._server.show = lambda position, token: rng.random() < 0.8  # type: ignore[method-assign, union-attr]
         rounds = list(run.rounds())
     assert run.finish_reason in ("length", "eos")
     return rounds
