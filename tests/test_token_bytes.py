@@ -27,14 +27,10 @@ KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def source(kind: str) -> str:
-    return byte_level() if kind == "byte-level" else metaspace(kind)
-
-
 @cache
 def tokenizer(kind: str, folder: Path) -> Tokenizer:
     declared = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return load(write(folder / kind, source(kind), NAMED | declared, LLAMA))
+    return load(write(folder / kind, byte_level() if kind == "byte-level" else metaspace(kind), NAMED | declared, LLAMA))
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +73,8 @@ def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) 
     assert translation.target_to_draft[of_target] == vocabulary["o"]
 
 
-def changed(step: str, text: str | None = None) -> str:
-    pipeline = Pipeline.from_str(text or byte_level())
+def changed(step: str) -> str:
+    pipeline = Pipeline.from_str(byte_level())
     pipeline.normalizer = getattr(normalizers, step)()
     changed: str = pipeline.to_str()
     return changed
