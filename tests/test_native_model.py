@@ -123,7 +123,9 @@ def check_rotary(found: Architecture, reference: Any) -> None:
     for key, rotary in found.rotary.items():
         if key != "all" and key not in reference.layer_types:
             continue
-        own, options, prefix = module(reference), {} if key == "all" else {"layer_type": key}, "" if key == "all" else f"{key}_"
+        own = module(reference)
+        options = {} if key == "all" else {"layer_type": key}
+        prefix = "" if key == "all" else f"{key}_"
         assert list(rotary.inverse_frequencies) == getattr(own, f"{prefix}inv_freq").tolist()
         assert rotary.factor == getattr(own, f"{prefix}attention_scaling")
         boundary = rotary.long_boundary

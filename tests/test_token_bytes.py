@@ -213,7 +213,8 @@ def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch
 
 def test_what_works_without_token_bytes_runs_and_the_rest_says_why(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
     """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a draft model."""
-    pair, prompts = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8"), tmp_path / "prompts.yaml"
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8")
+    prompts = tmp_path / "prompts.yaml"
     prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
     compare = ("compare", *pair, "--prompts", str(prompts), "--repeats", "1", "--methods")
     generate = ("generate", "the quick", *pair)

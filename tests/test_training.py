@@ -292,7 +292,8 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
         assert {each.name for each in tmp_path.iterdir()} >= {each.name for each in other.iterdir()}
         logits = [draft.reference_logits(text.ids) for text in measured]
     else:
-        agreement, part = figures["held_out_agreement"]["greedy"], open_part(path, target, is_exit=True)
+        agreement = figures["held_out_agreement"]["greedy"]
+        part = open_part(path, target, is_exit=True)
         assert agreement > 0.3
         assert part.has_predictor
         drafts = make_runners(part.load(), target.model, None, lambda: None).draft  # type: ignore[arg-type]
