@@ -117,6 +117,14 @@ LIGHT = [
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    generate("-m sd --set cape=true --set width=3", "cape adds candidates to a chain, and width is 3"),
+    generate("-m eesd-tree --set nodes=9 --set width=1", "nodes is 9, but width is 1"),
+    generate("-m pearl --set cape=true", "pearl has no setting 'cape'"),
+    generate("-m sd --set every=2", "sd has no setting 'every'"),
+    generate("-m spectr --set policy=cali-ts", "its drafter does not compute predicted_acceptance"),
+    generate("-m sd --set translation=text --set policy=adaptive", "translation=text cannot use the policy 'adaptive'"),
+    generate("-m sd --set translation=text --set width=2", "translation=text drafts a chain, and width is 2"),
+    generate("-m sd --set translation=words", "translation is 'words'"),
     row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
     row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned", "--draft"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
@@ -179,6 +187,12 @@ LIGHT = [
     prompts("prompts: !!python/object:os.system x", "could not determine a constructor"),
     prompts("prompts: " + "9" * 5000, "a value does not fit its type"),
     *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
+    trace(lambda _: "\n\n", "holds no run"),
+    trace(lambda _: "{", "line 1 is not JSON"),
+    trace(lambda text: text + '"round"\n', "line 9: Input should be an object"),
+    trace(lambda text: text.encode() + b"\xff\xfe{}\n{}\n", "line 9 is not JSON"),
+    trace(lambda text: text + '{"type": "\\ud800"}\n', "line 9 is not JSON"),
+    trace(lambda text: text + "[" * (16 << 20), "line 9: it is longer than 16 MiB"),
     trace(start(settings={"x": float("nan")}), "is not JSON (expected value"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "recursion limit exceeded"),
@@ -233,6 +247,10 @@ def fifo(file: str) -> Change:
         os.mkfifo(folder / file)
 
     return make
+
+
+def profile(content: str, words: str) -> Row:
+    return row("generate hi --device cpu --profile {places}", words, name="profile.yaml", content=content)
 
 
 def model(change: Change, *words: str, options: str = "-m ar -n 3", **more: Any) -> Row:
@@ -320,6 +338,10 @@ MODELS = [
         model(fifo(file), f"{file} is not a file")
         for file in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors")
     ),
+    profile("", "it is None"),
+    profile("a: [", "is not YAML"),
+    profile("a: &x 1\nb: *x", "aliases"),
+    profile("version: 2", "version: Input should be 1"),
     # generation_config.json
     *(
         model(written("generation_config.json", content), "{model}/generation_config.json", "is no")

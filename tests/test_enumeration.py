@@ -103,16 +103,6 @@ NGRAMS = [
     Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
 ]
 
-LONGER = [  # than the same cases above
-    Case("sd", {"k": 3}, 6),
-    Case("pearl", {"window": 2}, 5),
-    Case("pearl", {"window": 2, "pre_verify": False}, 5),
-    Case("pearl", {"window": 3}, 6, seed=1),
-    Case("pearl", {"window": 4}, 6),
-    Case("pearl", {"window": 3, "policy": "adaptive", "verify_cost": 0.2, "exploration": 0.1}, 5),
-    Case("spectr", {"k": 2, "drafts": 2}, 4),
-]
-
 
 @pytest.mark.parametrize("case", CHAINS, ids=str)
 def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +150,6 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", NGRAMS, ids=str)
 def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LONGER, ids=str)
-def test_longer_runs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
 
 
