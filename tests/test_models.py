@@ -107,7 +107,8 @@ FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
 def test_vocabularies_padded_to_different_sizes_work(
     tmp_path: Path, draft_vocab: int, temperature: float, forbidden: list[int]
 ) -> None:
-    target, draft = make_model("llama", seed=4), make_model("llama", seed=5, vocab_size=draft_vocab)
+    target = make_model("llama", seed=4)
+    draft = make_model("llama", seed=5, vocab_size=draft_vocab)
     if forbidden:
         penalties = {"bad_words_ids": [[5], [VOCAB - 1]], "repetition_penalty": 1.2, "suppress_tokens": [VOCAB - 2]}
         target.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **penalties)
@@ -178,7 +179,9 @@ def test_a_large_model_runs_in_16_bits_if_that_is_faster(
 def test_nothing_is_timed_where_a_rule_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored_in_bfloat16(tmp_path)
     monkeypatch.setattr(dtype_choice, "timed", lambda *_, **__: pytest.fail("timed"))
-    stored, cached, narrow = "the dtype of its weights", "the model fits into the processor's cache", torch.bfloat16
+    stored = "the dtype of its weights"
+    cached = "the model fits into the processor's cache"
+    narrow = torch.bfloat16
     for name, device, dtype, cache, expected in (
         ("float16", CPU, "bfloat16", 1024, (torch.float16, "chosen by --dtype")),
         ("auto", CPU, "float32", 1024, (torch.float32, stored)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +48,16 @@ def check(module: Any, found: torch.Tensor, context: Context, tokens: list[int],
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns both backends' model of a family's variant, made once."""
-    made: dict[tuple[str, int], tuple[Any, NativeModel]] = {}
-
-    def get(family: str, index: int = 0) -> tuple[Any, NativeModel]:
-        if (family, index) not in made:
-            made[family, index] = both(variant(family, index), folder(family, index))
-        return made[family, index]
-
-    def folder(family: str, index: int = 0) -> Path:
-        return base / f"{family} {index}"
-
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Any, NativeModel, Path]]:
+    """Returns both backends' model of a family's variant and its folder, made once."""
     base = tmp_path_factory.mktemp("models")
-    get.folder = folder  # type: ignore[attr-defined]
-    return get
+
+    @cache
+    def made(family: str, index: int) -> tuple[Any, NativeModel, Path]:
+        folder = base / f"{family} {index}"
+        return *both(variant(family, index), folder), folder
+
+    return made
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
@@ -68,11 +65,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_logits_are_those_of_transformers(models: Any, family: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cache; after prompts in chunks and in one pass; trees and chains of a few tokens, and of 64 and more, whose
     attention has other operations and other masks; with packed weights."""
-    module, native = models(family, index)
+    module, native, folder = models(family, index)
     for count in (1, BOUNDARY, 70):
         ids = random_ids(count)
         assert_close(native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0])
-    packed = load(models.folder(family, index), pack=True)
+    packed = load(folder, pack=True)
     assert not any(isinstance(layer._qkv, DenseProduct) for layer in packed.layers)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(packed), 1024)):
@@ -88,9 +85,9 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(VARIANTS)))
 @torch.no_grad()
 def test_narrow_dtypes_are_as_good_as_in_transformers(models: Any, number: int, family: str) -> None:
-    (module, _), dtype = models(family), (torch.bfloat16, torch.float16)[number % 2]
-    native = load(models.folder(family), dtype)
-    own = AutoModelForCausalLM.from_pretrained(models.folder(family), dtype=dtype, attn_implementation="eager")
+    (module, _, folder), dtype = models(family, 0), (torch.bfloat16, torch.float16)[number % 2]
+    native = load(folder, dtype)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     ids = torch.tensor([random_ids(100, seed) for seed in range(3)])
     reference = module(ids, use_cache=False).logits.log_softmax(-1)
     found = torch.stack([native.reference_logits(row).float() for row in ids.tolist()]).log_softmax(-1)
@@ -126,7 +123,9 @@ def check_rotary(found: Architecture, reference: Any) -> None:
     for key, rotary in found.rotary.items():
         if key != "all" and key not in reference.layer_types:
             continue
-        own, options, prefix = module(reference), {} if key == "all" else {"layer_type": key}, "" if key == "all" else f"{key}_"
+        own = module(reference)
+        options = {} if key == "all" else {"layer_type": key}
+        prefix = "" if key == "all" else f"{key}_"
         assert list(rotary.inverse_frequencies) == getattr(own, f"{prefix}inv_freq").tolist()
         assert rotary.factor == getattr(own, f"{prefix}attention_scaling")
         boundary = rotary.long_boundary

@@ -75,7 +75,8 @@ def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int)
     """Several calls of one processor, for chains and trees, other starts, contexts and vocabulary sizes."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    settings, eos = random_settings(rng, WIDTH), rng.sample(range(WIDTH + 1), rng.randint(0, 3))
+    settings = random_settings(rng, WIDTH)
+    eos = rng.sample(range(WIDTH + 1), rng.randint(0, 3))
     read = read_generation_config(write(tmp_path, settings), {})
     config = transformers.GenerationConfig.from_pretrained(tmp_path)
     processor, context = PenaltyProcessor(read, frozenset(eos), WIDTH, CPU), None

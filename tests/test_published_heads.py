@@ -115,7 +115,8 @@ def test_each_layout_is_read(
 
 
 def test_lm_heads_of_medusa_that_are_shared_or_have_all_tokens(target: LoadedModel, tmp_path: Path) -> None:
-    folder, whole = write_head(tmp_path, "medusa-vllm", target.folder), torch.randn(VOCAB, WIDTH)
+    folder = write_head(tmp_path, "medusa-vllm", target.folder)
+    whole = torch.randn(VOCAB, WIDTH)
     ids = load_file(folder / "model.safetensors")["medusa_heads.token_map"]
     change_head(folder, lambda raw: [raw.pop(f"medusa_heads.lm_heads.{head}.weight") for head in (1, 2)], original_lm_head=True)
     change_head(folder, lambda raw: raw.update({"medusa_heads.lm_heads.0.weight": whole}))

@@ -40,7 +40,9 @@ def edited(folder: Path, out: Path, settings: Any) -> Path:
 @pytest.fixture(scope="module")
 def plain_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny target and its near copy, neither quantised."""
-    folder, target, tokenizer = tmp_path_factory.mktemp("plain"), make_model("llama"), make_tokenizer(LETTERS)
+    folder = tmp_path_factory.mktemp("plain")
+    target = make_model("llama")
+    tokenizer = make_tokenizer(LETTERS)
     models = {"target": target, "draft": near_copy(target)}
     return {role: Path(save(model, folder / role, tokenizer)) for role, model in models.items()}
 
@@ -52,7 +54,8 @@ def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    folder, config = tmp_path_factory.mktemp("torchao"), TorchAoConfig(Int8WeightOnlyConfig())
+    folder = tmp_path_factory.mktemp("torchao")
+    config = TorchAoConfig(Int8WeightOnlyConfig())
     saved = {}
     for role, plain in plain_folders.items():
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32)

@@ -27,14 +27,10 @@ KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def source(kind: str) -> str:
-    return byte_level() if kind == "byte-level" else metaspace(kind)
-
-
 @cache
 def tokenizer(kind: str, folder: Path) -> Tokenizer:
     declared = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return load(write(folder / kind, source(kind), NAMED | declared, LLAMA))
+    return load(write(folder / kind, byte_level() if kind == "byte-level" else metaspace(kind), NAMED | declared, LLAMA))
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +73,8 @@ def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) 
     assert translation.target_to_draft[of_target] == vocabulary["o"]
 
 
-def changed(step: str, text: str | None = None) -> str:
-    pipeline = Pipeline.from_str(text or byte_level())
+def changed(step: str) -> str:
+    pipeline = Pipeline.from_str(byte_level())
     pipeline.normalizer = getattr(normalizers, step)()
     changed: str = pipeline.to_str()
     return changed
@@ -217,7 +213,8 @@ def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch
 
 def test_what_works_without_token_bytes_runs_and_the_rest_says_why(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
     """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a draft model."""
-    pair, prompts = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8"), tmp_path / "prompts.yaml"
+    pair = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8")
+    prompts = tmp_path / "prompts.yaml"
     prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
     compare = ("compare", *pair, "--prompts", str(prompts), "--repeats", "1", "--methods")
     generate = ("generate", "the quick", *pair)
