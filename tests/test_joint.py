@@ -120,7 +120,11 @@ def test_mtad_accepts_the_longest_prefix_above_the_threshold() -> None:
 def test_bild_rolls_back_from_the_first_token_that_the_target_finds_bad() -> None:
     """By the unwarped likelihoods, whereas its own token is warped. -ln 0.2 is 1.6, -ln 0.05 is 3.0."""
     given = rows((0.2, 0.5, 0.3), (0.05, 0.9, 0.05), (0.6, 0.2, 0.2), (0.1, 0.1, 0.8))
-    verdicts = {0.1: Verdict((), 1, "correction"), 2.0: Verdict((0,), 1, "correction"), 3.1: Verdict((0, 1, 2), 2, "bonus")}
+    verdicts = {
+        0.1: Verdict((), 1, "correction"),
+        2.0: Verdict((0,), 1, "correction"),
+        3.1: Verdict((0, 1, 2), 2, "bonus"),
+    }
     for sampling in (GREEDY, SamplingParams(temperature=5.0, top_k=1)):
         for rollback, verdict in verdicts.items():
             assert BildVerifier(verifying(sampling), rollback=rollback).verify(Draft((0, 0, 0), (-1, 0, 1)), given) == verdict

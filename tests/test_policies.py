@@ -112,8 +112,11 @@ def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
         return list(PromptLookupDrafter(ngram, frozenset({0})).propose(Context(ids), Fixed(k), 100).tokens)
 
     text = [1, 2, 3, 9, 8, 7, 5, 3, 6, 1, 2, 3]
-    assert (lookup(text, 3), lookup(text, 3, ngram=1)) == ([9, 8, 7], [6, 1, 2])
-    assert (lookup([1, 2, 1, 2], 5), lookup([4, 4], 3), lookup([1, 2, 3], 9)) == ([1, 2, 1, 2, 1], [4, 4, 4], [])
+    assert lookup(text, 3) == [9, 8, 7]
+    assert lookup(text, 3, ngram=1) == [6, 1, 2]
+    assert lookup([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert lookup([4, 4], 3) == [4, 4, 4]
+    assert lookup([1, 2, 3], 9) == []
 
 
 def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:

@@ -191,7 +191,14 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, 
 
 
 @pytest.mark.parametrize(
-    ("nats", "perplexity"), [(-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None), (None, None)]
+    ("nats", "perplexity"),
+    [
+        (-2 * math.log(3), 3.0),
+        (-math.inf, None),
+        (-1e6, None),
+        (math.nan, None),
+        (None, None),
+    ],
 )
 def test_perplexities_that_json_cannot_hold_are_none(nats: float | None, perplexity: float | None) -> None:
     figures = Figures("mtad")
