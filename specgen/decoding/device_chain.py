@@ -85,9 +85,10 @@ class DeviceChain:
         return DraftedToken(position)
 
     def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended.
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
 
-        It ends at the first end-of-sequence token, and then for this reason. Raises RunError if its logits hold a NaN.
+        Cut after the first end-of-sequence token, with the reason `eos`; else `reason` says why it ended. Raises RunError for a
+        NaN in logits.
         """
         if self._count == 0:
             return Draft(stop_reason=reason)
