@@ -60,11 +60,9 @@ class DeviceChain:
     def __init__(
         self, runner: ModelRunner, setup: Setup, generator: torch.Generator, context: Context, unverified: Sequence[int]
     ) -> None:
-        sampling = setup.sampling
-        cuts = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
-        width = min(runner.vocab_size, setup.vocab_size)
-        self._rule = cuts, width  # equal rules share a chooser and its graphs
-        chooser = runner.chooser(self._rule, partial(DeviceChooser, cuts, width, runner.device))
+        sampling, width = SamplingParams(**setup.sampling.warping), min(runner.vocab_size, setup.vocab_size)
+        self._rule = sampling, width  # equal rules share a chooser and its graphs
+        chooser = runner.chooser(self._rule, partial(DeviceChooser, sampling, width, runner.device))
         assert isinstance(chooser, DeviceChooser)
         self._runner, self._setup, self._chooser, self._generator = runner, setup, chooser, generator
         self._context, self._unverified = context, list(unverified)
