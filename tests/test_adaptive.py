@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -177,27 +176,6 @@ def test_acceptance_is_learned_from_all_tokens_and_faster_from_the_last() -> Non
     assert known.predict(1.0) > before + 0.15
     assert known.offset < offset + 0.4
     assert Acceptance(5.0).predict(-800.0) == 0
-
-
-def test_what_is_judged_is_learned_and_a_round_without_a_draft_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = policy()
-    with labels(monkeypatch) as noted:
-        assert draft(made, SURE, UNSURE, SURE, SURE) >= 2
-        made.observe(len(made._steps), 1)
-        expected = [(round(scores(token)[0], 9), position == 0) for position, token in enumerate((SURE, UNSURE))]
-        assert noted == {5.0: expected, 10.0: [(round(scores(SURE)[1], 9), False)]}
-        assert draft(made, SURE, SURE) == 2
-        made.observe(3, 3)  # an end-of-sequence token ended the draft before the policy saw it
-        assert len(noted[5.0]) == 4
-        learned = deepcopy(made.learned)
-        made.observe(0, 0)
-        learned.add_idle()
-        learned.add_round(1, 1)
-        assert made.learned == learned
-        learned.token.learn(0.0, accepted=True)
-        learned.guard.count(9.0, 1, 1.0)
-        assert made.learned.token != learned.token, "a copy shares nothing"
-        assert made.learned.guard != learned.guard
 
 
 def test_in_pearl_pending_tokens_count_until_one_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""Loading models: refused models, penalties, context limits, devices, threads and dtypes, tokenizers, text that streams."""
+"""Loading models: refused models, context limits, devices, threads and dtypes, tokenizers, text that streams."""
 
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import run_main
-from families import BACKENDS, CONTEXT, VOCAB, make_model, make_tokenizer, near_copy, plain, save
+from families import BACKENDS, CONTEXT, VOCAB, make_model, make_tokenizer, plain, save
 from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -24,17 +23,6 @@ from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, describe
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
-
-
-def test_penalties_are_applied_as_transformers_does_and_sampling_settings_are_not(tmp_path: Path) -> None:
-    penalties = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "bad_words_ids": [[5], [6, 7]]}
-    model, ids = make_model("llama", seed=2), [1, *(random.Random(1).randrange(3, 40) for _ in range(8))]
-    draft = save(near_copy(model), tmp_path / "draft")
-    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=True, top_k=3, **penalties)
-    pair = specgen.load(save(model, tmp_path / "target"), draft, device="cpu", dtype="float32")
-    expected = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), ids, 40)
-    for method in ("ar", "sd", "lookup", "specinfer"):
-        assert pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids == expected, method
 
 
 def test_models_that_cannot_be_rolled_back_are_refused(tmp_path: Path) -> None:

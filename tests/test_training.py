@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,19 @@ import torch
 from families import CHAT_TEMPLATE, EOS, LETTERS, make_model, make_tokenizer, plain, save
 from runner_checks import RUN_BY, few
 from safetensors.torch import load_file
-from training_helpers import TINY, Recorder, corpus_of, objective, opened, refused, task_of, train_command, trained, written
+from training_helpers import (
+    TINY,
+    Recorder,
+    corpus_of,
+    invoke,
+    objective,
+    opened,
+    refused,
+    task_of,
+    train_command,
+    trained,
+    written,
+)
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
@@ -504,19 +515,20 @@ def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:
         assert said in sentence
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
-@pytest.mark.slow
-def test_an_interrupted_process_can_be_resumed(folder: Path, corpus: Path, tmp_path: Path) -> None:
-    sizes = ["--steps", "300", "--self-text", "0.01"]
-    command = [sys.executable, "-m", "specgen", *train_command("eesd", corpus, tmp_path / "out", "-t", str(folder), *sizes)]
-    process, lines = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), [""]
-    assert process.stderr is not None
-    while not lines[-1].startswith("Training:"):
-        lines.append(process.stderr.readline())
-        assert lines[-1], lines  # the process ended before it trained
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, ""), err
-    assert "the same command resumes from here" in err
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "resuming at step" in ended.stderr
+def test_an_interruption_has_its_exit_code_and_says_how_to_go_on(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C during the first step. That a resumed run ends with the same weights is tested above."""
+    advance = Training.advance
+
+    def interrupted(self: Training) -> float:
+        monkeypatch.setattr(Training, "advance", advance)
+        os.kill(os.getpid(), signal.SIGINT)
+        return advance(self)
+
+    monkeypatch.setattr(Training, "advance", interrupted)
+    command = train_command("eesd", corpus, tmp_path / "out", "-t", str(folder), "--steps", "3", "--self-text", "0")
+    result = invoke(command)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "the same command resumes from here" in result.stderr
+    assert "resuming at step" in trained(command).stderr
