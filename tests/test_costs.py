@@ -173,8 +173,7 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
     shown = " ".join(str(text) for _, text in pair_report._costs(alone, announced))
     assert "8.3 draft passes (c): PEARL's window is 8" in shown
-    near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
-    run = near.run(near.request(PROMPTS[0], "pearl", GREEDY))
+    run = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
     assert run.settings.values["window"] == 8
     assert run.costs is not None
     assert run.costs.as_dict()["window"] == 8
