@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -290,3 +290,49 @@ def exact(
 
 def total_variation(found: Distribution, wanted: Distribution) -> float:
     return sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted}) / 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on two small tables. `sizes` are the vocabularies of target and draft, `warp` the sampling parameters."""
+
+    method: str
+    settings: dict[str, Any]
+    limit: int
+    sizes: tuple[int, int] = (2, 2)
+    warp: dict[str, Any] = field(default_factory=dict)
+    eos: tuple[int, ...] = ()
+    zero: bool = False
+    window: Window | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        settings = "".join(f":{name}={value}" for name, value in self.settings.items())
+        extras = [f"limit {self.limit}", f"vocabulary {self.sizes[0]}", *(f"{name} {value}" for name, value in self.warp.items())]
+        extras += [text for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window)) if used]
+        return f"{self.method}{settings}, {', '.join(extras)}"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(**{"max_new_tokens": self.limit, "temperature": 1.0} | self.warp)
+
+    @property
+    def models(self) -> tuple[SmallRunner, SmallRunner]:
+        return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(self.seed + 100, self.sizes[1])
+
+
+def distance(case: Case, monkeypatch: pytest.MonkeyPatch, draft: Any = None, *, on_gpu: bool = False, **options: Any) -> float:
+    """Total variation between the target's outputs and the method's.
+
+    `draft` drafts instead of the case's table. `on_gpu`: the method takes tensors for those of a GPU. `options`: see `states`.
+    """
+    target, own = case.models
+
+    def begin() -> Any:
+        return states(case.method, case.settings, target, draft or own, case.sampling, case.eos, case.window, **options)
+
+    with monkeypatch.context() as patch:
+        if on_gpu:
+            patch.setattr(torch.Tensor, "is_cpu", False)
+        found = Paths(patch).of_rounds(begin)
+    return total_variation(found, exact(target, case.sampling, case.limit, case.eos))

@@ -243,15 +243,12 @@ def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
     return out
 
 
-def weights_file(folder: Path) -> Path:
-    return next(path for path in (folder / "medusa_lm_head.safetensors", folder / "model.safetensors") if path.exists())
-
-
 def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Path:
     """Changes a head's tensors in place, and sets fields of its config; None removes one."""
-    stored = load_file(weights_file(folder))
+    (file,) = folder.glob("*.safetensors")
+    stored = load_file(file)
     tensors(stored)
-    save_file(stored, weights_file(folder))
+    save_file(stored, file)
     old = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
     return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -179,27 +178,6 @@ def test_acceptance_is_learned_from_all_tokens_and_faster_from_the_last() -> Non
     assert Acceptance(5.0).predict(-800.0) == 0
 
 
-def test_what_is_judged_is_learned_and_a_round_without_a_draft_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = policy()
-    with labels(monkeypatch) as noted:
-        assert draft(made, SURE, UNSURE, SURE, SURE) >= 2
-        made.observe(len(made._steps), 1)
-        expected = [(round(scores(token)[0], 9), position == 0) for position, token in enumerate((SURE, UNSURE))]
-        assert noted == {5.0: expected, 10.0: [(round(scores(SURE)[1], 9), False)]}
-        assert draft(made, SURE, SURE) == 2
-        made.observe(3, 3)  # an end-of-sequence token ended the draft before the policy saw it
-        assert len(noted[5.0]) == 4
-        learned = deepcopy(made.learned)
-        made.observe(0, 0)
-        learned.add_idle()
-        learned.add_round(1, 1)
-        assert made.learned == learned
-        learned.token.learn(0.0, accepted=True)
-        learned.guard.count(9.0, 1, 1.0)
-        assert made.learned.token != learned.token, "a copy shares nothing"
-        assert made.learned.guard != learned.guard
-
-
 def test_in_pearl_pending_tokens_count_until_one_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     made = policy(in_parallel=True)
     with labels(monkeypatch) as noted:
@@ -262,6 +240,8 @@ def test_costs_are_learned_from_the_times_of_rounds(draft_cost: float, verify_co
             assert timed.costs.draft == pytest.approx(draft_cost, rel=0.2, abs=0.02)
             assert timed.costs.verify == pytest.approx(verify_cost, abs=0.04)
             assert not timed.costs.differs(wanted, 2.0) or wanted.of_draft(1, 1) < 0.05
+        else:
+            assert timed.costs.verify == pytest.approx(timed.guess.verify, abs=0.005), "passes of one width have no slope"
         assert timed.costs.differs(timed.guess, 1.5) == (not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27)
 
 
@@ -374,7 +354,7 @@ def test_each_judged_token_of_a_run_is_learned_once(
             if window is not None:
                 assert isinstance(run.schedule, Parallel)
                 run.schedule = replace(run.schedule, window=window)
-                worker.ready().show = partial(_ends_at_random, Random(seed))  # as if the target's pass had ended
+                worker.ready()._server.show = partial(_ends_at_random, Random(seed))  # as if the target's pass had ended
             rounds = list(run.rounds())
         found = judged(rounds)
         assert [score for score, _ in learned[5.0]] == pytest.approx([score for score, _ in found], abs=1e-3)

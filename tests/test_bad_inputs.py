@@ -117,6 +117,14 @@ LIGHT = [
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
     generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    generate("-m sd --set cape=true --set width=3", "cape adds candidates to a chain, and width is 3"),
+    generate("-m eesd-tree --set nodes=9 --set width=1", "nodes is 9, but width is 1"),
+    generate("-m pearl --set cape=true", "pearl has no setting 'cape'"),
+    generate("-m sd --set every=2", "sd has no setting 'every'"),
+    generate("-m spectr --set policy=cali-ts", "its drafter does not compute predicted_acceptance"),
+    generate("-m sd --set translation=text --set policy=adaptive", "translation=text cannot use the policy 'adaptive'"),
+    generate("-m sd --set translation=text --set width=2", "translation=text drafts a chain, and width is 2"),
+    generate("-m sd --set translation=words", "translation is 'words'"),
     row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
     row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned", "--draft"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
@@ -179,6 +187,12 @@ LIGHT = [
     prompts("prompts: !!python/object:os.system x", "could not determine a constructor"),
     prompts("prompts: " + "9" * 5000, "a value does not fit its type"),
     *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
+    trace(lambda _: "\n\n", "holds no run"),
+    trace(lambda _: "{", "line 1 is not JSON"),
+    trace(lambda text: text + '"round"\n', "line 9: Input should be an object"),
+    trace(lambda text: text.encode() + b"\xff\xfe{}\n{}\n", "line 9 is not JSON"),
+    trace(lambda text: text + '{"type": "\\ud800"}\n', "line 9 is not JSON"),
+    trace(lambda text: text + "[" * (16 << 20), "line 9: it is longer than 16 MiB"),
     trace(start(settings={"x": float("nan")}), "is not JSON (expected value"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + NINES), "99999999999999999999 is too large"),
     trace(lambda text: text.replace('"temperature": 0.0', '"temperature": ' + "[" * 600 + "]" * 600), "recursion limit exceeded"),
@@ -191,6 +205,16 @@ def changed_config(file: str = "config.json", **values: Any) -> Change:
     def change(folder: Path) -> None:
         path = folder / file
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+    return change
+
+
+def unreadable(**values: Any) -> Change:
+    """Sets keys of config.json, and empties the weights, which must not be read."""
+
+    def change(folder: Path) -> None:
+        changed_config(**values)(folder)
+        (folder / "model.safetensors").write_bytes(b"")
 
     return change
 
@@ -225,6 +249,10 @@ def fifo(file: str) -> Change:
     return make
 
 
+def profile(content: str, words: str) -> Row:
+    return row("generate hi --device cpu --profile {places}", words, name="profile.yaml", content=content)
+
+
 def model(change: Change, *words: str, options: str = "-m ar -n 3", **more: Any) -> Row:
     return row(f"generate abc -q -t {{model}} --device cpu {options}", *words, change=change, **more)
 
@@ -233,6 +261,7 @@ def generation(words: str, **values: Any) -> Row:
     return model(changed_config("generation_config.json", **values), words)
 
 
+GGUF = "specgen tune --export llama.cpp"
 TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
 TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
@@ -252,6 +281,9 @@ MODELS = [
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
     generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
+    generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),
+    generate("-m selfsd --set skip=1+", "skip is '1+'"),
+    generate("-m selfsd --set skip=12", "skip names layer 12. The target has the layers 0 to 11"),
     generate("-t {target} -m svip", "svip needs a draft model", "--draft", "-m lookup"),
     generate("--backend transformers --dtype int8", "--dtype int8 needs the native backend", "chosen by --backend transformers"),
     generate("--dtype int4", "there is no dtype 'int4'", "or int8"),
@@ -260,10 +292,22 @@ MODELS = [
     generate("--draft-device gpu", "'gpu'", "auto, cpu, cuda"),
     generate("-t ./\x1b[2J\nfolder\x9b", "␛[2J↵folder"),
     model(removed("config.json"), "{model}", "no config.json", "save_pretrained"),
-    model(written("config.json", b"{"), "configuration"),
+    *(model(written("config.json", content), "configuration") for content in (b"{", b"[1]", b"\xff", DEEP)),
     model(changed_config(model_type="unheard"), "model_type", "Install a newer transformers"),
     model(changed_config(hidden_act="unheard"), "'unheard' is unknown"),
     model(changed_config(quantization_config="fp8"), "quantization_config that is no JSON object: 'fp8'"),
+    *(
+        row(f"{command} {{model}} --device cpu", words, change=unreadable(quantization_config=settings))
+        for command in ("generate abc -t {target} -d", "inspect -t")
+        for settings, words in (
+            ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quantised with awq, which transformers cannot load here: "),
+            ({"bits": 4}, "transformers cannot load here: "),
+            ({"quant_method": "gguf"}, GGUF),
+        )
+    ),
+    generate("-t {file}", GGUF, name="model.gguf", content=b"GGUF"),
+    model(lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), GGUF),
+    generate("-t {places}", GGUF, name="model.gguf", content=b"GGUF"),
     model(changed_config(num_hidden_layers=2**64), "has a num_hidden_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(text_config={"num_layers": 2**64}), "has a num_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(sliding_window="x"), "forward passes after a rollback fail (", options=TRANSFORMERS),
@@ -296,6 +340,10 @@ MODELS = [
         model(fifo(file), f"{file} is not a file")
         for file in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors")
     ),
+    profile("", "it is None"),
+    profile("a: [", "is not YAML"),
+    profile("a: &x 1\nb: *x", "aliases"),
+    profile("version: 2", "version: Input should be 1"),
     # generation_config.json
     *(
         model(written("generation_config.json", content), "{model}/generation_config.json", "is no")
@@ -315,6 +363,11 @@ MODELS = [
     *(
         generation(name, **{name: value})
         for name, value in (("num_beams", 4), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))
+    ),
+    generation("generation_config.json: bad_words_ids", bad_words_ids=[[]]),
+    model(
+        lambda folder: [change(folder) for change in (removed("generation_config.json"), changed_config(repetition_penalty="x"))],
+        "/config.json: repetition_penalty",
     ),
     generation("forbids all tokens", suppress_tokens=list(range(5000))),
     # chat templates

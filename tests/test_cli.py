@@ -49,6 +49,7 @@ def check_record(lines: Lines) -> None:
         joined += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
     assert joined == last["token_ids"]
     assert last["new_tokens"] == len(joined)
+    assert sum(last["phase_seconds"].values()) == pytest.approx(last["seconds"])
     assert last["rounds"] == last["target_passes"] == len(rounds)
     assert last["drafted"] == sum(len(line["draft_ids"]) for line in rounds)
     assert last["accepted"] == sum(len(line["accepted_ids"]) for line in rounds)
@@ -178,6 +179,7 @@ def test_quiet_leaves_stderr_empty_and_a_seed_repeats_sampled_output(generate: G
     assert footer
     assert generate(*SAMPLED, "-q", PROMPT) == (loud, "")
     assert generate(*SAMPLED, "--seed", "4", PROMPT)[0] != loud
+    assert generate(*SAMPLED[:2], *SAMPLED[4:], PROMPT) != generate(*SAMPLED[:2], *SAMPLED[4:], PROMPT)
 
 
 def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ def test_every_figure_recomputes_from_the_trace(compare: Compare, tmp_path: Path
 
 
 def test_only_what_all_methods_have_run_counts() -> None:
-    results = results_of({"ar": [run(2.0)] * 3, "svip": [run(1.0, 90, 70)], "lookup": [run(1.0, 90, 70)] * 2})
+    fast = run(1.0, 90, 70)
+    results = results_of({"ar": [run(2.0)] * 3, "svip": [fast], "lookup": [fast] * 2})
     assert [each.prompts for each in method_results(results)] == [1, 1, 1]
 
 
@@ -182,23 +184,18 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
     assert len(read_comparison(trace).runs) == 3, "an interrupted run is made again"
 
 
-def test_seeds_are_fresh_and_repeat_a_run(
+def test_seeds_repeat_a_run(
     compare: Compare, pair: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each prompt and repeat draws its own, whatever else is measured; `generate` repeats a run by the seed in the trace."""
+    """They do not depend on what else is measured; `generate` repeats a run by the seed in the trace."""
     options = ["-n", "16", "--ignore-eos", "--temperature", "1", "--seed"]
     trace, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     assert compare("-m", "beta-ts", *options, "5", "--repeats", "2", "--trace", str(trace))[0] == 0
     compare("-m", "sd", *options, "5", "--repeats", "1", "--limit", "2", "--trace", str(again))
-    seeds = {
-        (prompt, run["start"]["repeat"]): run["start"]["sampling"]["seed"]
-        for prompt, runs in runs_of(trace)["beta-ts"].items()
-        for run in runs
-    }
-    assert len(set(seeds.values())) == len(seeds) == 2 * len(PROMPTS)
-    assert all(runs[0]["start"]["sampling"]["seed"] == seeds[prompt, 0] for prompt, runs in runs_of(again)["sd"].items())
-    run = runs_of(trace)["beta-ts"][3][1]
-    given = [PROMPTS[3], *pair, "--device", "cpu", "-m", "beta-ts", *options, str(seeds[3, 1]), "--json"]
+    runs, others = runs_of(trace)["beta-ts"], runs_of(again)["sd"]
+    assert all(others[prompt][0]["start"]["sampling"] == runs[prompt][0]["start"]["sampling"] for prompt in others)
+    run = runs[3][1]
+    given = [PROMPTS[3], *pair, "--device", "cpu", "-m", "beta-ts", *options, str(run["start"]["sampling"]["seed"]), "--json"]
     rounds = [line for line in parsed(run_main(monkeypatch, capfd, "generate", *given)[1]) if line["type"] == "round"]
     names = ("draft_ids", "stop_reason", "token_id")
     assert [[line[name] for name in names] for line in rounds] == [[line[name] for name in names] for line in run["rounds"]]
@@ -347,19 +344,23 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert err.count("svip needs a draft model") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RunError("the worker died", "Try again"), "the worker died. Try again"),
+        (MemoryError(), "out of memory. Leave this method out, or take a smaller -n"),
+    ],
+)
 def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RunError("the worker died", "Try again")
-
     forgotten: list[Pair] = []
     monkeypatch.setattr(Pair, "forget", lambda pair: forgotten.append(pair))
-    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", broken)
+    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", Mock(side_effect=error))
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
     assert len(forgotten) == 1 + 3 + 2 * 2, "caches are emptied after loading and before each run, also those that warm up"
-    assert (code, err) == (1, "error: lookup: the worker died. Try again\n")
-    assert re.search(r"^lookup +not run: the worker died. Try again", out, flags=re.MULTILINE)
+    assert (code, err) == (1, f"error: lookup: {said}\n")
+    assert re.search(rf"^lookup +not run: {said[:20]}", out, flags=re.MULTILINE)
     assert re.search(r"^sd +same ", out, flags=re.MULTILINE)
 
 

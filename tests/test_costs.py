@@ -25,11 +25,18 @@ from specgen.tune.simulator import Simulator
 from specgen.view import pair_report
 
 BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
-ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})}))
+PASSES = CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})})
+ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), PASSES)
 
 
 @pytest.mark.parametrize(
-    ("base", "token", "draft", "size", "first"), [(8, 0, 2, 4, 4), (6, 1, 2, 6, 4), (12.2, 1, 2, 12, 7), (2, 0, 6, 1, 1)]
+    ("base", "token", "draft", "size", "first"),
+    [
+        (8, 0, 2, 4, 4),
+        (6, 1, 2, 6, 4),
+        (12.2, 1, 2, 12, 7),
+        (2, 0, 6, 1, 1),
+    ],
 )
 def test_with_the_window_both_models_finish_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, base: float, token: float, draft: float, size: int, first: int
@@ -166,8 +173,7 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert (measured["pearl_window"], round(measured["cost_ratio"], 3)) == (8, 8.3)
     shown = " ".join(str(text) for _, text in pair_report._costs(alone, announced))
     assert "8.3 draft passes (c): PEARL's window is 8" in shown
-    near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
-    run = near.run(near.request(PROMPTS[0], "pearl", GREEDY))
+    run = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
     assert run.settings.values["window"] == 8
     assert run.costs is not None
     assert run.costs.as_dict()["window"] == 8

@@ -28,10 +28,6 @@ def zone(root: Path, number: str, name: str, microjoules: int | str = 0) -> Path
     return folder
 
 
-def meter_of(root: Path) -> EnergyMeter:
-    return energy_meter_for([CPU], root=root)
-
-
 def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages and their memory are counted once."""
     monkeypatch.setattr(energy, "_TICK", 0)
@@ -39,10 +35,10 @@ def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeyp
     for number, name in (("0:0", "core"), ("0:1", "dram"), ("2", "psys")):
         zone(tmp_path, number, name, 1)
     folder = zone(tmp_path, "0", "package-0", RANGE - 5_000_000)
-    meter = meter_of(tmp_path)
+    meter = energy_meter_for([CPU], root=tmp_path)
     assert [counter.name for counter in meter.counters] == ["RAPL package-0", "RAPL dram"]
     (tmp_path / "intel-rapl:0:1" / "name").write_text("another")
-    meter = meter_of(tmp_path)
+    meter = energy_meter_for([CPU], root=tmp_path)
     meter.start()
     found = []
     for value in (RANGE - 1_000_000, 2_000_000):

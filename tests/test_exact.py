@@ -122,7 +122,8 @@ def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     target = SimpleNamespace(reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16")
     pair: Any = SimpleNamespace(target=target)
-    rounding, bug = judge(pair, 0, 0, [1], [0], [1]), judge(pair, 0, 0, [1], [0], [1], exact=True)
+    rounding = judge(pair, 0, 0, [1], [0], [1])
+    bug = judge(pair, 0, 0, [1], [0], [1], exact=True)
     assert rounding is not None
     assert bug is not None
     assert (rounding.is_broken, bug.is_broken) == (False, True)

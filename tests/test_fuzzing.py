@@ -77,7 +77,8 @@ def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, data: s
     lines = [*traces.a_recorded_run(3), *traces.a_run("pearl", spec="pearl", category="c")]
     number = data.draw(st.integers(0, len(lines) - 1))
     path, page = tmp_path / "t.jsonl", tmp_path / "page.html"
-    path.write_bytes(data.draw(cut(as_lines([*lines[:number], data.draw(damaged(lines[number])), *lines[number + 1 :]]))))
+    lines[number] = data.draw(damaged(lines[number]))
+    path.write_bytes(data.draw(cut(as_lines(lines))))
     code, out, _ = main("inspect", path, *(part.format(page=page) for part in view))
     if view == ("--json",) and code == 0:
         assert parsed(out)
@@ -93,7 +94,9 @@ def test_a_damaged_model_generates_or_is_refused(
     shutil.rmtree(tmp_path / "model", ignore_errors=True)
     path = Path(shutil.copytree(pair[1], tmp_path / "model", dirs_exist_ok=True)) / file
     content = path.read_bytes()
-    path.write_bytes(data.draw(cut(json.dumps(data.draw(damaged(json.loads(content)))).encode() if "json" in file else content)))
+    if "json" in file:
+        content = json.dumps(data.draw(damaged(json.loads(content)))).encode()
+    path.write_bytes(data.draw(cut(content)))
     main("generate", "abc", "-q", "-n", "3", "-m", "ar", "-t", path.parent, "--device", "cpu")
 
 

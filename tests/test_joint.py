@@ -72,29 +72,17 @@ def test_a_search_that_takes_too_long_and_nan_logits_are_one_line() -> None:
         joint(flat, 5, k=2)
 
 
-def beams(runner: TableRunner, width: int, length: int, eos: Eos = (), stochastic: bool = False) -> Draft:
+def beams(runner: TableRunner, length: int, eos: Eos) -> Draft:
     setup = Setup(runner, SAMPLING, frozenset(eos), VOCAB, 3)
-    return BeamSearchDrafter(setup, beams=width, beam="sample" if stochastic else "greedy").propose(
-        Context(PROMPT), Fixed(length), 10
-    )
+    return BeamSearchDrafter(setup, beams=64, beam="greedy").propose(Context(PROMPT), Fixed(length), 10)
 
 
 @pytest.mark.parametrize(("length", "eos"), [(1, ()), (2, ()), (3, ()), (3, (1, 4))])
 def test_wide_beams_find_the_likeliest_block(length: int, eos: Eos) -> None:
     for seed in range(4):
-        found, (best, tokens) = beams(TableRunner(seed), 64, length, eos), every_block(TableRunner(seed), PROMPT, length, eos)[0]
+        found, (best, tokens) = beams(TableRunner(seed), length, eos), every_block(TableRunner(seed), PROMPT, length, eos)[0]
         assert found.tokens == tokens
         assert found.log_likelihoods[-1] == pytest.approx(best, abs=1e-5)
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_a_draft_models_nan_logits_are_an_error(stochastic: bool) -> None:
-    runner = TableRunner(1)
-    runner.table.fill_(math.nan)
-    with pytest.raises(RunError, match="draft model's logits hold NaN"):
-        beams(runner, 3, 2, stochastic=stochastic)
-    with pytest.raises(RunError, match="draft model's logits hold NaN"):
-        list(scripted_run("bild", {}, TableRunner(2), runner, SAMPLING).rounds())
 
 
 def rows(*probs: Sequence[float]) -> ModelOutput:
@@ -132,7 +120,11 @@ def test_mtad_accepts_the_longest_prefix_above_the_threshold() -> None:
 def test_bild_rolls_back_from_the_first_token_that_the_target_finds_bad() -> None:
     """By the unwarped likelihoods, whereas its own token is warped. -ln 0.2 is 1.6, -ln 0.05 is 3.0."""
     given = rows((0.2, 0.5, 0.3), (0.05, 0.9, 0.05), (0.6, 0.2, 0.2), (0.1, 0.1, 0.8))
-    verdicts = {0.1: Verdict((), 1, "correction"), 2.0: Verdict((0,), 1, "correction"), 3.1: Verdict((0, 1, 2), 2, "bonus")}
+    verdicts = {
+        0.1: Verdict((), 1, "correction"),
+        2.0: Verdict((0,), 1, "correction"),
+        3.1: Verdict((0, 1, 2), 2, "bonus"),
+    }
     for sampling in (GREEDY, SamplingParams(temperature=5.0, top_k=1)):
         for rollback, verdict in verdicts.items():
             assert BildVerifier(verifying(sampling), rollback=rollback).verify(Draft((0, 0, 0), (-1, 0, 1)), given) == verdict

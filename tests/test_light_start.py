@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from specgen import demo
 HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor"}
 NOT_FOR_HELP = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"}
 IN_WORKER = {"typer", "rich", "pydantic"}
+TRACE = Path(__file__).parent / "golden" / "trace.jsonl"
 PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")))
 
 
@@ -31,8 +33,9 @@ def imported(code: str, *arguments: str) -> set[str]:
         (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY),
         (("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
         (("inspect", "-q", *PAIR), HEAVY),
+        (("inspect", "-q", str(TRACE)), {"torch"}),
     ],
-    ids=["help", "generate", "compare", "inspect"],
+    ids=["help", "generate", "compare", "inspect", "inspect a trace"],
 )
 def test_a_command_imports_no_library_that_it_does_not_need(arguments: tuple[str, ...], unneeded: set[str]) -> None:
     seen = imported("from specgen.__main__ import start; start()", *arguments)

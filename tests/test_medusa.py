@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 from runner_checks import path_to
 
 from specgen.base.types import Context, SamplingParams
@@ -54,32 +54,20 @@ class HeadTable(SmallRunner):
         return ModelOutput(torch.stack([self._tables[level].row(context.ids) for level in levels[start:]]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "limit", "sizes", "warp", "eos", "zero"),
-    [
-        ({"nodes": 0}, 5, (2, 2), {}, (), False),
-        ({"nodes": 0, "k": 2}, 4, (3, 3), {"top_p": 0.8, "temperature": 1.3}, (), False),
-        ({"nodes": 0, "policy": "svip", "threshold": 0.25}, 5, (2, 2), {}, (), False),
-        ({"nodes": 7}, 4, (3, 3), {}, (), False),
-        ({"nodes": 20}, 4, (3, 3), {"top_k": 2}, (2,), True),
-        ({"nodes": 6, "policy": "confidence", "threshold": 0.5}, 4, (3, 3), {"top_p": 0.9}, (0,), False),
-    ],
-)
-def test_sampling_is_lossless(
-    settings: dict[str, Any],
-    limit: int,
-    sizes: tuple[int, int],
-    warp: dict[str, Any],
-    eos: tuple[int, ...],
-    zero: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+CASES = [
+    Case("medusa", {"nodes": 0}, 5),
+    Case("medusa", {"nodes": 0, "k": 2}, 4, (3, 3), {"top_p": 0.8, "temperature": 1.3}),
+    Case("medusa", {"nodes": 0, "policy": "svip", "threshold": 0.25}, 5),
+    Case("medusa", {"nodes": 7}, 4, (3, 3)),
+    Case("medusa", {"nodes": 20}, 4, (3, 3), {"top_k": 2}, (2,), zero=True),
+    Case("medusa", {"nodes": 6, "policy": "confidence", "threshold": 0.5}, 4, (3, 3), {"top_p": 0.9}, (0,)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sampling_is_lossless(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumerating all random choices, with trees and with chains drawn from the heads."""
-    target, draft = SmallRunner(0, sizes[0], zero=zero), HeadTable(100, sizes[1], zero=zero)
-    sampling = SamplingParams(**{"max_new_tokens": limit, "temperature": 1.0} | warp)
-    with monkeypatch.context() as patch:
-        found = Paths(patch).of_rounds(lambda: states("medusa", settings, target, draft, sampling, eos))
-    assert total_variation(found, exact(target, sampling, limit, eos)) < ROUNDING
+    assert distance(case, monkeypatch, HeadTable(100, case.sizes[1], zero=case.zero)) < ROUNDING
 
 
 def drafted(draft: HeadTable, nodes: int, limit: int = 9, *, length: int = 4, ends: frozenset[int] = frozenset()) -> Any:

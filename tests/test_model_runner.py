@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from itertools import count
-from typing import Any
 
 import pytest
-import torch
 from families import BACKENDS, make_bloom, make_model, model_of
-from runner_checks import LAYERED, RUN_BY, TOLERANCE, CountedLayers, check, four_layers, quick
+from runner_checks import RUN_BY, CountedLayers, check
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
+from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.skip_search import search_skips
 
 
@@ -73,64 +68,6 @@ def test_alibi_models_run_chains_and_refuse_trees() -> None:
 
 
 # ------------------------------------------------------------------ layers left out
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("3+5a+7m+5m", "3+5+7m"), ("", "skip is ''"), ("3,5", "skip is '3,5'"), ("8", "skip names layer 8"), ("1+", "skip is '1+'")],
-)
-def test_skipped_layers_are_parsed_and_printed_and_mistakes_named(text: str, found: str) -> None:
-    if "skip" not in found:
-        assert str(SkippedLayers.parse(text, 8)) == str(SkippedLayers.parse(found, 8)) == found
-        return
-    with pytest.raises(SpecgenError) as raised:
-        SkippedLayers.parse(text, 8)
-    assert str(raised.value).startswith(found)
-
-
-def skipped(module: Any, skips: SkippedLayers) -> Any:
-    """A model that computes the same with all layers: the output weights of the skipped parts are zero."""
-    zeroed = copy.deepcopy(module)
-    with torch.no_grad():
-        for number, layer in enumerate(zeroed.model.layers):
-            outputs = [layer.self_attn.o_proj] if number in skips.attention else []
-            for output in [*outputs, *([layer.mlp.down_proj] if number in skips.mlp else [])]:
-                output.weight.zero_()
-    return zeroed
-
-
-@pytest.mark.parametrize(
-    ("family", "backend", "skip"),
-    quick((*case, skip) for case in LAYERED for skip in ("0", "1+3a+2m") if case[0] == "llama" or "+" in skip),
-)
-def test_skipping_drafts_read_the_targets_cache(family: str, backend: str, skip: str) -> None:
-    """The committed tokens' cache entries are the whole model's, so the expected logits come from such a cache."""
-    module = make_model(family, **four_layers(family))
-    skips = SkippedLayers.parse(skip, 4)
-    model, zeroed = model_of(module, backend), model_of(skipped(module, skips), backend)
-    target = ModelRunner(model)
-    runner, rng, context = LayerSkippingRunner(target, model, skips), random.Random(skip), Context([1, 5, 6, 7])
-    for _ in range(4):
-        target.logits(context)
-        context.extend([rng.randrange(3, 40)])
-        tokens = [rng.randrange(3, 40) for _ in range(3)]
-        expected = logits_on_targets_cache(model, zeroed, context, tokens)
-        grown = [runner.logits(context, tokens[:size], start=size).logits[0] for size in range(4)]
-        assert torch.allclose(torch.stack(grown), expected, atol=TOLERANCE, rtol=1e-4)
-        check(module, target.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
-        context.extend(tokens[: rng.randrange(4)])
-
-
-@torch.inference_mode()  # the runners' caches are inference tensors
-def logits_on_targets_cache(model: Model, zeroed: Model, context: Context, tokens: list[int]) -> torch.Tensor:
-    """The logits of the model with zeroed weights, after keys and values that the whole model computed for `context.ids[:-1]`."""
-    whole, part = ModelRunner(model), ModelRunner(zeroed)
-    past = Context(context.ids[:-1])
-    whole.logits(past)
-    part.logits(past)
-    part._cached.cache = part.cache = whole.cache
-    past.extend(context.ids[-1:])
-    return part.logits(past, tokens).logits
 
 
 def test_the_search_finds_the_fastest_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from comparisons import Compare
 
 from specgen.decoding.chain import ModelDrafter
 from specgen.engine.native.native_model import NativeModel
@@ -68,11 +66,3 @@ def test_what_was_generated_before_is_shown_and_recorded(
     assert len(out) > 2
     assert whole.startswith(out.removesuffix("\n"))
     assert [line["type"] for line in parsed((tmp_path / "t.jsonl").read_text())] == ["start", "round", "round", "round"]
-
-
-def test_in_a_comparison_the_other_methods_are_measured(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", raising(ERRORS[2]))
-    code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "1")
-    assert (code, err) == (1, "error: lookup: out of memory. Leave this method out, or take a smaller -n\n")
-    assert re.search(r"^lookup +not run: out of memory. Leave this method out", out, flags=re.MULTILINE)
-    assert re.search(r"^sd +same ", out, flags=re.MULTILINE)

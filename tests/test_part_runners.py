@@ -96,7 +96,10 @@ def test_penalties_change_the_rows_by_the_path(layout: str, options: dict[str, A
     def penalties() -> PenaltyProcessor:
         return PenaltyProcessor(config, frozenset({EOS}), VOCAB, torch.device("cpu"))
 
-    part, context, tokens, parents = Part(layout, penalties=penalties, **options), Context([1, 5, 6, 7]), [11, 8, 6], [-1, 0, -1]
+    part = Part(layout, penalties=penalties, **options)
+    context = Context([1, 5, 6, 7])
+    tokens = [11, 8, 6]
+    parents = [-1, 0, -1]
     part.made.target.logits(context)
     context.extend([9])
     output = part.made.draft.logits(context, tokens, parents)

@@ -145,20 +145,6 @@ def test_a_wrong_description_is_refused_in_one_line(folder: Path, tmp_path: Path
     assert str(caught.value).isprintable()
 
 
-def test_missing_and_swapped_exit_files_are_refused(folder: Path, tmp_path: Path) -> None:
-    path = save_untrained(tmp_path / "own", folder / "target", 1)
-    other = save_exit(tmp_path, load_file(path), None, ExitDescription("here", "0" * 16, 1))
-    (tmp_path / EXIT_DESCRIPTION).write_text((path.parent / EXIT_DESCRIPTION).read_text())
-    for named, message in (
-        (folder, "cannot read the description of the exit layer"),
-        (tmp_path / "second.safetensors", f"there is no exit layer {tmp_path}/second.safetensors"),
-        (tmp_path / "exit.bin", f"there is no exit layer {tmp_path}/exit.bin"),
-        (other, "do not belong together"),
-    ):
-        with pytest.raises(SpecgenError, match=message):
-            open_part(named, opened(folder / "target"), is_exit=True).load()
-
-
 def test_the_exits_depth_is_the_papers() -> None:
     """5 of 80 and 3 of 40 layers (EESD, section 4.1), and always 5 to 10 % of them (section 5.4)."""
     assert [default_exit_depth(count) for count in (80, 40, 32, 28, 10, 4, 2)] == [5, 3, 2, 2, 1, 1, 1]
@@ -252,6 +238,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["-m", "medusa", "--head", "{folder}/eagle"], "the head {folder}/eagle is for eagle, not for medusa"),
     (["-m", "glide", "--set", "head={folder}/eagle"], "the head {folder}/eagle is for eagle, not for glide"),
     (["-m", "eesd", "--exit-layer", "{tmp}/none"], "there is no exit layer {tmp}/none"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/exit.bin"], "there is no exit layer {tmp}/exit.bin"),
+    (["-m", "eesd", "--exit-layer", "{folder}"], "cannot read the description of the exit layer"),
+    (["-m", "eesd", "--exit-layer", "{tmp}/swapped"], "do not belong together"),
     (["-m", "eesd", "--set", "exit={tmp}/damaged"], "cannot read the weights of the exit layer {tmp}/damaged"),
 ]
 
@@ -262,6 +251,8 @@ def test_what_is_missing_or_does_not_fit_is_one_line(folder: Path, tmp_path: Pat
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / EXIT_DESCRIPTION).write_text((folder / "first" / EXIT_DESCRIPTION).read_text())
     (tmp_path / "damaged" / WEIGHTS).write_bytes(b"no weights")
+    other = save_exit(tmp_path / "swapped", load_file(folder / "first" / WEIGHTS), None, ExitDescription("here", "0" * 16, 1))
+    (other.parent / EXIT_DESCRIPTION).write_text((folder / "first" / EXIT_DESCRIPTION).read_text())
     filled = [word.format(folder=folder, tmp=tmp_path) for word in more]
     code, out, err = called("generate", "abc", "-t", str(folder / "target"), "-n", "2", *filled)
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err
@@ -288,11 +279,11 @@ def test_a_head_in_the_hubs_cache_is_found_by_its_id(folder: Path, tmp_path: Pat
 def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
     """A doubtful head is used with one warning; a head that the method does not use is named."""
     command = ["generate", "abc", "-t", str(folder / "target"), "-n", "2"]
-    for own, times in ((True, 1), (False, 0)):
-        head = write_head(tmp_path / str(own), "eagle3-speculators", folder / "target", own_embedding=own)
+    for number, (layout, own) in enumerate((("eagle3-speculators", False), ("eagle3-speculators", True), ("eagle1", True))):
+        head = write_head(tmp_path / str(number), layout, folder / "target", own_embedding=own)
         code, _, err = called(*command, "-m", "eagle", "--head", str(head))
         assert code == 0, err
-        assert err.count(f"warning: {head}: its embedding is not that of") == times
+        assert err.count(f"warning: {head}: its embedding is not that of") == own
     for method, note in (("lookup", f"--head is not used by lookup: for {folder}/eagle take -m eagle\n"), ("eagle", "")):
         code, _, err = called(*command, "-m", method, "--head", str(folder / "eagle"))
         assert code == 0, err
@@ -300,7 +291,8 @@ def test_notes_about_heads(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_depends_on_the_weights_and_not_on_their_files(folder: Path, tmp_path: Path) -> None:
-    model, before = make_model("llama", num_hidden_layers=8), weights_fingerprint(folder / "target")
+    model = make_model("llama", num_hidden_layers=8)
+    before = weights_fingerprint(folder / "target")
     model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert weights_fingerprint(tmp_path / "shards") == before

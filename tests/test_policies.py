@@ -17,6 +17,7 @@ from scripted_models import TableRunner, TopProbPredictor, ids_of, scripted_run
 
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
+from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding import drafting
 from specgen.decoding import policy_base as policy_module
@@ -111,8 +112,11 @@ def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
         return list(PromptLookupDrafter(ngram, frozenset({0})).propose(Context(ids), Fixed(k), 100).tokens)
 
     text = [1, 2, 3, 9, 8, 7, 5, 3, 6, 1, 2, 3]
-    assert (lookup(text, 3), lookup(text, 3, ngram=1)) == ([9, 8, 7], [6, 1, 2])
-    assert (lookup([1, 2, 1, 2], 5), lookup([4, 4], 3), lookup([1, 2, 3], 9)) == ([1, 2, 1, 2, 1], [4, 4, 4], [])
+    assert lookup(text, 3) == [9, 8, 7]
+    assert lookup(text, 3, ngram=1) == [6, 1, 2]
+    assert lookup([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert lookup([4, 4], 3) == [4, 4, 4]
+    assert lookup([1, 2, 3], 9) == []
 
 
 def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:
@@ -178,25 +182,6 @@ def test_k_and_depth_of_a_tree_of_fixed_depth() -> None:
         assert (values["k"], values["depth"]) == (k, depth)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("sd", {"cape": True, "width": 3}, "cape adds candidates to a chain, and width is 3"),
-        ("eesd-tree", {"nodes": 9, "width": 1}, "nodes is 9, but width is 1"),
-        ("pearl", {"cape": True}, "pearl has no setting 'cape'"),
-        ("sd", {"every": 2}, "sd has no setting 'every'"),
-        ("eesd-beta", {"policy": "svip"}, "eesd-beta has no setting 'policy'"),
-        ("spectr", {"policy": "cali-ts"}, "its drafter does not compute predicted_acceptance"),
-        ("sd", {"translation": "text", "policy": "adaptive"}, "translation=text cannot use the policy 'adaptive'"),
-        ("sd", {"translation": "text", "width": 2, "depth": 3}, "translation=text drafts a chain, and width is 2"),
-        ("sd", {"translation": "words"}, "translation is 'words'"),
-    ],
-)
-def test_settings_that_exclude_each_other(name: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecgenError, match=message):
-        methods.resolve(methods.find(name), given)
-
-
 @pytest.mark.parametrize("name", ["eesd-cali", "eesd-tree"])
 def test_the_policy_and_its_predictor_have_a_phase_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only advances in them and in passes."""
@@ -232,9 +217,11 @@ def test_the_policy_and_its_predictor_have_a_phase_of_their_own(name: str, monke
 def test_nan_in_a_draft_is_an_error(temperature: float) -> None:
     draft = TableRunner(1)
     draft.table.fill_(math.nan)
-    for given in ({}, {"policy": "svip"}, {"width": 2}):
+    for written in ("sd", "sd:policy=svip", "sd:width=2", "mtad", "mtad:beam=sample", "bild"):
+        name, *given = written.split(":")
+        run = scripted_run(name, dict(parse_pairs(given)), TableRunner(2), draft, SamplingParams(temperature=temperature))
         with pytest.raises(RunError, match="NaN"):
-            list(scripted_run("sd", given, TableRunner(2), draft, SamplingParams(temperature=temperature)).rounds())
+            list(run.rounds())
 
 
 class ForbiddingRunner(TableRunner):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import CONTEXT, LETTERS, NATIVE, make_model, make_tokenizer, save
 from runner_checks import LAYERED, RUN_BY, quick
 
@@ -18,8 +18,6 @@ import specgen
 from specgen import demo, methods
 from specgen.base.measuring import timed
 from specgen.base.types import Context
-from specgen.cli.app import main
-from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
@@ -34,14 +32,11 @@ CPU = torch.device("cpu")
 def inspect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Inspect:
     """Run `specgen inspect` in this process: what it wrote to stdout and stderr."""
 
-    def call(*arguments: str, width: int = 100, code: int = 0) -> tuple[str, str]:
+    def call(*arguments: str, width: int = 100) -> tuple[str, str]:
         monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setattr(sys, "argv", ["specgen", "inspect", "--device", "cpu", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capfd.readouterr()
-        assert ended.value.code == code, captured.err
-        return captured.out, captured.err
+        code, out, err = run_main(monkeypatch, capfd, "inspect", "--device", "cpu", *arguments)
+        assert code == 0, err
+        return out, err
 
     return call
 
@@ -184,16 +179,6 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     assert seen[0] == (20, 0)
     assert set(seen[1:]) == {(1, 19), (4, 19)}
     assert len(seen[1:]) >= 10
-
-
-def test_the_speedup_model_by_hand() -> None:
-    def model(draft: float, a_token_more: float) -> SpeedupModel:
-        return SpeedupModel({width: 1 + a_token_more * (width - 1) for width in WIDTHS}, draft, 256)
-
-    cheap, dear, free = model(0.2, 0.0), model(1.1, 0.1), model(0.0, 0.05)
-    assert (cheap.break_even_acceptance(5), cheap.speedup(5, 1.0)) == pytest.approx((0.2, 6 / 2))
-    assert (dear.relative_draft_cost, dear.break_even_acceptance(3)) == (pytest.approx(1.1), None)
-    assert free.best(0.9)[0] > free.best(0.3)[0]
 
 
 def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:

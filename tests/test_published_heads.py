@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,17 +36,9 @@ def load(folder: Path, target: LoadedModel) -> Any:
     return open_part(folder, target, is_exit=False).load()
 
 
-def equal(found: Any, expected: Any) -> bool:
-    """Whether weights are equal: tensors, or mappings, sequences and records of them."""
-    if isinstance(expected, torch.Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(equal(found[name], each) for name, each in expected.items())
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(equal, found, expected))
-    if hasattr(expected, "__dataclass_fields__"):
-        return all(equal(getattr(found, each.name), getattr(expected, each.name)) for each in fields(expected))
-    return bool(found == expected)
+def equal(found: Tensors, expected: Tensors) -> bool:
+    is_equal = {name: found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items()}
+    return found.keys() == expected.keys() and all(is_equal.values())
 
 
 def named(weights: Any) -> Tensors:
@@ -81,7 +72,7 @@ READ: list[tuple[str, Config, dict[str, str], Config]] = [  # a layout with size
     ("medusa-v1.0", {}, {"medusa_head.": ""} | MEDUSA | {f"{head}.1.weight": f"lm_heads.{head}.weight" for head in range(3)}, {}),
     ("medusa-v2", {}, MEDUSA, {"lm_heads": None}),
     ("medusa-vllm", {}, {"medusa_heads.": ""}, {}),
-    ("eagle1", {"bias": False}, {}, {"version": 1, "base": 1e4, "model_type": "llama"}),
+    ("eagle1", {"bias": False, "own_embedding": True}, {}, {"version": 1, "base": 1e4, "model_type": "llama"}),
     ("eagle1", {"qkv_bias": True}, {}, {"version": 1, "model_type": "qwen2"}),
     ("eagle1-sglang", {}, {"model.": ""}, {"version": 1, "base": 1e4}),
     ("eagle1-vllm", {"qk_norm": True}, {}, {"version": 1, "model_type": "qwen3"}),
@@ -108,7 +99,7 @@ def test_each_layout_is_read(
         assert torch.equal(found.vocabulary, raw["medusa_heads.token_map"])
     elif "t2d" in raw:
         assert torch.equal(found.vocabulary, raw["t2d"].nonzero()[:, 0])
-    dropped = COPIED if layout != "glide" else ()
+    dropped = () if layout == "glide" or sizes.get("own_embedding") else COPIED
     assert equal(named(found), {name: tensor for name, tensor in expected.items() if name not in dropped})
     if not layout.startswith("medusa"):
         shape, (rotary,) = found.architecture, found.architecture.rotary.values()
@@ -124,7 +115,8 @@ def test_each_layout_is_read(
 
 
 def test_lm_heads_of_medusa_that_are_shared_or_have_all_tokens(target: LoadedModel, tmp_path: Path) -> None:
-    folder, whole = write_head(tmp_path, "medusa-vllm", target.folder), torch.randn(VOCAB, WIDTH)
+    folder = write_head(tmp_path, "medusa-vllm", target.folder)
+    whole = torch.randn(VOCAB, WIDTH)
     ids = load_file(folder / "model.safetensors")["medusa_heads.token_map"]
     change_head(folder, lambda raw: [raw.pop(f"medusa_heads.lm_heads.{head}.weight") for head in (1, 2)], original_lm_head=True)
     change_head(folder, lambda raw: raw.update({"medusa_heads.lm_heads.0.weight": whole}))
@@ -175,18 +167,6 @@ def test_what_may_be_missing(target: LoadedModel, tmp_path: Path) -> None:
     assert shared.keys() == tied.keys() - {"embed_tokens.weight", "lm_head.weight"}
 
 
-def test_a_head_in_several_files(target: LoadedModel, tmp_path: Path) -> None:
-    expected = load(write_head(tmp_path, "eagle3", target.folder), target)
-    tensors = load_file(tmp_path / "model.safetensors")
-    files = {name: f"{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
-    for part in set(files.values()):
-        save_file({name: tensors[name] for name in tensors if files[name] == part}, tmp_path / part)
-    (tmp_path / "model.safetensors").unlink()
-    assert "cannot read the weights of the head" in refusal(tmp_path, target)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    assert equal(load(tmp_path, target), expected)
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
 def test_a_copy_of_the_targets_embedding_is_left_out(models_folder: Path, tmp_path: Path, family: str) -> None:
     """Whatever the family calls it and scales it with, and also rounded to another dtype."""
@@ -194,14 +174,6 @@ def test_a_copy_of_the_targets_embedding_is_left_out(models_folder: Path, tmp_pa
     folder = write_head(tmp_path, "eagle1", own.folder)
     change_head(folder, lambda raw: raw.update({name: tensor.bfloat16() for name, tensor in raw.items()}))
     assert "embed_tokens.weight" not in load(folder, own).tensors
-
-
-@pytest.mark.parametrize("layout", ["eagle1", "eagle3-speculators"])
-def test_another_embedding_is_used_with_a_warning(target: LoadedModel, tmp_path: Path, layout: str) -> None:
-    for own in (True, False):
-        part = open_part(write_head(tmp_path / str(own), layout, target.folder, own_embedding=own), target, is_exit=False)
-        assert ("embed_tokens.weight" in part.load().tensors) == own  # type: ignore[union-attr]
-        assert ("may have been made for another target" in str(part.warning)) == own
 
 
 # what is written
@@ -234,7 +206,7 @@ def test_what_is_written_has_a_published_layout_and_is_read_back(target: LoadedM
     found = part.load()
     assert equal(named(found), {name: each.bfloat16() for name, each in named(weights).items()})
     others = [each.name for each in fields(weights) if each.name not in ("blocks", "lm_heads", "tensors")]
-    assert all(equal(getattr(found, name), getattr(weights, name)) for name in others)
+    assert repr([getattr(found, name) for name in others]) == repr([getattr(weights, name) for name in others])
     assert isinstance(part.description, HeadDescription)
     assert part.description.figures == {"agreement": 0.1235}
     assert part.description.weights == part.digest == weights_fingerprint(path.parent)
@@ -296,11 +268,6 @@ def test_a_mistake_is_named_in_one_line(
 def test_damaged_files_are_refused(target: LoadedModel, tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", "eagle1", target.folder)
     config, weights = folder / "config.json", folder / "model.safetensors"
-    whole = weights.read_bytes()
-    for content in (b"", whole[:5], whole[:-1], struct.pack("<Q", 1 << 60) + whole[8:]):
-        weights.write_bytes(content)
-        assert "cannot read the weights of the head" in refusal(folder, target)
-    weights.write_bytes(whole)
     for text in ("{", "[]", '{"num_hidden_layers": ' + "9" * 5000 + "}"):
         config.write_text(text)
         refusal(folder, target)
@@ -317,7 +284,7 @@ def test_a_pickle_is_not_read_and_the_command_in_the_message_converts_it(
     target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = write_head(tmp_path / "the head", "eagle1", target.folder)
-    expected = load(folder, target)
+    expected = load(folder, target).tensors
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     tensors["fc.weight"] = tensors["fc.weight"].t().contiguous().t()  # not contiguous, as weights may be saved
@@ -330,4 +297,4 @@ def test_a_pickle_is_not_read_and_the_command_in_the_message_converts_it(
     assert (python, option) == ("python", "-c")
     monkeypatch.setattr("sys.argv", ["-c", *arguments])
     exec(program, {})
-    assert equal(load(folder, target), expected)
+    assert equal(load(folder, target).tensors, expected)

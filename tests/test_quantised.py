@@ -40,7 +40,9 @@ def edited(folder: Path, out: Path, settings: Any) -> Path:
 @pytest.fixture(scope="module")
 def plain_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny target and its near copy, neither quantised."""
-    folder, target, tokenizer = tmp_path_factory.mktemp("plain"), make_model("llama"), make_tokenizer(LETTERS)
+    folder = tmp_path_factory.mktemp("plain")
+    target = make_model("llama")
+    tokenizer = make_tokenizer(LETTERS)
     models = {"target": target, "draft": near_copy(target)}
     return {role: Path(save(model, folder / role, tokenizer)) for role, model in models.items()}
 
@@ -52,7 +54,8 @@ def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    folder, config = tmp_path_factory.mktemp("torchao"), TorchAoConfig(Int8WeightOnlyConfig())
+    folder = tmp_path_factory.mktemp("torchao")
+    config = TorchAoConfig(Int8WeightOnlyConfig())
     saved = {}
     for role, plain in plain_folders.items():
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
@@ -71,41 +74,12 @@ def target_of(folder: Path, **changes: Any) -> PreparedModel:
     return prepare(ModelSource(str(folder), **changes), lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quantised with awq, which transformers cannot load here: "),
-        ({"bits": 4}, "transformers cannot load here: "),
-        ({"quant_method": "gguf"}, "specgen tune --export llama.cpp"),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused_in_one_line_before_the_weights_are_read(
-    plain_folders: dict[str, Path], tmp_path: Path, settings: Any, part: str
-) -> None:
-    """A draft too, which is loaded only when it is first needed. What is missing says transformers."""
-    folder = edited(plain_folders["target"], tmp_path / "model", settings)
-    (folder / "model.safetensors").write_bytes(b"")
-    for command in (["generate", "abc", "-t", str(plain_folders["target"]), "-d"], ["inspect", "-t"]):
-        result = invoke([*command, str(folder), "--device", "cpu"])
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert part in " ".join(result.stderr.split())
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-
-
 def test_the_native_backend_and_exact_refuse_it(plain_folders: dict[str, Path], tmp_path: Path) -> None:
     folder = edited(plain_folders["target"], tmp_path / "model", TORCHAO)
     with pytest.raises(SpecgenError, match=r"^the native backend does not run .*: its weights are quantised with torchao"):
         target_of(folder, backend="native")
     with pytest.raises(SpecgenError, match=r"^--exact needs the native backend, .*: its weights are quantised with torchao"):
         target_of(folder, exact=True)
-
-
-def test_gguf_files_are_sent_to_llama_cpp(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for name in (tmp_path / "model.gguf", tmp_path):
-        result = invoke(["generate", "abc", "-t", str(name), "--device", "cpu"])
-        assert result.exit_code == 2
-        assert "specgen tune --export llama.cpp" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
 from part_references import Part
-from runner_checks import CPU, OTHER, InterruptAt, four_layers, random_path
+from runner_checks import CPU, OTHER, InterruptAt, four_layers, path_to, random_path
 from static_checks import RecordedGraphs, random_model
 from translated_pairs import permuted
 
@@ -135,11 +134,10 @@ def placed(family: str) -> Made:
 
 
 class Kind(NamedTuple):
-    """`make` makes the runners, `reference` those with an empty cache, by default the same; `within` is where both live."""
+    """`make` makes the runners, `reference` those with an empty cache, by default the same."""
 
     make: Callable[[], Made]
     reference: Callable[[], Made] | None = None
-    within: Callable[[], Any] = nullcontext
     examples: int = 20
 
 
@@ -230,14 +228,10 @@ class Calls(RuleBasedStateMachine):
                 self.check(runner.logits(self.contexts[at]).logits[0], number, self.contexts[at], [], [], -1)
 
     def check(self, row: torch.Tensor, which: int, context: Context, tokens: list[int], parents: list[int], node: int) -> None:
-        path: list[int] = []
-        while node >= 0:
-            path.insert(0, tokens[node])
-            node = parents[node]
         self.reference.clear()
         same = Context(context.ids[: context.prompt_length])
         same.extend(context.ids[context.prompt_length :])
-        expected = self.reference.runners[which].logits(same, path).logits[-1].cpu()
+        expected = self.reference.runners[which].logits(same, path_to(tokens, parents, node)).logits[-1].cpu()
         largest = float(expected[expected.isfinite()].abs().max())
         torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
 
@@ -268,15 +262,13 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
-    kind = KINDS[name]
-    with kind.within():
-        run_state_machine_as_test(
-            partial(Calls, kind),
-            settings=settings(
-                max_examples=kind.examples,
-                stateful_step_count=10,
-                deadline=None,
-                derandomize=True,
-                phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
-            ),
-        )
+    run_state_machine_as_test(
+        partial(Calls, KINDS[name]),
+        settings=settings(
+            max_examples=KINDS[name].examples,
+            stateful_step_count=10,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
+        ),
+    )

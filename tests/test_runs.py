@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, make_model, model_of, near_copy, save, with_exit
+from families import BACKENDS, make_model, model_of, near_copy, save, with_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_checks import CountedLayers
 from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers.transformers_model import TransformersModel
 from specgen.methods import METHODS
@@ -57,19 +57,6 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     assert [round_.index for round_ in rounds] == list(range(len(rounds)))
 
 
-def test_the_context_ends_a_run(pair_of: Callable[..., Pair]) -> None:
-    pair = pair_of("gpt2", "near")
-    sampling = SamplingParams(max_new_tokens=500, ignore_eos=True)
-    request = pair.request([5] * 100, "sd", sampling, k=6)
-    run = pair.run(request)
-    rounds = list(run.rounds())
-    assert request.limit == CONTEXT - 100
-    assert sum(len(round_.token_ids) for round_ in rounds) == CONTEXT - 100
-    assert run.finish_reason == "length"
-    with pytest.raises(specgen.SpecgenError, match=r"too long: 128 tokens and 500 new ones are 500 over 128"):
-        pair.run(pair.request([5] * CONTEXT, "sd", sampling))
-
-
 QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"
 
 
@@ -92,17 +79,8 @@ def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: P
     assert stop in whole
     assert stop not in before
     assert ids_of(result.rounds) == result.token_ids
-
-
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(pair_of: Callable[..., Pair]) -> None:
-    pair = pair_of("llama", "near")
-
-    def tokens(seed: int | None) -> list[int]:
-        return pair.generate([1, 5, 6], "svip", SamplingParams(max_new_tokens=30, temperature=1.0, seed=seed)).token_ids
-
-    assert tokens(1) == tokens(1)
-    assert len({tuple(tokens(seed)) for seed in range(5)}) > 1
-    assert len({tuple(tokens(None)) for _ in range(5)}) > 1
+    last = result.rounds[-1]
+    assert last.verdict.source == "correction" or TokenStatus.REJECTED not in last.statuses, "nothing was refused"
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("sd", 0.0), ("sd", 1.0), ("eesd-cali", 0.0), ("eesd-tree", 1.0)])
@@ -156,22 +134,6 @@ def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[.
     tokens = ids_of(done)
     assert tokens == expected[: len(tokens)]
     assert pair.generate([1, 5, 6], "sd", sampling).token_ids == expected
-
-
-def test_a_summary_recomputes_from_its_rounds(demo_pair: Pair) -> None:
-    result = demo_pair.generate("def add(a, b):\n", "sd", SamplingParams(max_new_tokens=40))
-    summary, rounds = result.summary, result.rounds
-    drafted = sum(len(round_.draft.tokens) for round_ in rounds)
-    accepted = sum(len(round_.verdict.path) for round_ in rounds)
-    rate, share = accepted / drafted, accepted / len(result.token_ids)
-    assert summary["target_passes"] == summary["rounds"] == len(rounds)
-    assert (summary["drafted"], summary["accepted"]) == (drafted, accepted)
-    assert summary["acceptance_rate"] == pytest.approx(rate)
-    assert summary["draft_share"] == pytest.approx(share)
-    assert summary["harmonic_mean"] == pytest.approx(2 * rate * share / (rate + share))
-    assert summary["block_efficiency"] == pytest.approx(len(result.token_ids) / len(rounds))
-    assert summary["seconds"] == pytest.approx(sum(sum(round_.seconds.values()) for round_ in rounds))
-    assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["seconds"])
 
 
 def test_the_python_interface(demo_pair: Pair) -> None:
@@ -229,7 +191,14 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, 
 
 
 @pytest.mark.parametrize(
-    ("nats", "perplexity"), [(-2 * math.log(3), 3.0), (-math.inf, None), (-1e6, None), (math.nan, None), (None, None)]
+    ("nats", "perplexity"),
+    [
+        (-2 * math.log(3), 3.0),
+        (-math.inf, None),
+        (-1e6, None),
+        (math.nan, None),
+        (None, None),
+    ],
 )
 def test_perplexities_that_json_cannot_hold_are_none(nats: float | None, perplexity: float | None) -> None:
     figures = Figures("mtad")

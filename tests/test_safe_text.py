@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import traces
 from cli_helpers import UNSAFE, run_main
 from comparisons import report_of, usual
 from rich.text import Text
 
-from specgen.base.types import SamplingParams
-from specgen.decoding.token_sampling import warp
 from specgen.view import theme
 from specgen.view.comparison import page
 from specgen.view.comparison_columns import csv_text
@@ -111,10 +108,3 @@ def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell
     assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), "numbers stay numbers"
     csv_text(report.made, by_category=True).encode()
     assert not UNSAFE.search("\n".join(line.plain for line in page(report, 200)))
-
-
-def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
-    logits = torch.randn(3, 1000)
-    for top_p in (1e-46, 1e-320, 1e-9):
-        probs = warp(logits, SamplingParams(temperature=1.0, top_p=top_p))
-        assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(dim=-1), 1000).float())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ROUNDING, Paths, SmallRunner, exact, states, total_variation
+from enumeration import ROUNDING, Case, distance
 from foreign_tokenizers import FILES, TEXT, settings_of
 from scripted_models import ids_of, scripted_run
 from tokenizer_helpers import LLAMA, load, write
@@ -227,15 +227,8 @@ def test_samples_have_the_targets_distribution(
     of_target, of_draft = (
         load(write(tmp_path / str(number), letters(each), settings, LLAMA)) for number, each in enumerate(pieces)
     )
-    target, draft = SmallRunner(0, len(pieces[0])), SmallRunner(100, len(pieces[1]))
-    sampling = SamplingParams(max_new_tokens=limit, temperature=1.0, **warp)
-    drafted = list[int]()
-
-    def begin() -> Any:
-        choice = {"translation": "text", "k": 3}
-        return states("sd", choice, target, draft, sampling, tokenizers=(of_target, of_draft))
-
-    propose = TextDrafter.propose
+    case = Case("sd", {"translation": "text", "k": 3}, limit, (len(pieces[0]), len(pieces[1])), warp)
+    drafted, propose = list[int](), TextDrafter.propose
 
     def counted(self: TextDrafter, *arguments: Any) -> Any:
         found = propose(self, *arguments)
@@ -243,10 +236,8 @@ def test_samples_have_the_targets_distribution(
         return found
 
     monkeypatch.setattr(TextDrafter, "propose", counted)
-    with monkeypatch.context() as patch:
-        found = Paths(patch).of_rounds(begin)
+    assert distance(case, monkeypatch, tokenizers=(of_target, of_draft)) < ROUNDING
     assert max(drafted) > 1
-    assert total_variation(found, exact(target, sampling, limit)) < ROUNDING
 
 
 def test_what_the_draft_model_cannot_read_gets_no_draft(tokenizer_of: TokenizerOf) -> None:

@@ -27,14 +27,10 @@ KINDS = ["byte-level", "first", "prepend", "gemma"]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def source(kind: str) -> str:
-    return byte_level() if kind == "byte-level" else metaspace(kind)
-
-
 @cache
 def tokenizer(kind: str, folder: Path) -> Tokenizer:
     declared = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return load(write(folder / kind, source(kind), NAMED | declared, LLAMA))
+    return load(write(folder / kind, byte_level() if kind == "byte-level" else metaspace(kind), NAMED | declared, LLAMA))
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +73,8 @@ def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) 
     assert translation.target_to_draft[of_target] == vocabulary["o"]
 
 
-def changed(step: str, text: str | None = None) -> str:
-    pipeline = Pipeline.from_str(text or byte_level())
+def changed(step: str) -> str:
+    pipeline = Pipeline.from_str(byte_level())
     pipeline.normalizer = getattr(normalizers, step)()
     changed: str = pipeline.to_str()
     return changed
@@ -148,30 +144,21 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
     assert made.draft.of_ids(made.spelling(ids[0])) == b"<turn>"
 
 
-TokenizerOf = Callable[..., Tokenizer]
+def pieces(folder: Path, *longer: str) -> Tokenizer:
+    """A byte-level tokenizer of single characters and of longer tokens, each of which is merged left to right."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    marked = [token.replace(" ", "Ġ") for token in longer]
+    vocabulary = {token: id_ for id_, token in enumerate([*alphabet, *marked])}
+    pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[(token[:-1], token[-1]) for token in marked]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    return load(write(folder, pipeline.to_str(), {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA))
 
 
-@pytest.fixture
-def pieces(tmp_path: Path) -> TokenizerOf:
-    """Makes a byte-level tokenizer of single characters and of longer tokens, each of which is merged left to right."""
-
-    @cache
-    def made(*longer: str) -> Tokenizer:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        marked = [token.replace(" ", "Ġ") for token in longer]
-        vocabulary = {token: id_ for id_, token in enumerate([*alphabet, *marked])}
-        pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[(token[:-1], token[-1]) for token in marked]))
-        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        pipeline.decoder = decoders.ByteLevel()
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        return load(write(tmp_path / str(len(list(tmp_path.iterdir()))), pipeline.to_str(), settings, LLAMA))
-
-    return made
-
-
-def test_kappa_against_a_count_by_hand(pieces: TokenizerOf) -> None:
+def test_kappa_against_a_count_by_hand(tmp_path: Path) -> None:
     """`the cat sat` ten times: the target's tokens are `the`, ` c`, `a`, `t`, ` `, `s`, `a`, `t` (after the first: ` the`)."""
-    target, draft = pieces("th", "the", " c"), pieces("th", "the", "sa", "sat", "at")
+    target = pieces(tmp_path / "target", "th", "the", " c")
+    draft = pieces(tmp_path / "draft", "th", "the", "sa", "sat", "at")
     text = "the cat sat"
     assert [draft.text_of([token]) for token in draft.encode(text, special=False)] == ["the", " ", "c", "at", " ", "sat"]
     found = token_overlap(target, draft, [text] * 4)
@@ -224,18 +211,12 @@ def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch
     assert line["measured"]["at_kappa"]["speedup"] < 1
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    (tmp_path / "prompts.yaml").write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
-    return str(tmp_path / "prompts.yaml")
-
-
-def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
-    folders: Folders, specgen_: Run, prompts: str, tmp_path: Path
-) -> None:
+def test_what_works_without_token_bytes_runs_and_the_rest_says_why(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
     """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a draft model."""
     pair = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8")
-    compare = ("compare", *pair, "--prompts", prompts, "--repeats", "1", "--methods")
+    prompts = tmp_path / "prompts.yaml"
+    prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
+    compare = ("compare", *pair, "--prompts", str(prompts), "--repeats", "1", "--methods")
     generate = ("generate", "the quick", *pair)
     for command in (generate, (*generate, "-m", "sd"), (*compare, "sd:k=2")):
         (line,) = specgen_(*command, code=2)[1].splitlines()
@@ -245,7 +226,7 @@ def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
     lines = {line["method"]: line for line in found}
     assert [lines[name]["identical"] for name in ("ar", "sd:translation=text", "lookup")] == [1] * 3
     assert all("tokens cannot be translated" in lines[name]["error"] for name in ("sd", "pearl", "adaptive"))
-    tune = ("tune", *pair, "--prompts", prompts, "--budget", "5", "--out", str(tmp_path / "out"), "--methods")
+    tune = ("tune", *pair, "--prompts", str(prompts), "--budget", "5", "--out", str(tmp_path / "out"), "--methods")
     (tuned,) = parsed(specgen_(*tune, "sd,lookup", "--json")[0])
     assert "lookup" in tuned["predicted"]
     assert "tokens cannot be translated" in tuned["left_out"]["sd"]

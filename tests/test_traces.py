@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +18,6 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Draft, Mode, Round, TokenStatus, Verdict
 from specgen.pair import records as writing
 from specgen.pair.figures import Figures
-from specgen.traces import reader
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 from specgen.traces.statistics import TraceStatistics, acceptance_bins, complete_runs, posteriors
 from specgen.traces.writer import TraceWriter
@@ -133,39 +129,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> No
         read(tmp_path, *lines)
     assert f"{tmp_path / 't.jsonl'}, {named}" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"\n\n", "holds no run"),
-        (b"{", "line 1 is not JSON"),
-        (b"START\xff\xfe{}\n{}\n", "line 2 is not JSON"),
-        (b'START"round"\n{}\n', "line 2: Input should be an object"),
-        (b'START{"type": "\\ud800"}\n', "line 2 is not JSON"),
-        (b"START" + b"[" * 2000, "line 2: it is longer than 0 MiB"),
-    ],
-)
-def test_lines_that_are_no_json(tmp_path: Path, content: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = traces.write(tmp_path / "t.jsonl", traces.start_line())
-    monkeypatch.setattr(reader, "LONGEST_LINE", 2000)
-    path.write_bytes(content.replace(b"START", path.read_bytes()))
-    with pytest.raises(SpecgenError, match=named):
-        list(read_trace(path))
-
-
-def test_control_characters_come_through_as_text(tmp_path: Path) -> None:
-    start, first, *_ = traces.a_run()
-    (run,) = read_trace(traces.write(tmp_path / "t.jsonl", start, first | {"token_text": "a\x1b[31m\x9b\u202e"}))
-    assert run.rounds[0].token_text == "a\x1b[31m\x9b\u202e"
-
-
-def test_traces_are_read_and_shown_without_torch(tmp_path: Path) -> None:
-    path = traces.write(tmp_path / "t.jsonl", *traces.a_recorded_run(20))
-    script = "import sys\nfrom specgen.cli.app import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    command = [sys.executable, "-c", script, "inspect", "-q", str(path), "--json"]
-    line, loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert (json.loads(line)["rounds"], loaded) == (20, "False")
 
 
 # ------------------------------------------------------------------ figures

@@ -1,9 +1,8 @@
-"""What drafters of trees propose: the likeliest of all candidates, CaPE's siblings, lookahead's window; limits of all drafts."""
+"""What drafters of trees propose: the likeliest of all candidates, CaPE's siblings; limits of all drafts."""
 
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,8 @@ from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.chain import ModelDrafter, further_candidates
 from specgen.decoding.drafting import Setup
-from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
+from specgen.decoding.policy_base import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
-from specgen.engine.forward_pass import ForwardPass, TreeNodes, positions
-from specgen.engine.native.attention import ancestry
-from specgen.methods.lookahead_drafter import LookaheadDrafter
 
 Path = tuple[int, ...]
 EOS = VOCAB - 1
@@ -128,37 +124,6 @@ def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: Samplin
             assert seen.nodes == 1 + number
             numbers.add(len(wanted))
     assert numbers >= {1, 2, 3, 5, 7}
-
-
-@pytest.mark.parametrize(("width", "ngram", "guesses"), [(1, 2, 1), (4, 2, 2), (1, 4, 1), (3, 3, 2), (5, 4, 3)])
-def test_lookaheads_tree_is_the_papers_mask(width: int, ngram: int, guesses: int) -> None:
-    """Which tokens each node sees, and its position, by the rules of Fu et al., Figure 5.
-
-    The token of level j, column i of the window is 1000 + 100 * j + i; those of guesses are below 1000.
-    """
-    target = SimpleNamespace(context_limit=1000)
-    drafter = LookaheadDrafter(Setup(None, target=target), window=width, ngram=ngram, guesses=guesses)  # type: ignore[arg-type]
-    context = Context([5, 6, 7])
-    drafter.propose(context, LengthPolicy(), 100)
-    levels = [[1000 + 100 * level + column for column in range(width)] for level in range(ngram - 1)]
-    drafter._window._levels = [levels[0][1:], *levels[1:]]
-    for guess in range(guesses):
-        drafter._pool.add(7, [10 * (guess + 1) + place for place in range(ngram - 1)])
-    draft = drafter.propose(context, LengthPolicy(), 100)
-    one = ForwardPass(context, TreeNodes(list(draft.tokens), list(draft.parents)), 2, 3 + len(draft.tokens), None)
-    _, _, bits = ancestry(one)
-    tokens = [7, *draft.tokens]
-    assert len(tokens) == (ngram - 1) * (width + guesses)
-    for row, (token, position) in enumerate(zip(tokens, positions(one), strict=True)):
-        seen = {other for column, other in enumerate(tokens) if bits[row] >> column & 1}
-        if token >= 1000:
-            level, column = divmod(token - 1000, 100)
-            above = {1000 + 100 * number + column for number in range(1, level + 1)}
-            assert (seen, position) == ({7, *range(1001, 1001 + column), *above}, 2 + column + level)
-        elif token != 7:
-            assert (seen, position) == ({7, *range(token - token % 10, token + 1)}, 3 + token % 10)
-    own = range(1001, 1000 + width) if ngram == 2 else [1000 + 100 * level for level in range(1, ngram - 1)]
-    assert set(draft.candidates.tokens) == {token for token in tokens[1:] if token < 1000} | set(own)
 
 
 LIMITED: dict[str, dict[str, object]] = {

@@ -103,21 +103,6 @@ def test_a_broken_field_gets_one_clear_line(folder: Path, path: tuple[str, ...],
     assert "specgen tune" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "it is None"),
-        ("a: [", "is not YAML"),
-        ("a: &x 1\nb: *x", "aliases"),
-        ("version: 2", "version: Input should be 1"),
-    ],
-)
-def test_no_profile_at_all_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "profile.yaml").write_text(text)
-    with pytest.raises(SpecgenError, match=said):
-        profiles.load(tmp_path)
-
-
 def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profile is written to another file first, and then renamed."""
     before, found = (folder / "profile.yaml").read_text(), profiles.load(folder).model_copy(update={"speedup": 9.0})

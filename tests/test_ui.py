@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -20,7 +19,7 @@ from specgen.base.text import inline, json_line, one_line, streamed
 from specgen.base.types import Draft, Round, Verdict
 from specgen.pair.figures import Figures
 from specgen.view import theme
-from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
+from specgen.view.generation import AnswerText, AnswerView, Piece, footer
 
 
 class Spelled:
@@ -76,48 +75,6 @@ def test_pieces_join_to_the_text_before_the_first_stop_text(rounds: list[list[in
     if not any(text in joined for text in stop):
         assert joined == whole[: min(places, default=len(whole))] or len(rounds) > 1
     assert not any(text in joined for text in stop)
-
-
-def rows(width: int, *rounds: Round, prompt_length: int = 3, **options: Any) -> list[str]:
-    """The lines of these rounds on a terminal of some width, after the legend if there are `options` for it."""
-    out = io.StringIO()
-    view = RoundsView(theme.console(file=out, width=width), text_of, {0}, prompt_length, **options)
-    if options:
-        view.legend()
-    for round_ in rounds:
-        view.show(round_)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
-
-
-ROUNDS = (
-    a_round(0, (), 0, 10),
-    a_round(1, (1, 2, 3), 3, 4, "bonus", "√cH 0.43 > 0.40"),
-    a_round(2, (4, 5, 6, 7, 8), 3, 9, "correction", "limit 5"),
-    a_round(3, (7,), 0, 9, "correction"),
-    a_round(4, (4, 5, 0), 3, None, None, "eos"),
-    a_round(5, (1, 11, 2), 1, 11, "correction"),
-)
-
-
-def test_a_line_a_round() -> None:
-    assert rows(100, *ROUNDS, prompt_length=43) == [
-        f"{'  0         Hello':82} prompt, 43 tokens",
-        f"{'  1    3/3  starts with 24 ⊕ pencils':85}√cH 0.43 > 0.40",
-        f"{'  2    3/5  pencils. 3 ✗packs of → baskets':93}limit 5",
-        f"{'  3    0/1  ✗packs → baskets':93}limit 5",
-        f"{'  4    3/3  pencils.<eos>':97}eos",
-        f"{'  5    1/3  starts✗↵···· with →↵····':93}limit 5",
-    ]
-
-
-def test_rounds_and_their_legend_wrap_on_narrow_terminals() -> None:
-    text = "\n".join(rows(40, a_round(2, (4, 5, 6, 7, 8, 1, 2), 3, 9, "correction"), branches=True))
-    assert "3/5 accepted of drafted a|b: candidates for one position" in " ".join(text.split())
-    assert "\n  2    3/7  pencils. 3 ✗packs of starts\n" + " " * 12 in text
-    for width in (80, 93, 99):  # wherever the tokens are wrapped
-        first, *following = rows(width, a_round(1, (4, 5, 6, 7, 8, 1, 2) * 3, 21, 9, "bonus"))
-        assert (len(first), first[-9:]) == (width, "  limit 5")
-        assert max(map(len, following)) <= width - len("  limit 5")
 
 
 # ------------------------------------------------------------------ footers

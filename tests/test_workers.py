@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -239,22 +238,6 @@ def test_a_long_prompt_and_a_short_context_of_the_draft(tmp_path: Path) -> None:
             assert pair.generate(ids, "pearl", sampling, window=4).token_ids == pair.generate(ids, "ar", sampling).token_ids
 
 
-def test_the_last_possible_token_is_never_run(tmp_path: Path) -> None:
-    """Where rotary frequencies change with the length, it may lie beyond the change: running it would change the logits."""
-    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
-    rope = factors | {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
-    model = make_model("phi3", sliding_window=None, original_max_position_embeddings=32, rope_parameters=rope)
-    folder = save(model, tmp_path)
-    with specgen.load(folder, folder, device="cpu", dtype="float32") as pair:
-        pair._worker = None
-        for window in (1, 4, 7):
-            for ids in ([5] * 8, [5, 9, 11, 7, 30, 8]):
-                sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
-                expected = pair.generate(ids, "ar", sampling).token_ids
-                assert len(expected) == 33 - len(ids)
-                assert pair.generate(ids, "pearl", sampling, window=window).token_ids == expected
-
-
 @pytest.mark.parametrize("length", [1, 100, 126, 127])
 def test_the_window_is_measured_wherever_a_prompt_ends(
     pair_of: Callable[..., Pair], length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -340,27 +323,6 @@ def test_a_worker_leaves_with_its_parent_though_the_message_it_reads_never_ends(
                 os.kill(pid, signal.SIGKILL)
 
 
-@posix
-@pytest.mark.slow
-def test_the_callers_script_is_not_run_again(folders: tuple[str, str]) -> None:
-    """It prints once; and the worker leaves with a parent that is killed."""
-    script = f"""
-import specgen, sys, time
-pair = specgen.load({folders[0]!r}, {folders[1]!r}, device="cpu", dtype="float32")
-pair.generate([1, 7, 9], "pearl", window=3)
-print(pair._worker.ready()._process.pid, flush=True)
-time.sleep(60)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert is_running(pid)
-    parent.kill()
-    assert parent.stdout.read() == ""
-    parent.wait()
-    assert wait_until(lambda: not is_running(pid))
-
-
 LONGEST = 60  # seconds after which a run counts as hanging
 LIFE = 9.0  # seconds of a complete run here, with its start
 
@@ -381,9 +343,9 @@ def children(parent: int) -> list[int]:
 class Running:
     """`specgen generate -m pearl` on the bundled pair, and the worker that it started."""
 
-    def __init__(self, start: Callable[..., Any]) -> None:
+    def __init__(self) -> None:
         command = ["generate", "-m", "pearl", "--set", "window=6", "-n", "700", "--ignore-eos", "--temperature", "1"]
-        self.process = start(*command, "def f(")
+        self.process = Forked(*command, "def f(")
         self.workers: list[int] = []
 
     def find_worker(self) -> int | None:
@@ -406,24 +368,15 @@ class Running:
         return self.process.returncode, err.decode()
 
 
-def from_the_start(*command: str) -> subprocess.Popen[bytes]:
-    whole = [sys.executable, "-m", "specgen", *command]
-    return subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-@pytest.fixture(params=[from_the_start])
-def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    started = Running(request.param)
+@pytest.fixture
+def running() -> Iterator[Running]:
+    started = Running()
     yield started
     started.process.send_signal(signal.SIGKILL)
     started.process.wait(LONGEST)
 
 
-generating = pytest.mark.parametrize("running", [pytest.param(Forked, id="forked")], indirect=True)
-
-
 @in_proc
-@generating
 @pytest.mark.parametrize("ending", ["the worker is killed", "the parent is killed", "Ctrl-C"])
 def test_a_command_that_generates_is_ended(running: Running, ending: str) -> None:
     worker = running.generates()

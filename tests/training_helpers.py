@@ -98,7 +98,7 @@ def refused(arguments: list[str]) -> str:
     return line
 
 
-def trained(arguments: list[str]) -> Result:
+def trained(arguments: list[str], code: int = 0) -> Result:
     result = invoke(arguments)
-    assert result.exit_code == 0, result.stderr
+    assert result.exit_code == code, result.stderr
     return result

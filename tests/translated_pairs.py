@@ -10,8 +10,7 @@ from random import Random
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizer_helpers import byte_level, metaspace
-from tokenizers import Tokenizer as Pipeline
+from tokenizer_helpers import byte_level
 
 from specgen import demo
 from specgen.engine.text.token_bytes import token_bytes
@@ -88,11 +87,4 @@ def other_merges(folder: Path) -> Path:
     return retokenized(folder, byte_level(with_template=True))
 
 
-def sentencepiece_like(folder: Path) -> Path:
-    """The bundled draft model with a tokenizer like SentencePiece's, which writes unknown characters as bytes."""
-    tokenizer = Pipeline.from_str(metaspace())
-    text: str = tokenizer.to_str()
-    return retokenized(folder, text)
-
-
-DRAFTS: dict[str, Callable[[Path], Path]] = {"permuted": permuted, "merges": other_merges, "sentencepiece": sentencepiece_like}
+DRAFTS: dict[str, Callable[[Path], Path]] = {"permuted": permuted, "merges": other_merges}

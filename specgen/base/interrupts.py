@@ -56,7 +56,7 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """For a block that catches KeyboardInterrupt and goes on: an error after that stays what it is."""
+        """For a block that handles Ctrl-C itself: no error after one becomes a KeyboardInterrupt."""
         with self.watched():
             try:
                 yield

@@ -88,6 +88,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def warping(self) -> dict[str, Any]:
+        """The parameters that change the distributions tokens are chosen from, by name: if greedy, none but the temperature."""
+        return {"temperature": self.temperature} | ({} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k})
+
 
 class Context:
     """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens join once they are accepted.

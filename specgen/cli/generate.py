@@ -47,16 +47,14 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         )
         opened.enter_context(pair)
         name, values, tuned = choose(profile, asked.method, given)
-        chosen = methods.find(name)
-        resolved = methods.resolve(chosen, values)
-        if not quiet and chosen.uses_draft_model and not resolved.drafts_text:
+        formatted = pair.tokenizer.chat(text, asked.system) if asked.chat else text
+        request = pair.request(formatted, name, params, record=record, **values)
+        chosen = request.method
+        if not quiet and chosen.uses_draft_model and not request.settings.drafts_text:
             show_overlap(pair, err)
-        with Progress(err, quiet=quiet or not chosen.may_measure(resolved)) as loading:
+        with Progress(err, quiet=quiet or not chosen.may_measure(request.settings)) as loading:
             loading.announce("preparing")
-            formatted = pair.tokenizer.chat(text, asked.system) if asked.chat else text
-            request = pair.request(formatted, name, params, record=record, **values)
-            pair.prepare(request)
-            run = pair.run(request)
+            run = pair.prepare(request)
         if (unused := pair.parts.unused(chosen)) is not None and not quiet:
             err.print(Text(unused), soft_wrap=True)
         OutputWriter(pair, request, run, output, tuned, trace).write()

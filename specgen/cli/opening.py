@@ -125,8 +125,8 @@ def find_profile(
         note(f"{error.message}; it is not used. {error.hint}")
         return None
     why = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
-    for name in ("temperature",) if sampling.greedy else ("temperature", "top_p", "top_k"):
-        tuned, requested = getattr(profile.sampling, name), getattr(sampling, name)
+    for name, requested in sampling.warping.items():
+        tuned = getattr(profile.sampling, name)
         if tuned != requested:
             why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
     if why is None:

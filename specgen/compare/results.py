@@ -329,9 +329,9 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
 
 
 def with_predictions(made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]) -> list[MethodResult]:
-    """Returns copies of the method results `made` with `predicted` filled in: by `eq14`, EESD's formula, and by `pass_costs`, the
-    measured times of all forward passes added up. The predictions use the same runs (one generation per prompt) as the measured
-    speedups. Both are None where drafts were not single chains, were made during target passes, or have unknown lengths."""
+    """Returns copies of the method results `made` with the `predicted` speedups: `eq14` by EESD's formula, `pass_costs` from the
+    measured times of all forward passes. The predictions use the same runs (one generation per prompt) as the measured speedups.
+    Both are None where drafts were not single chains, were made during target passes, or have unknown lengths."""
     medians = results.medians()
     prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in medians[REFERENCE].items()}
     return [replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill)) for each in made]

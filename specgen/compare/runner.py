@@ -258,8 +258,7 @@ class Runner:
         pair, settings = self.pair, spec.choice.settings.values
         name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.choice.given)
         request = pair.request(ids, name, sampling, record=self.config.record, **given)
-        pair.prepare(request)
-        run = pair.run(request)
+        run = pair.prepare(request)
         pair.forget()
         figures, rounds, counted = Figures(spec.name), list[Round](), dict[str, Any]()
         if self._meter is not None:

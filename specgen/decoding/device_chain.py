@@ -60,11 +60,9 @@ class DeviceChain:
     def __init__(
         self, runner: ModelRunner, setup: Setup, generator: torch.Generator, context: Context, unverified: Sequence[int]
     ) -> None:
-        sampling = setup.sampling
-        cuts = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
-        width = min(runner.vocab_size, setup.vocab_size)
-        self._rule = cuts, width  # equal rules share a chooser and its graphs
-        chooser = runner.chooser(self._rule, partial(DeviceChooser, cuts, width, runner.device))
+        sampling, width = SamplingParams(**setup.sampling.warping), min(runner.vocab_size, setup.vocab_size)
+        self._rule = sampling, width  # equal rules share a chooser and its graphs
+        chooser = runner.chooser(self._rule, partial(DeviceChooser, sampling, width, runner.device))
         assert isinstance(chooser, DeviceChooser)
         self._runner, self._setup, self._chooser, self._generator = runner, setup, chooser, generator
         self._context, self._unverified = context, list(unverified)
@@ -85,9 +83,10 @@ class DeviceChain:
         return DraftedToken(position)
 
     def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended.
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
 
-        It ends at the first end-of-sequence token, and then for this reason. Raises RunError if its logits hold a NaN.
+        Cut after the first end-of-sequence token, with the reason `eos`; else `reason` says why it ended. Raises RunError for a
+        NaN in logits.
         """
         if self._count == 0:
             return Draft(stop_reason=reason)

@@ -120,7 +120,7 @@ class Run:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
     def prefill(self) -> Round:
-        """Runs round 0: the target's forward pass over the prompt, and its first token."""
+        """Runs round 0: the target's pass over the prompt, which gives the first token."""
         self.clock.start()
         output = self.target.logits(self.context)
         self.clock.lap("prefill", on_device=True)

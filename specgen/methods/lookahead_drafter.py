@@ -82,11 +82,11 @@ class LookaheadWindow:
 
     It has `ngram` - 1 levels of `width` tokens. The token of level j in column i is a guess for i + j positions after the last
     token of the sequence, which itself is level 0 in column 0. Level 0 is a chain; below each of its tokens hang those of the
-    column's other levels. The tokens below it see level 0 only up to their own column, so this is a tree of draft nodes (Fu et
-    al., Figure 5). The likeliest tokens after the last level complete one n-gram in each column, of the column's tokens and them.
+    column's other levels. A column sees level 0 only up to its own token, so the window is a tree of draft nodes (Fu et al.,
+    Figure 5). After a pass, a column's tokens and the likeliest token after its last one are one n-gram.
 
-    `tips` are each column's node in the last level, after `add_to`. `random` draws tokens of a prompt: the first guesses, and
-    others for guesses that end an output (`eos_ids`).
+    `tips` are each column's node in the last level, after `add_to`. `random` draws prompt tokens: as first guesses, and in place
+    of guesses that are in `eos_ids`.
     """
 
     def __init__(self, width: int, ngram: int, eos_ids: Collection[int], random: Random) -> None:

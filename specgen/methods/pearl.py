@@ -92,11 +92,11 @@ class ParallelCosts:
 
     @property
     def flexible_window(self) -> Window:
-        """The window of drafts that end with the target pass, so that neither model waits for the other.
+        """The window of drafts that end with the target pass, with the `lead` of the shortest time.
 
         From one rejection to the next, about the same number of tokens is generated whatever `lead` is. With a lead of n the time
-        is n draft passes, a target pass over n + 1 tokens, and, if all of these are accepted, further passes that verify a whole
-        window each. The lead with the shortest time is taken.
+        is n draft passes, a target pass that verifies n + 1 drafted tokens, and, if it accepts all of them, further passes that
+        verify a whole window each.
         """
         window = self.window
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)

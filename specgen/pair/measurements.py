@@ -224,6 +224,4 @@ def _learned_key(request: Request) -> Key:
 
     These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
     """
-    sampling = request.sampling
-    cuts = () if sampling.greedy else (sampling.top_k, sampling.top_p)
-    return request.method.name, *sorted(request.settings.values.items()), sampling.temperature, *cuts
+    return request.method.name, *sorted(request.settings.values.items()), *request.sampling.warping.values()

@@ -129,11 +129,12 @@ class Pair:
             raise refusal
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
-    def prepare(self, request: Request) -> None:
-        """Does now the slow work of a first run of this request: see `run`, and starts PEARL's process."""
-        self.run(request)
+    def prepare(self, request: Request) -> Run:
+        """Does now the slow work of a first run of this request: see `run`, and starts PEARL's process. Returns this run."""
+        run = self.run(request)
         if request.method.is_parallel and self.draft is not None:
             draft_worker(self).ready()
+        return run
 
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.

@@ -197,8 +197,8 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
 class Training:
     """An objective in training, with a state that is saved in the task's folder every minute and restored from there.
 
-    A budget in seconds is less by those that are `spent` on other work. `seconds` are those of the steps, `loss` is the mean over
-    the last steps in nats per token.
+    Of a budget in seconds, `spent` ones went into other work. `seconds` is the time of all steps, `loss` the mean over the last
+    steps in nats per token.
     """
 
     def __init__(self, objective: Objective, batches: TrainingBatches, spent: float = 0.0) -> None:

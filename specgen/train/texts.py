@@ -93,9 +93,10 @@ def wanted_for_predictor(target: LoadedModel) -> int:
 class TextGeneration:
     """Generates and stores the training text of a task. Batches that an interrupted process has stored are reused.
 
-    Batches of greedy and of sampled text alternate. What a text is used for (its part) is decided by its prompt: `parts` are the
-    parts that the training uses, the first one in place of the others. Text for the predictor is generated first, until there is
-    enough (`wanted_for_predictor`). With no other part but the held-out one, nothing else is generated.
+    Batches of greedy and of sampled text alternate. What a text is for (its part) follows `CYCLE`, and its prompt is of that part
+    (see `_sources`). Turns of parts that are not in `parts`, and the predictor's once it has enough (`wanted_for_predictor`), go
+    to the first of `parts`; so do all turns if the prompts are not split. Where nothing but a predictor is trained, generation
+    ends once it has enough.
 
     `seconds` is the time spent on generation, including the time before an interruption. With a budget in steps, the texts depend
     only on the seed and the number of texts generated at once, which stays the same for an interrupted process.

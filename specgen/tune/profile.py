@@ -220,7 +220,7 @@ def from_outcome(outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prom
         verdict=outcome.verdict,
         chosen=Choice(method=chosen.name, settings=dict(chosen.settings)),
         speedup=outcome.speedup_of(chosen),
-        sampling=Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k),
+        sampling=Sampling.model_validate(sampling, from_attributes=True),
         fits=with_draft_dtype(key, outcome.draft_dtype),
         methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(

@@ -173,8 +173,7 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
     SpecgenError if PEARL cannot run with this pair, or drafts nothing.
     """
     request = pair.request(reference.prompt_ids, "pearl", _endless(sampling))
-    pair.prepare(request)
-    run, late = pair.run(request), list[float]()
+    run, late = pair.prepare(request), list[float]()
     passes = run.costs
     assert isinstance(run.schedule, Parallel)
     assert passes is not None

@@ -51,8 +51,8 @@ class Chart:
     """A chart with a title above and notes below; `heading` follows the title in a terminal, `kind` names its caption on a page.
 
     y goes from 0 to `high`. The places on the x axis are rounds, or ranges with `labels`. On a page the series are columns in
-    front of each other if there are `tips` (a tooltip for each place), otherwise lines. In a terminal they are one bar a label
-    with a text of `numbers`, without numbers a table, and without labels a row of characters for each series.
+    front of each other if there are `tips` (a tooltip for each place), otherwise lines. In a terminal: with `numbers` a bar and a
+    number for each label, with `labels` alone a table, with neither a row of characters per series.
     """
 
     kind: str

@@ -45,7 +45,7 @@ def is_possible() -> bool:
 
 
 def shared_words(memory: int) -> memoryview[int]:
-    """Returns the words at the beginning of the shared memory with this descriptor."""
+    """Returns the first `SIZE` bytes of a descriptor's memory as 64-bit integers."""
     return memoryview(mmap(memory, SIZE)).cast("q")
 
 

@@ -48,9 +48,7 @@ def measure(
         for name in names:
             method, *settings = name.split(":")
             given: dict[str, Any] = dict(setting.split("=") for setting in settings)
-            request = pair.request(prompt.text, method, sampling, **given)
-            pair.prepare(request)
-            decoding = pair.run(request)
+            decoding = pair.prepare(pair.request(prompt.text, method, sampling, **given))
             pair.forget()
             rounds = list(decoding.rounds())
             run = Figures(name, rounds)

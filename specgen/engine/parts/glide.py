@@ -48,7 +48,7 @@ class CrossAttention:
 
     The keys are rotated already, so the queries get the target's rotation. Their scale is 1 / sqrt(the target's head size). There
     is no norm, score cap or sliding window. `q_proj` [heads * head size, width] has the order of numbers of a model's files, and
-    so have the keys, unless `native_keys`: then they are in the native decoder's order.
+    so have the keys, but those of a `NativeModel`, which are in its own order.
     """
 
     def __init__(

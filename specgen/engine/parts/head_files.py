@@ -1,4 +1,4 @@
-"""The files of a head: its tensors by one set of names, checked against what is expected, and copies of the target's tables."""
+"""The files of a head: its tensors under other names, checked against what is expected, and copies of the target's tables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from specgen.engine.weights import BUFFER, SINGLE_FILE, Shape, WeightFiles, file
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 OTHER_HEAD = "Take another head"
 
-_MEDUSA_PART = re.compile(r"(model\.)?medusa_heads?\.")
-_NAMES = (  # beginnings of names in files, and those here: EAGLE-1's authors', with all layers under `layers`, and vLLM's
-    (r"((module|draft_model|model|medusa_heads?)\.)+", ""),
-    (r"(midlayer|transformer)\.", "layers.0."),
-    (r"fusion_fc\.", "fc."),
-    (r"(\d{1,3})\.(\d{1,3})\.linear\.", r"blocks.\1.layers.\2."),
-    (r"(\d{1,3})\.\d{1,3}\.(?=weight$)", r"lm_heads.\1."),
-)
 _CONVERTER = (
     "import sys, torch; from safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for path in"
     " sys.argv[2:] for name, tensor in torch.load(path, map_location='cpu', weights_only=True).items()}, sys.argv[1])"
@@ -33,22 +25,24 @@ _TABLES = (EMBEDDING, "wte.weight", "embed_in.weight", "word_embeddings.weight",
 _ROWS = 128  # that are compared; models that were not made from each other differ in nearly every number
 
 
-def open_head(folder: Path, device: torch.device) -> tuple[WeightFiles, bool]:
-    """Opens the tensors of a head under their names here.
+def open_head(
+    folder: Path, device: torch.device, names: Sequence[tuple[str, str]], part: re.Pattern[str]
+) -> tuple[WeightFiles, bool]:
+    """Opens the tensors of a head under their names here: `names` has beginnings of names in files (patterns), and those here.
 
-    Also returns whether the files hold the model that the head was trained with (Medusa-2); its tensors are left out. Raises
-    SpecgenError if the folder has no safetensors weights, or if they cannot be read.
+    Also returns whether the files hold the model that the head was trained with (Medusa-2): layers beside names that match
+    `part`. Its tensors are left out. Raises SpecgenError if the folder has no safetensors weights, or if they cannot be read.
     """
     owner, single = f"the head {folder}", _weight_file(folder)
     with reading_weights(owner):
         keys = files_of_keys(folder, single)
-    parts = {key for key in keys if _MEDUSA_PART.match(key)}
+    parts = {key for key in keys if part.match(key)}
     has_model = bool(parts) and any("layers." in key for key in keys if key not in parts)
 
     def name_of(key: str) -> str | None:
         if BUFFER.search(key) or (has_model and key not in parts):
             return None
-        for published, own in _NAMES:
+        for published, own in names:
             key = re.sub(f"^{published}", own, key)
         return key
 

@@ -5,8 +5,8 @@ same under another architecture), vLLM's first (the Llama's config under `model`
 `transformer`). EAGLE-3: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
 
-`head_files` renames the tensors of all layouts, and here their configs are laid flat: what is read then is one layout a kind. A
-head is checked once, here: exactly the expected tensors, with shapes that fit each other and the target.
+The tensors of all layouts get one set of names (`_NAMES`), and their configs are laid flat: what is read then is one layout a
+kind. A head is checked once, here: exactly the expected tensors, with shapes that fit each other and the target.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ _UNSUPPORTED = {
 }
 _QUERY = "layers.0.cross_attn.q_proj.weight"  # of GliDe
 _BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
+_MEDUSA_PART = re.compile(r"(model\.)?medusa_heads?\.")
+_NAMES = (  # beginnings of names in files, and those here: EAGLE-1's authors', with all layers under `layers`, and vLLM's
+    (r"((module|draft_model|model|medusa_heads?)\.)+", ""),
+    (r"(midlayer|transformer)\.", "layers.0."),
+    (r"fusion_fc\.", "fc."),
+    (r"(\d{1,3})\.(\d{1,3})\.linear\.", r"blocks.\1.layers.\2."),
+    (r"(\d{1,3})\.\d{1,3}\.(?=weight$)", r"lm_heads.\1."),
+)
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
@@ -79,7 +87,7 @@ class PublishedHead:
     """
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
-        self.files, self._has_model = open_head(folder, target.device)
+        self.files, self._has_model = open_head(folder, target.device, _NAMES, _MEDUSA_PART)
         self.warning: str | None = None
         self._folder, self._target = folder, target
         kinds: dict[HeadKind, str] = {"medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}

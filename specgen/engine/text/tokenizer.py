@@ -25,11 +25,11 @@ _PROBE = "It 's a test,  isn't it ?  12 \u00c9t\u00e9\n x"
 class Tokenizer:
     """A model's tokenizer and chat template.
 
-    `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the library that tokenizes, and
-    `pipeline` is its object if it is the `tokenizers` library. `special_tokens` maps names such as bos_token to tokens; they are
-    variables of the chat template. `digest`: two tokenizers share it only if their
-    vocabularies and all their tokenizing steps are the same; None: not known. `fallback` says why transformers' tokenizer is
-    used; None: the `tokenizers` library is used alone.
+    `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the library that tokenizes.
+    `pipeline` is the `tokenizers` object in it; None: none, or it is inside a class of the model's own code. `special_tokens`
+    maps names such as bos_token to tokens; they are variables of the chat template. `digest` is equal only for tokenizers with
+    the same vocabulary and the same tokenizing steps; None: not known. `fallback` says why transformers' tokenizer is used; None:
+    the `tokenizers` library is used alone.
     """
 
     encode_with: Callable[[str, bool], list[int]]
