@@ -15,6 +15,7 @@ from specgen.engine.native.products import (
     DenseProduct,
     Product,
     ProductFactory,
+    WidenedProduct,
     packed_product,
     packing_works,
     quantised,
@@ -35,8 +36,13 @@ needs_rounding = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [DenseProduct, partial(DenseProduct, by_columns=True), trained_product, packed_product])
-def test_products_and_sums_with_a_residual(kind: Callable[..., Product], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kind", [DenseProduct, partial(DenseProduct, by_columns=True), WidenedProduct, trained_product, packed_product]
+)
+def test_products_and_sums_with_a_residual(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Product], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(products, "_AT_ONCE", 40 * 70)  # three parts
     if kind is packed_product and not packing_works(dtype):
         pytest.skip(f"{dtype} cannot be packed here")
     generator = torch.Generator().manual_seed(1)

@@ -30,7 +30,7 @@ _SMALL = 4 << 20  # bytes; smaller float32 weights are not packed: a call costs 
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
 _ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of operators that this torch lacks
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
-_AT_ONCE = 1 << 18  # numbers that are rounded at once, in the processor's cache
+_AT_ONCE = 1 << 18  # numbers of a weight that are converted at once, in the processor's cache
 _ACTIVATION_BITS = 6  # at least, that a product keeps of each activation, its sign not counted
 
 
@@ -81,6 +81,29 @@ class DenseProduct(Product):
         return total if self._bias is None else total.add_(self._bias, alpha=self._scale)
 
 
+class WidenedProduct(DenseProduct):
+    """A product with a weight of a 16-bit dtype, on a CPU without instructions for it. Not differentiable.
+
+    There, each row takes as long as reading the weight does. So from two rows on, parts of the weight that fit into the
+    processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return super().__call__(x)
+        weight, x_wide = self._transposed.t(), x.float()
+        rows = max(1, _AT_ONCE // weight.shape[1])
+        total, part = x_wide.new_empty(x.shape[0], weight.shape[0]), x_wide.new_empty(rows, weight.shape[1])
+        for first in range(0, weight.shape[0], rows):
+            stored = weight[first : first + rows]
+            part[: len(stored)] = stored
+            torch.mm(x_wide, part[: len(stored)].t(), out=total[:, first : first + rows])
+        return (total if self._bias is None else total.add_(self._bias)).to(x.dtype)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
+        return hidden.add_(self(x), alpha=self._scale)
+
+
 def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
     """Returns a product with a weight that changes in training, and is not copied to make it faster. Differentiable."""
     return Product(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
@@ -99,7 +122,8 @@ def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.
 class ProductFactory:
     """Makes the products of one model.
 
-    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here. `quantise`
+    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here: then products in
+    16-bit dtypes are computed in float32. `quantise`
     (`int8`, `int4`) rounds all weights, where this torch has products for it that work.
     """
 
@@ -113,6 +137,8 @@ class ProductFactory:
         is_small = self._dtype == torch.float32 and weight.nbytes < _SMALL
         if self._on_cpu and not is_small and packing_works(self._dtype):
             return packed_product(weight, bias, scale)
+        if self._on_cpu and self._dtype.itemsize == 2 and not weight.requires_grad:
+            return WidenedProduct(weight, bias, scale)
         return DenseProduct(weight, bias, scale, by_columns=self._on_cpu and is_small and not weight.requires_grad)
 
 
