@@ -191,11 +191,12 @@ def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (groups / scales[..., None]).round_().to(torch.int8).view(rows, columns), scales
 
 
-def with_rounded_activations(weight: Tensor) -> Multiply:
-    """Prepares products on a CPU with int8 weights and activations that are rounded to 7 bits, each row by its own range.
+def with_rounded_activations(weight: Tensor, steps: int = 127) -> Multiply:
+    """Prepares products on a CPU with int8 weights and activations that are rounded to so many `steps` on each side of zero.
 
-    Integer instructions multiply both. The eighth bit is not used, because older processors' instructions add pairs of products
-    in 16 bits. The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
+    Each row of activations is rounded by its own range, so its product does not depend on the other rows. Integer instructions
+    multiply both. Those of older processors add pairs of products in 16 bits, for which 127 steps are too many and 63 are not.
+    The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
     """
     rounded, scales = rounded_rows(weight)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
@@ -203,18 +204,13 @@ def with_rounded_activations(weight: Tensor) -> Multiply:
         warnings.simplefilter("ignore", UserWarning)
         whole = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)
         packed = torch.ops.quantized.linear_prepack(whole, None)
-    ends = torch.zeros(1, weight.shape[1])
-    ends[0, :2] = torch.tensor([-1.0, 1.0])[: weight.shape[1]]
+    operator = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
     def multiply(x: Tensor) -> Tensor:
-        """Scales rows to numbers from -1 to 1, and adds a row that has both: the operator's range is that of all rows together.
-
-        So a row's product does not depend on the other rows.
-        """
         x = x.float()
         largest = x.abs().amax(1, keepdim=True).clamp_min_(_TINY)
-        product: Tensor = torch.ops.quantized.linear_dynamic(torch.cat((x / largest, ends)), packed, True)
-        return product[:-1].mul_(largest)
+        product: Tensor = operator(x / largest, 1 / steps, steps + 1, packed)
+        return product.mul_(largest)
 
     return multiply
 
@@ -274,7 +270,7 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
     """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
     tried = [with_int8_weights if kind == "int8" else with_int4_weights]
     if (kind, device) == ("int8", "cpu"):
-        tried.insert(0, with_rounded_activations)  # faster
+        tried[:0] = with_rounded_activations, partial(with_rounded_activations, steps=63)  # faster
     reason = None
     for prepare in tried:
         try:
@@ -302,6 +298,7 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
     """Compares products of 1 and 5 rows with those of the same rounded weights in float64."""
     generator = torch.Generator().manual_seed(0)
     weight, inputs = (torch.randn(rows, 256, generator=generator) for rows in (128, 5))
+    weight[0], inputs[0] = 1.0, 1.0  # the largest sum there can be
     multiply, exact = prepare(weight.to(device)), restored(kind, weight)
     for x in (inputs[:1], inputs):
         found, expected = multiply(x.to(device)).cpu().double(), x.double() @ exact.T
