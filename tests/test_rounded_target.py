@@ -70,10 +70,12 @@ def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -
 
 
 @needs_int8
-def test_inspect_shows_what_rounding_costs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_that_the_target_is_rounded(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("specgen.tune.rounding_cost.TOKENS", 96)
     _, out, _ = run_main(monkeypatch, capfd, "inspect", "--measure", "--device", "cpu", "--dtype", "int8", "--json")
     report = parsed(out)[0]
+    _, _, err = run_main(monkeypatch, capfd, "generate", "-m", "sd", "-n", "4", "abc", "--device", "cpu", "--dtype", "int8")
+    assert "sd (int8 target, int8 draft)" in err
     assert report["target"]["dtype"] == "int8"
     cost = report["rounding"]
     assert cost["tokens"] == 96

@@ -150,6 +150,8 @@ class OutputWriter:
         draft = self._pair.draft if method.uses_draft_model else None
         if not method.lossless:
             yield "lossy"
+        if self._pair.target.quantise is not None:
+            yield f"{self._pair.target.dtype_name} target"
         if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
             yield rounded
         if costs is not None:
