@@ -38,17 +38,13 @@ from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.glide import CrossInputs, GlideLayers
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, HeadWeights, MedusaWeights
+from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, HeadWeights
 from specgen.engine.parts.trained_part import check_head_folder, describe_head, round_as_saved, save_head
 from specgen.train.corpus import NOT_HELD_OUT
 from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, divergence, held_out_agreement, pack
 from specgen.train.target_layer import last_layer, layer_config
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text, most_probable
-
-HEADS = 4  # of Medusa: as many as EESD compares with (4.1); the published trees use as many
-OWN_SHARE = 0.3  # of the target's weights, in LM heads of Medusa's own: as many as the authors' for 7 billion
-
 
 _LAYERS_FOR_DEFAULT = 7  # the least number of layers in which the authors' three features are of different layers
 _LARGEST_VOCABULARY = 32_000  # tokens that EAGLE's LM head predicts at most, as in the published heads
@@ -220,52 +216,6 @@ def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
     found = F.pad(same & (batch.labels[:, distance:] != IGNORED), (0, distance))
     first = found.flatten().nonzero()[:, 0]
     return first, first + distance
-
-
-class MedusaObjective(HeadObjective):
-    """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al. 2024, section 2.2.1).
-
-    Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. W and b begin
-    as zeros, the LM heads as copies of the target's. If these would have more than OWN_SHARE times the target's weights, all
-    heads share the target's, which is not trained: they predict less well then.
-    """
-
-    kind = "medusa"
-    depths = HEADS
-
-    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
-        width = self.width
-        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
-        made = dict[str, Tensor]()
-        for head in range(HEADS):
-            made |= {f"{head}.weight": torch.zeros(width, width), f"{head}.bias": torch.zeros(width)}
-        if self._has_lm_heads:
-            start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
-            made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}
-        return made
-
-    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
-        hidden = states.hidden.flatten(0, 1)
-        rows = []
-        for head in range(HEADS):
-            read, source = reachable(batch, head + 1)  # the state of token i predicts i + 1, and head k predicts i + 2 + k
-            inputs = hidden.index_select(0, read)
-            block = F.linear(inputs, self.parameters[f"{head}.weight"], self.parameters[f"{head}.bias"])
-            rows.append((inputs + F.silu(block), source, torch.full_like(source, head)))
-        return Predictions(*map(torch.cat, zip(*rows, strict=True)))
-
-    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
-        if not self._has_lm_heads:
-            return super().logits(outputs, depths)
-        rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
-        by_head = [F.linear(outputs.index_select(0, own), self.parameters[f"{head}.lm_head"]) for head, own in enumerate(rows)]
-        return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
-
-    def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
-        found = {name: weight.detach() for name, weight in self.parameters.items()}
-        blocks = [[(found[f"{head}.weight"], found[f"{head}.bias"])] for head in range(HEADS)]
-        lm_heads = [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
-        return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)
 
 
 class LayerObjective(HeadObjective):
