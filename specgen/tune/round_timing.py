@@ -15,6 +15,7 @@ from itertools import islice
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
@@ -118,7 +119,8 @@ def time_rounds(
     method's (None: keeps it). Raises SpecgenError if the method cannot run with this pair or drafts nothing.
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
-    fewest, found, draft = len(sweep.combinations), list[TimedRound](), runners(pair)[1]
+    fewest, found = len(sweep.combinations), list[TimedRound]()
+    draft = runners(pair)[1] if methods.find(method).uses_draft_model else None
     runner = draft.own if isinstance(draft, TranslatedRunner) else draft
     while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
         before = len(found)
@@ -128,13 +130,14 @@ def time_rounds(
         run = replace(run, policy=sweep, drafter=drafter or run.drafter)
         rounds = run.rounds()
         for position in range(NEW_TOKENS):
-            ran = 0 if runner is None else runner.forward_count
+            count = 0 if runner is None else runner.forward_count
             with_signals = bool(sweep.signals)
             round_ = next(rounds, None) if run.remaining > sweep.longest else None
             if round_ is None or (len(found) >= fewest and deadline.left < 0):
                 break
             if position >= WARM_UP and (drafter is not None or round_.draft.tokens):
-                passes = (0 if runner is None else runner.forward_count - ran) or max(sweep.levels, round_.draft.levels)
+                passes = 0 if runner is None else runner.forward_count - count
+                passes = passes or max(sweep.levels, round_.draft.levels)
                 seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds
                 found.append(TimedRound(len(run.context), passes, with_signals, *seconds))
         if len(found) == before < fewest:
