@@ -32,9 +32,7 @@ class CachedPrefix:
 
     def __init__(self, cache: Cache, rope_boundary: int | None, *, exact: bool = False) -> None:
         self.cache = cache
-        self.gathers = [
-            cache.gather
-        ]  # each moves what it keeps of a tree's accepted nodes behind the committed tokens, as `Cache.gather` does
+        self.gathers = [cache.gather]  # called like `Cache.gather` when nodes of a tree are accepted; heads add their own
         self._rope_boundary, self._is_exact = rope_boundary, exact
         self.clear()
 

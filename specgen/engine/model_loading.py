@@ -45,8 +45,7 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    `quantise` (`int8`, `int4`): the weights are rounded to that when they are loaded, which only the native decoder does. For
-    `wide_attention` see `native.layer.NativeLayer`.
+    `quantise` (`int8`, `int4`): the native decoder rounds the weights to that. `wide_attention`: see `native.layer.NativeLayer`.
     """
 
     location: str
@@ -348,9 +347,8 @@ def load_weights(
             from specgen.engine.transformers.loading import load_transformers_model
 
             return load_transformers_model(prepared, dtype, device, layer_devices)
-        options: dict[str, Any] = {name: getattr(source, name) for name in ("exact", "quantise", "wide_attention")}
-        options["layer_devices"] = layer_devices
-        native = load_native(folder, source.name, prepared.architecture, dtype, device, **options)
+        own: dict[str, Any] = {name: getattr(source, name) for name in ("exact", "quantise", "wide_attention")}
+        native = load_native(folder, source.name, prepared.architecture, dtype, device, layer_devices=layer_devices, **own)
         if device.type == "cuda" and layer_devices is None:  # a graph is of one device
             native.captures = Captures(capture=CudaGraphs(device))
         return native

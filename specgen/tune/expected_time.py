@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specgen.tune.remembered import MemoisedRunner
     from specgen.tune.round_timing import ReferenceOutput
 
-_NO_TOKEN = 1 << 40  # stands for the target's token after the end of its output; no drafted token has this id
+_NO_TOKEN = 1 << 40  # the id of the target's tokens after the end of its output: no drafted token equals it
 
 
 class SimulatedClock(Clock):
