@@ -25,8 +25,9 @@ class MemoisedRunner:
     """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
-    shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
+    shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: heads read the target's
+    states of the former, and drafters of whole blocks nothing of the latter. `kept` has the outputs of all such runners of a
+    simulator. `calls` counts the calls of `logits`.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
