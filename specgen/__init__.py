@@ -23,7 +23,7 @@ __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and what it returns come with torch, which takes seconds to import: at the first use."""
+    """Imports `load`, `Pair` and `Result` at their first use, because their modules import torch, which takes seconds."""
     if name in ("load", "Pair", "Result"):
         from specgen.pair import loading, pair
         from specgen.pair import request as plan
