@@ -70,7 +70,7 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
         ids = random_ids(count)
         assert_close(native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0])
     packed = load(folder, pack=True)
-    assert not any(isinstance(layer._qkv, DenseProduct) for layer in packed.layers)
+    assert not any(isinstance(layer.mixer.qkv, DenseProduct) for layer in packed.layers)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in ((ModelRunner(native), 1024), (ModelRunner(native), 13), (ModelRunner(packed), 1024)):
         monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", size)
