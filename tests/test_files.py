@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from specgen import demo
 from specgen.base import files
 from specgen.base.errors import RunError, SpecgenError
-from specgen.cli.app import app
 from specgen.cli import commands
+from specgen.cli.app import app
 from specgen.cli.options import COMMANDS
 from specgen.traces.writer import TraceWriter
 
