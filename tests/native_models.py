@@ -113,6 +113,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 16, "patch_size": 8}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {  # the family of the text part, and the other parts of the config
+    "gemma3": ("gemma3_text", {"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 95}),
+}
+
+
+def wrapped(wrapper: str, index: int = 0, **changes: Any) -> dict[str, Any]:
+    """A config of a model with vision, whose text part is a variant of its family."""
+    family, others = WRAPPERS[wrapper]
+    return deepcopy({"model_type": wrapper, "text_config": variant(family, index), **others, **changes})
 
 
 def sparse(family: str, **changes: Any) -> dict[str, Any]:

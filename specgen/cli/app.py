@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
@@ -193,18 +194,31 @@ def _silence(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-app = typer.Typer(
-    name="specgen",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
-)
+_SHARED: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+_SHARED["context_settings"] = {"help_option_names": ["--help", "-h"]}
+
+
+class CommandGroup(TyperGroup):
+    """The four commands. A command's options are made when it is called: making those of all would take a third of --help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = with_options(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def with_options(name: str) -> Any:
+    """Returns the typer command `name` with all its options."""
+    single = typer.Typer(add_completion=False, **_SHARED)
+    single.command(name, help=COMMANDS[name][0])(reported(command(name)))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(name="specgen", cls=CommandGroup, add_completion=False, no_args_is_help=True, **_SHARED)
 
 
 for _name, _parts in COMMANDS.items():
-    app.command(_name, help=_parts[0])(reported(command(_name)))
+    app.command(_name, help=_parts[0])(lambda: None)  # listed by the help; `CommandGroup` runs it
 
 
 def _version(requested: bool) -> None:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.measuring import distinct_ids
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
-from specgen.decoding.drafting import RepeatDrafter
+from specgen.decoding.drafting import UnrelatedDrafter
 from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
@@ -39,6 +40,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass
 _SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths to time: fewer for a slower target
 MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
+_UNRELATED = 256  # tokens that are drafted in turn while the target alone is timed
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 _LABELS = {"parallel": "pearl", "echo": "the target alone", "model": "with the draft", "exit": "with the exit layer"}
 _ORDER = list(_LABELS)  # of timing: PEARL's worker has started before anything else is timed
@@ -242,7 +244,8 @@ def _time_kind(
     pair: Pair, kind: str, prompt: list[int], sampling: SamplingParams, deadline: Deadline, lengths: Sequence[int]
 ) -> list[TimedRound]:
     if kind == "echo":
-        return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=RepeatDrafter())
+        drafter = UnrelatedDrafter(distinct_ids(_UNRELATED, pair.target.prepared.shape.vocab_size))
+        return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=drafter)
     if kind == "model":
         return time_rounds(pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"}))
     signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
