@@ -19,7 +19,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.measurements import Measurements
 
-SKIPS = "skips"  # the kind of measurements, in the notation of the `skip` setting
+SKIPS = "skips"  # the kind of measurement; its values are layers in the notation of the `skip` setting
 SEARCH_SECONDS = 10.0
 # To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
 # 8 prompts of 32 tokens.

@@ -29,7 +29,7 @@ LARGEST = 1 << 28  # bytes of a file
 _HINT = f"Name a text file, or a part of it: {MAX_TOKENS:,} tokens are used at most"
 _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
-_PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
+_PIECES = 64  # a plain text file is cut into at least so many pieces, unless they would be shorter than the minimum:
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
 

@@ -318,7 +318,8 @@ class EagleObjective(LayerObjective):
 
 
 def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
-    """Returns the ids of the most frequent tokens that the target generated, ascending; None if the head can have all `size`."""
+    """Returns the ids of the head's tokens, ascending: those that the target generated most often. None if the head can have all
+    `size` tokens of the target."""
     if size <= _LARGEST_VOCABULARY:
         return None
     counts = Counter[int]()

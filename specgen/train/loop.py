@@ -130,7 +130,7 @@ class Objective(ABC):
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
-        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in its folder."""
+        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in the task's folder."""
         self.task, self.target, self.model = task, target, target.model
         self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS

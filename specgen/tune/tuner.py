@@ -123,7 +123,7 @@ class Tuner:
         method, draft = METHODS[name], self.pair.draft
         if method.skips_layers and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
-        if method.uses_draft_model and draft is None:  # also if copying would do
+        if method.uses_draft_model and draft is None:  # also where the method could draft by prompt lookup instead
             return "there is no draft model"
         refusal = draft.refusal if method.uses_draft_model and draft is not None else None
         error = refusal or obstacle(self.pair, name)
