@@ -333,8 +333,9 @@ def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tenso
 class GlideObjective(LayerObjective):
     """Trains a GliDe draft model with one layer, and the target's embedding and LM head.
 
-    The size of the blocks (tokens) is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A
-    text's first block is not trained on, because its tokens see none of the target's keys.
+    Texts are divided into blocks, and a token sees the target's keys of earlier blocks alone, as in drafting. The blocks' number
+    of tokens is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's first block is
+    not trained on, because its tokens see none of the target's keys.
     """
 
     kind = "glide"

@@ -75,7 +75,8 @@ class PackedBatch:
 
 
 def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatch:
-    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts."""
+    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts, which it
+    draws with `rng`."""
     sequences = []
     for sample in samplers:
         tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
@@ -180,9 +181,11 @@ class Objective(ABC):
 
 
 def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
-    """Trains from text to files: generates text with the target, trains, measures and saves. Returns as `Objective.finish`.
+    """Trains from text to files: generates text with the target, trains, measures and saves.
 
-    Raises TrainingStopped if a stop is requested (the same call resumes the training), and SpecgenError.
+    Returns the path of what was saved, and the contents of its description file. Raises TrainingStopped if a stop is requested
+    (the same call resumes the training), SpecgenError if the unfinished work in the output folder belongs to another training,
+    and RunError if the training fails.
     """
     task = objective.task
     task.begin(objective.target, objective.settings)

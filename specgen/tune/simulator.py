@@ -67,7 +67,8 @@ class _Models(NamedTuple):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by `cost_kind`.
+    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured `costs` of rounds by
+    `Method.cost_kind`.
 
     `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
     simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
@@ -198,7 +199,7 @@ class Simulator:
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`, derived from `seed`, so that each prompt has another one."""
+    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs for each prompt."""
     return derive_seed(seed, f"prompt {number}")
 
 
