@@ -58,7 +58,8 @@ def load(
     output's distribution. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
     processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
     """
-    models = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    models = {name: None if value is None else str(value) for name, value in named.items()}
     check_models(models, backend, draft_dtype)
     sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
