@@ -29,7 +29,8 @@ class OutputWriter:
     """Writes the output of one generation.
 
     `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line; if it fails, all else is shown before `write` raises its error.
+    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
+    then raises the error.
     """
 
     def __init__(
