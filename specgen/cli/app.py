@@ -202,7 +202,8 @@ _SHARED["context_settings"] = {"help_option_names": ["--help", "-h"]}
 
 
 class CommandGroup(TyperGroup):
-    """The four commands. A command's options are made when it is called: making those of all would take a third of --help."""
+    """The group of the four commands. It makes a command's options only when that command is called, because making the options
+    of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:

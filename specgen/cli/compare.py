@@ -44,7 +44,8 @@ class OutputDiffersError(SpecgenError):
 
 
 def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput) -> None:
-    """Loads the models, compares the methods and writes the results. Raises SpecgenError."""
+    """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong options, and as
+    `Comparison.run`."""
     prompts, sampling = asked.prompts or examples_file(), options.params()
     check_outputs(output.files, [("--prompts", prompts)], models)
     err = theme.console(stderr=True, no_color=output.no_color)

@@ -199,7 +199,10 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
 
 
 def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
-    """Returns the training task: reads the text, and sets defaults for options that are not given."""
+    """Reads the training text and returns the training task, with default values for options that are not given.
+
+    Raises SpecgenError if there is no text, or if a file cannot be read. `draft` is the draft model to train, None otherwise.
+    """
     from specgen.engine.weights import weights_fingerprint
     from specgen.train.corpus import Corpus
     from specgen.train.task import Recipe, TrainingTask

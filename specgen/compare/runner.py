@@ -120,9 +120,11 @@ class Runner:
         self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
-        """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
-        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
-        long. Later turns of a question are not checked, because they contain answers."""
+        """Checks all prompts and loads all exit layers that methods name, before anything is run.
+
+        Raises SpecgenError for an exit layer that cannot be used, and for the first prompt that plain decoding cannot continue,
+        for instance because it is too long. Later turns of a question are not checked, because they contain answers.
+        """
         for spec in self.config.specs:
             if "exit" in spec.choice.given:
                 self.pair.parts.load("exit", str(spec.choice.given["exit"]))

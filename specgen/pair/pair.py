@@ -300,14 +300,17 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
 
 
 def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
-    """Returns the model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+    """Returns the model runners of the target and of the draft model (None if there is none).
+
+    Loads the draft model's weights unless they are loaded already.
+    """
     if pair._draft_runner is None and pair.draft is not None:  # with the target's penalties: it has to predict their effect
         pair._draft_runner = pair.draft.draft_runner(pair._penalties(pair.draft.device))
     return pair._target_runner, pair._draft_runner
 
 
 def capture_seconds(pair: Pair) -> float:
-    """Returns the seconds that it took so far in this process to capture passes on a GPU."""
+    """Returns the seconds that this process has spent so far on capturing passes of the pair's models as CUDA graphs."""
     models = [pair.target.model]
     if pair.draft is not None and pair._draft_runner is not None:
         models.append(pair.draft.model)
@@ -316,9 +319,9 @@ def capture_seconds(pair: Pair) -> float:
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
-    """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+    """Returns the tokens per second of greedy Self-SD, whose drafts are made by the target without the layers `skips`.
 
-    `prompts` are token ids; the speed is measured on all of them together.
+    The speed is measured on all `prompts` (token ids) together, without the prefill.
     """
     sampling = SamplingParams(max_new_tokens=skip_search.NEW_TOKENS, ignore_eos=True)
     rounds = [round_ for ids in prompts for round_ in list(pair.rounds(ids, "selfsd", sampling, skip=str(skips)))[1:]]
@@ -327,7 +330,10 @@ def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[
 
 
 def draft_worker(pair: Pair) -> DraftWorker:
-    """Returns what runs the draft model during the target's passes (PEARL). The pair must have a draft model."""
+    """Returns the worker that runs the draft model during the target's passes (PEARL). The pair must have a draft model.
+
+    Raises SpecgenError if the pair is closed.
+    """
     pair._check_open()
     if pair._worker is None:
         draft = runners(pair)[1]
@@ -339,7 +345,7 @@ def draft_worker(pair: Pair) -> DraftWorker:
 def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
     """Whether PEARL with `window=auto` ends each draft when the target's pass ends, instead of after a fixed number of tokens.
 
-    So it does in greedy decoding, with the draft model in another process. Sampled tokens must not depend on time.
+    True in greedy decoding if the draft model runs in another process. When sampling, tokens would depend on the passes' times.
     """
     return sampling.greedy and pair.draft is not None and draft_worker(pair).is_process
 

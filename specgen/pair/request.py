@@ -118,7 +118,8 @@ def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
 
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
-    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id without embedding."""
+    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt, and for an id below 0 or not
+    below `num_embeddings`."""
     given = list(prompt_ids)
     if not given:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")

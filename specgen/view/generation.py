@@ -268,7 +268,7 @@ class RoundsView:
 
 
 def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "") -> Text:
-    """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
+    """Returns the line below the answer: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
     in words, the method and the settings that `specgen tune` saved, empty where they are not used.
