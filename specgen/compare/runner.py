@@ -34,7 +34,7 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.request import RESERVED
+from specgen.pair.request import RESERVED, messages
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Runner:
             answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
             turns = list(zip(prompt.previous_turns, answers, strict=True))
             if self.config.chat:
-                ids = self.pair.tokenizer.chat(prompt.text, None, turns)
+                ids = self.pair.tokenizer.conversation(messages(prompt.text, None, turns))
             else:
                 history = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in turns)
                 ids = self.pair.tokenizer.encode(history + prompt.text)

@@ -31,7 +31,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import RESERVED, Request, Result, check_prompt_ids, fitting_tokens
+from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt_ids, encoded, fitting_tokens, sampling_with
 from specgen.workers.worker import DraftWorker
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
@@ -64,7 +64,7 @@ class Pair:
 
     def rounds(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -73,16 +73,17 @@ class Pair:
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `prompt` is a text or token ids. `method` None takes the default method, `sampling` None greedy decoding. `settings` are
-        the method's. `record` adds to each round how close the target's and the draft's probabilities are, which takes time.
-        Invalid arguments raise SpecgenError at the call, before the first round.
+        `prompt` is text, token ids, or messages for the model's chat template: dictionaries with `role` and `content`. `method`
+        None takes the default method, `sampling` None greedy decoding. `settings` are the method's, and fields of `sampling` by
+        name. `record` adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid
+        arguments raise SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -106,7 +107,7 @@ class Pair:
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -118,14 +119,14 @@ class Pair:
         Raises SpecgenError for invalid arguments.
         """
         self._check_open()
-        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
+        name, written = methods.split(methods.DEFAULT_METHOD if method is None else str(method))
+        chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
         has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
-        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
-        sampling = SamplingParams() if sampling is None else sampling
-        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
-        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids, turn_end = encoded(prompt, self.tokenizer)
+        sampling = sampling_with(sampling, settings, turn_end)
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
+        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:

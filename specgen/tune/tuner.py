@@ -25,6 +25,7 @@ from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair.pair import skipping_speed
+from specgen.pair.request import messages
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
@@ -141,7 +142,7 @@ class Tuner:
             if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
                 break
             self.observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
-            ids = pair.tokenizer.chat(prompt.text, None) if request.chat else pair.tokenizer.encode(prompt.text)
+            ids = pair.tokenizer.conversation(messages(prompt.text)) if request.chat else pair.tokenizer.encode(prompt.text)
             try:
                 if not references:
                     record_reference(pair, ids, sampling)  # warms up
@@ -149,8 +150,7 @@ class Tuner:
                 references.append(record_reference(pair, ids, seeded))
             except SpecgenError as error:
                 raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
-        speed = 1 / _token_seconds(references)
-        self.observer.done(f"plain decoding gives {speed:.1f} tokens/s on {counted(len(references), 'prompt')}")
+        self.observer.done(f"{counted(len(references), 'output')} of plain decoding recorded")
         return references
 
     def measure(
