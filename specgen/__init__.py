@@ -7,14 +7,15 @@ print(pair.generate("def fibonacci(n):").text)
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import __version__
 from specgen.base.types import Round, SamplingParams
-from specgen.methods import METHODS
 
 if TYPE_CHECKING:
+    from specgen.methods import METHODS
     from specgen.pair.loading import load
     from specgen.pair.pair import Pair
     from specgen.pair.request import Result
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
 
 
-def __getattr__(name: str) -> Any:
-    """`load` and what it returns come with torch, which takes seconds to import: at the first use."""
-    if name in ("load", "Pair", "Result"):
-        from specgen.pair import loading, pair
-        from specgen.pair import request as plan
+_LATER = {"load": "pair.loading", "Pair": "pair.pair", "Result": "pair.request", "METHODS": "methods"}
 
-        return getattr({"load": loading, "Pair": pair, "Result": plan}[name], name)
+
+def __getattr__(name: str) -> Any:
+    """Imports the names in `_LATER` at their first use, because their modules, some with torch, take long to import."""
+    if name in _LATER:
+        return getattr(import_module(f"specgen.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

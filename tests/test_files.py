@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 from specgen import demo
 from specgen.base import files
 from specgen.base.errors import RunError, SpecgenError
+from specgen.cli import commands
 from specgen.cli.app import app
+from specgen.cli.options import COMMANDS
 from specgen.traces.writer import TraceWriter
 
 Main = Callable[..., tuple[int, str, str]]
@@ -148,10 +150,10 @@ def test_standard_input_is_an_input(tmp_path: Path) -> None:
 def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For no option or argument that takes a path or a model: they would be the working folder and a file of this name."""
     given = []
-    for command in app.registered_commands:
-        for name, parameter in signature(command.callback).parameters.items():  # type: ignore[arg-type]
-            if "Path" in str(parameter.annotation) or name in ("target", "draft", "revision", "draft_revision"):
-                given.append([str(command.name), *([] if name == "traces" else [f"--{name.replace('_', '-')}"])])
+    for name in COMMANDS:
+        for option, parameter in signature(commands.command(name)).parameters.items():
+            if "Path" in str(parameter.annotation) or option in ("target", "draft", "revision", "draft_revision"):
+                given.append([name, *([] if option == "traces" else [f"--{option.replace('_', '-')}"])])
     monkeypatch.chdir(tmp_path)
     for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
         for arguments, ended in zip(given, one_by_one(*([*each, value] for each in given)), strict=True):

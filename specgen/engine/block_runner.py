@@ -33,9 +33,12 @@ class BlockRunner(ABC):
     draws = False
 
     def __init__(self, like: Any, longest_draft: int, penalties: PenaltyProcessor | None) -> None:
-        self.context_limit, self.num_embeddings = like.context_limit, like.num_embeddings
-        self.vocab_size, self.device = like.vocab_size, like.device
-        self.longest_draft, self._penalties = longest_draft, penalties
+        self.context_limit = like.context_limit
+        self.num_embeddings = like.num_embeddings
+        self.vocab_size = like.vocab_size
+        self.device = like.device
+        self.longest_draft = longest_draft
+        self._penalties = penalties
         self._computed: tuple[Context, int, ModelOutput] | None = None  # a context, its length, the rows after it
 
     @inference
@@ -47,9 +50,11 @@ class BlockRunner(ABC):
         No draft token may be on the level of the last row: the logits after it would need a further row.
         """
         levels = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
-        count, known = 1 + max(levels), self._computed
+        count = 1 + max(levels)
+        known = self._computed
         if known is None or not self._is_same(context) or len(known[2].logits) < count:
-            known = self._computed = context, len(context), self.rows(context, count)
+            known = context, len(context), self.rows(context, count)
+            self._computed = known
         output = self.after(known[2], context, draft, levels, start)
         return penalised(output, self._penalties, context, draft, parents, start)
 
@@ -64,7 +69,8 @@ class BlockRunner(ABC):
 
     def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
         """Returns the output after the context (index 0) and each draft token, from index `start` on; `levels` are their rows."""
-        return ModelOutput(rows.logits.index_select(0, upload(torch.tensor(levels[start:]), rows.logits.device)))
+        picked = torch.tensor(levels[start:])
+        return ModelOutput(rows.logits.index_select(0, upload(picked, self.device)))
 
     def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
@@ -100,17 +106,22 @@ class PardRunner(BlockRunner):
 
     def __init__(self, runner: ModelRunner, mask: int, penalties: PenaltyProcessor | None = None) -> None:
         super().__init__(runner, LONGEST_DRAFT, penalties)
-        self._runner, self._mask, self._expected, self._deepest = runner, mask, LONGEST_DRAFT, LONGEST_DRAFT
+        self._runner = runner
+        self._mask = mask
+        self._expected = LONGEST_DRAFT
+        self._deepest = LONGEST_DRAFT
         if not 0 <= mask < self.num_embeddings:
             problem = f"the draft's pard_token is {mask}, and its embedding has {self.num_embeddings:,} rows"
             raise SpecgenError(problem, "Correct its config.json")
 
     def rows(self, context: Context, count: int) -> ModelOutput:
         if not self._is_same(context):
-            self._expected, self._deepest = max(self._deepest, self._expected - 1, 1), 1
+            self._expected = max(self._deepest, self._expected - 1, 1)
+            self._deepest = 1
         wanted = self._expected if count <= self._expected else max(count, LONGEST_DRAFT)
         wanted = min(wanted, max(count, self.context_limit - len(context)))
-        return ModelOutput(self._runner.logits(context, [self._mask] * (wanted - 1)).logits.clone())
+        output = self._runner.logits(context, [self._mask] * (wanted - 1))
+        return ModelOutput(output.logits.clone())
 
     def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
         self._deepest = max(self._deepest, 1 + max(levels))

@@ -113,7 +113,8 @@ class LearnedCosts:
         y, xy = y + self._single + widest, xy + _WIDEST * widest
         slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
         self._single = max((y - slope * x) / count, 0.1 * self._single)
-        mean = (self._drafts[0] / self._single + (guess.start or guess.draft)) / (self._drafts[1] + 1)
+        first = guess.start or guess.draft
+        mean = (self._drafts[0] / self._single + first) / (self._drafts[1] + 1)
         verify = slope / self._single
         self.costs = DraftingCosts(guess.draft, verify, mean) if guess.start else DraftingCosts(mean, verify)
         self.rounds += 1
