@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class OutputWriter:
     """Writes the output of one generation.
 
-    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
-    then raises the error.
+    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and
+    settings were taken from what `specgen tune` saved; empty where none were. `trace` gets every line of the recorded run. If a
+    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error.
     """
 
     def __init__(

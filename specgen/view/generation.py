@@ -40,20 +40,8 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = (
-    "runs",
-    "ties",
-    "shares",
-    "prompt",
-    "a pass",
-    "where",
-    "first",
-    "name",
-    "accepted",
-    "energy",
-    "perplexity",
-    "speed",
-)
+_DROPPED_FIRST = ("runs", "ties", "shares", "a pass", "prompt", "where", "first", "name", "accepted")
+_DROPPED_FIRST += ("energy", "perplexity", "speed")
 
 
 class Piece(NamedTuple):
@@ -301,9 +289,9 @@ def footer(
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
         "accepted": _figure("{:.0%} accepted", rate),
-        "first": _figure("first after {:.2g} s", summary.first_token_seconds),
+        "first": _figure("first token {:.2g} s", summary.first_token_seconds),
         "where": where,
-        "prompt": _figure("{:,.0f} prompt tokens/s", prompt_speed),
+        "prompt": _figure("prompt {:,.0f}/s", prompt_speed if prompt_tokens else None),
         "a pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
