@@ -65,7 +65,9 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out[-1:], len(out) > 20) == (0, b"\n", True)
     assert b"\x1b" not in out + err
-    assert re.fullmatch(r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  first token [\d.]+ s  cpu float32.*", err.decode().strip())
+    assert re.fullmatch(
+        r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  first token [\d.]+ s  cpu float32.*", err.decode().strip()
+    )
 
 
 def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
