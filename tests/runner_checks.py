@@ -156,7 +156,7 @@ TRACED = tuple(
         "block_runner",
         "cached_prefix",
         "model_runner",
-        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
+        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa", "block")),
         "transformers/kv_cache",
         "transformers/transformers_model",
         *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer")),

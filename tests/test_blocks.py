@@ -50,6 +50,9 @@ CASES = [
     Case("eesd-cali", {"theta0": 0.9, "max_draft": 3}, 4),
     Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.01, "verify_cost": 0.2}, 5, seed=2),
     Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+    Case("block", {"nodes": 5, "k": 2}, 4, THREE, {"top_k": 2}, zero=True),
+    Case("block", {"k": 3, "policy": "fixed"}, 4, THREE, {"top_p": 0.8, "temperature": 1.3}),
+    Case("block", {"policy": "cali-ts", "sampling_prediction": False, "max_draft": 3}, 4),
 ]
 
 

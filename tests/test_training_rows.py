@@ -15,14 +15,14 @@ from training_helpers import TEXTS, TINY, corpus_of, objective, opened, packed, 
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import eagle, glide, medusa
+from specgen.engine.parts import block, eagle, glide, medusa
 from specgen.train import heads
 from specgen.train.corpus import Part
 from specgen.train.heads import HeadObjective
 from specgen.train.loop import IGNORED, Training, held_out_agreement
 from specgen.train.texts import Text
 
-RUNNERS: dict[str, Any] = {"eagle": eagle, "glide": glide, "medusa": medusa}
+RUNNERS: dict[str, Any] = {"block": block, "eagle": eagle, "glide": glide, "medusa": medusa}
 TOKENS = sum(map(len, TEXTS))
 
 
@@ -58,7 +58,8 @@ def rows_of(kind: str, depths: int) -> list[tuple[int, int]]:
         if kind == "glide":
             rows += [(start + at, at % 4) for at in range(4, len(text) - 1)]
         else:
-            rows += [(start + at, depth) for depth in range(depths) for at in range(1 + depth, len(text) - 1)]
+            first = 0 if kind == "block" else 1  # with one token of context, only a block has a row of its own
+            rows += [(start + at, depth) for depth in range(depths) for at in range(first + depth, len(text) - 1)]
         start += len(text)
     return rows
 
@@ -67,6 +68,9 @@ CASES: list[Any] = [
     *(("medusa", "gemma2", backend) for backend in BACKENDS),
     *(("eagle", "llama", backend) for backend in BACKENDS),
     ("eagle", "qwen2", "native"),
+    *(("block", "llama", backend) for backend in BACKENDS),
+    ("block", "qwen3", "native"),
+    ("block", "qwen2", "native"),
     *(("glide", "llama", backend) for backend in BACKENDS),
     ("glide", "qwen3", "native"),
     pytest.param("glide", "gemma2", "native", marks=pytest.mark.slow),
@@ -100,7 +104,7 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
         torch.testing.assert_close(log_probs[row], of_top, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "glide"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "glide", "block"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
     """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some steps lower the loss."""
     folder = saved("llama", tmp_path, num_hidden_layers=8)

@@ -60,7 +60,8 @@ DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.
 MEDUSA = Trainable("Medusa heads", "medusa", "medusa.MedusaObjective", 3e-3)
 EAGLE = Trainable("an EAGLE head", "eagle", "heads.EagleObjective")
 GLIDE = Trainable("a GliDe head", "glide", "heads.GlideObjective")
-TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
+BLOCK = Trainable("a DSpark head", "block", "blocks.BlockObjective", 1e-2)
+TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE, BLOCK)}
 
 
 class Asked(NamedTuple):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
-HEADS = ("medusa", "eagle", "glide")
+HEADS = ("medusa", "eagle", "glide", "block")
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none

@@ -17,7 +17,13 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import Method
 
-_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # by kind: the one with `make_runners`
+_MODULES = {
+    "exit": "own_layers",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "glide": "glide",
+    "block": "block",
+}  # by kind: the one with `make_runners`
 
 
 def name_in(values: Mapping[str, object]) -> str:

@@ -82,13 +82,15 @@ class LayerKind:
 
     `window` is the sliding window in tokens: a query sees the keys with 0 <= its position - the key's position < `window`. None:
     it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` says
-    how the layer mixes tokens, `mlp` what follows; each has a class in `layer` and its weights in `layer_weights`.
+    how the layer mixes tokens, `mlp` what follows; each has a class in `layer` and its weights in `layer_weights`. Not `causal`:
+    in a chain, the tokens of one pass see each other whatever their order is (block drafters).
     """
 
     window: int | None = None
     rotary: str | None = None
     mixer: Mixer = "attention"
     mlp: MLP = "dense"
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
