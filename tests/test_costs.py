@@ -105,6 +105,8 @@ def test_eesd_speedup_by_hand() -> None:
 class SlowTarget:
     """A pass takes a base time plus a time per token, on a simulated clock."""
 
+    num_embeddings = 4
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, base: float, token: float) -> None:
         self.base, self.token, self.now = base, token, 0.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,12 +20,14 @@ from typer.testing import CliRunner
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
+from specgen.base.types import Context
 from specgen.cli.app import app
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, resolve
 from specgen.pair import skip_search
-from specgen.pair.pair import Pair
+from specgen.pair.pair import Pair, pass_costs
 from specgen.tune import profile as profiles
 from specgen.tune import tuner
 from specgen.tune.outcome import (
@@ -87,6 +90,28 @@ def test_real_rounds_of_each_kind_are_timed(near: Pair) -> None:
     parallel = costs["parallel"]
     assert all(table.at(tokens, 8) > 0 for tokens in (1, 2) for table in (parallel.draft_cost, parallel.verification_cost))
     assert parallel.synchronisation_overhead >= 0
+
+
+def test_timed_passes_are_over_distinct_tokens(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a token share the experts of a mixture, so their passes would take less time than a text's."""
+    seen, logits, fresh = list[list[int]](), ModelRunner.logits, Pair(near.target, near.draft)
+    monkeypatch.setenv("SPECGEN_CACHE", "/dev/null/none")  # nothing is known
+
+    def recorded(runner: ModelRunner, context: Context, draft: Sequence[int] = (), *given: Any, **named: Any) -> Any:
+        seen.extend([list(draft)] * (runner._forward.model is near.target.model))  # type: ignore[attr-defined]
+        return logits(runner, context, draft, *given, **named)
+
+    monkeypatch.setattr(ModelRunner, "logits", recorded)
+    reference = record_reference(fresh, PROMPTS[0], GREEDY)
+    for timing in (
+        lambda: time_passes(fresh.target.runner(), [1, 4], 20),
+        lambda: pass_costs(fresh, 20),
+        lambda: measure_costs(fresh, ["echo"], [reference], GREEDY, Deadline.after(9, count().__next__), lambda _: None),
+    ):
+        seen.clear()
+        timing()
+        assert max(map(len, seen)) > 2
+        assert all(len({*draft}) == len(draft) for draft in seen)
 
 
 @pytest.mark.parametrize("shorter", ["target", "draft"])

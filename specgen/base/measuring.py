@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 RAPL = Path("/sys/class/powercap")
@@ -54,6 +55,15 @@ def timed(
             if turn >= warm_up:
                 samples[key].append(taken)
     return samples
+
+
+def distinct_ids(count: int, vocab_size: int) -> list[int]:
+    """Returns `count` token ids, always the same ones, to time passes with: distinct, as long as the vocabulary allows it.
+
+    Copies of one token would be run by the same experts of a mixture of experts, of which a text's tokens need more.
+    """
+    order = Random(0).sample(range(vocab_size), min(count, vocab_size))
+    return [order[index % vocab_size] for index in range(count)]
 
 
 class PrefillReports:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,14 +55,17 @@ class NoDrafter:
         return Draft()
 
 
-class RepeatDrafter:
-    """Drafts copies of the last token. This takes no time, so a round takes as long as the target's pass.
+class UnrelatedDrafter:
+    """Drafts `tokens` in turn, whatever the context. This takes no time, so a round takes as long as the target's pass.
 
-    The policy has to be a `LengthSweep`, which sets the number of copies.
+    The policy has to be a `LengthSweep`, which sets the number of tokens.
     """
 
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = cycle(tokens)
+
     def propose(self, context: Context, policy: Any, limit: int) -> Draft:
-        return Draft.chain([context.ids[-1]] * min(policy.length, limit))
+        return Draft.chain(list(islice(self._tokens, min(policy.length, limit))))
 
 
 def derive_seed(seed: int, role: str) -> int:

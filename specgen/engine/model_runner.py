@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from specgen.base.measuring import timed
+from specgen.base.measuring import distinct_ids, timed
 from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
 from specgen.engine.devices import release, synchronizer, upload
@@ -241,28 +241,27 @@ class ModelRunner:
 
 def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> None:
     """Runs passes such as those of a round, so that later ones are not slower because they are the first of their kind."""
-    context = Context([0, 1])
+    context, others = Context([0, 1]), distinct_ids(4, target.num_embeddings)
     if draft is not None:
         for length in range(4):
             draft.logits(context, [1] * length, start=length)
     target.logits(context)
-    target.logits(context, [1] * 4)
+    target.logits(context, others)
 
 
 def time_passes(runner: Any, widths: Sequence[int], context_length: int) -> dict[int, float]:
     """Returns the median seconds of a forward pass over w tokens, for each w in `widths`.
 
     `runner` is a `DraftRunner` with `reserve` and `clear_cache`. The w tokens are the last token of a context of
-    `context_length` tokens, whose other tokens are cached, and w - 1 drafted
-    tokens.
+    `context_length` tokens, whose other tokens are cached, and w - 1 distinct drafted tokens.
     """
     synchronize = synchronizer(runner.device) or (lambda: None)
-    context = Context([1] * context_length)
+    context, draft = Context([1] * context_length), distinct_ids(max(widths) - 1, runner.vocab_size)
     runner.reserve(context_length + max(widths))
     runner.logits(context)
 
     def run(width: int) -> None:
-        runner.logits(context, [1] * (width - 1))
+        runner.logits(context, draft[: width - 1])
         synchronize()
 
     samples = timed({width: partial(run, width) for width in widths}, 2, 6.0, before=synchronize)

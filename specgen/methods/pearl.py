@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
+from specgen.base.measuring import distinct_ids
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, Mode, Round
 from specgen.decoding.policy_base import DRAFT_SIGNALS
@@ -284,7 +285,7 @@ def time_parallel_passes(
         drafter.prefill(context)
         target.logits(context)
         deadline = time.perf_counter() + _TIME_LIMIT
-        timed = _Timed(target, drafter, context, timer)
+        timed = _Timed(target, drafter, context, distinct_ids(widest, target.num_embeddings), timer)
         costs = timed.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
         for _ in range(_TURNS):
             width = min(costs.window.size, widest)
@@ -301,6 +302,7 @@ class _Timed:
     target: ModelRunner
     drafter: ParallelDrafter
     context: Context
+    draft: Sequence[int]
     timer: DeviceTimer | None
 
     def steps(self, width: int, count: int, deadline: float) -> ParallelCosts:
@@ -327,7 +329,7 @@ class _Timed:
         if self.timer is not None:
             self.timer.start()
         start = time.perf_counter()
-        self.target.logits(self.context, [self.context.ids[-1]] * (tokens - 1)).logits.argmax(dim=-1)
+        self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)
         end = time.perf_counter() if self.timer is None else self.timer.mark()
         drafted = len(self.drafter.finish().tokens)
         return (end() if callable(end) else end) - start, drafted
