@@ -46,7 +46,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
         tuned_for = None if given else params
         pair, profile = open_pair(
-            models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for
+            models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for, remembered=True
         )
         opened.enter_context(pair)
         name, values, tuned = choose(profile, named, given)
