@@ -152,7 +152,7 @@ TRACED = tuple(
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
         "transformers/kv_cache",
         "transformers/transformers_model",
-        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer")),
+        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "mlp")),
     )
 )
 
