@@ -1,4 +1,4 @@
-"""Tiny random models of every family that we promise, made and saved by the tests."""
+"""Makes and saves tiny random models of every family that specgen promises to run, and exit layers for them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -116,11 +117,16 @@ FAMILIES: dict[str, Any] = {
         init_std=0.25,
         **_IDS,
     ),
+    "llama4_text": lambda: Llama4TextConfig(
+        **_LLAMA, **_IDS, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=_WINDOW
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, **_IDS),
 }
 
 # the native decoder runs these families
-NATIVE = tuple(name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere"))
+NATIVE = tuple(
+    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
+)
 MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss")
 BACKENDS = ("native", "transformers")
 
@@ -178,7 +184,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list[int]:
-    """Transformers' own greedy decoding."""
+    """The `count` new tokens of transformers' own greedy decoding, fewer after an end-of-sequence token."""
     ids = torch.tensor([prompt_ids])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
     new: list[int] = output[0, len(prompt_ids) :].tolist()
@@ -186,7 +192,7 @@ def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list
 
 
 def model_of(module: Any, backend: str) -> Model:
-    """A transformers model as the engine runs it on `backend`."""
+    """The transformers model `module` as a specgen `Model` that `backend` runs."""
     if backend == "transformers":
         return TransformersModel(module)
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +218,7 @@ def exit_tensors(weights: Mapping[str, torch.Tensor], layers: int = 1) -> dict[s
 
 
 def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
-    """An untrained exit layer of a model whose weights `module` has."""
+    """The untrained exit layer of `exit_tensors` for `model`, with the weights of the same model in transformers, `module`."""
     return ExitLayers(model, layers, exit_tensors(module.state_dict(), layers))
 
 
@@ -226,7 +232,8 @@ def random_predictor(width: int, seed: int = 0) -> Predictor:
 
 
 def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> TrainedPart:
-    """An untrained exit after `depth` layers, with a predictor that has random weights."""
+    """An untrained exit layer after the target's first `depth` layers; with `predictor` also one of acceptance, with random
+    weights."""
     own = random_predictor(target.model.shape.hidden_size, seed) if predictor else None
     tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
     description = ExitDescription("a test's", weights_fingerprint(target.folder), depth, predictor=predictor)

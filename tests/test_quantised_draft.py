@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import MIXTURES, MIXTURES, NATIVE, make_model, near_copy, plain, prompt, save
+from families import MIXTURES, NATIVE, make_model, near_copy, plain, prompt, save
 from worker_helpers import posix
 
 import specgen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import MIXTURES, MIXTURES, NATIVE, make_model, near_copy, prompt, save
+from families import MIXTURES, NATIVE, make_model, near_copy, prompt, save
 
 import specgen
 from specgen.base.errors import SpecgenError

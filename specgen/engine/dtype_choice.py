@@ -74,7 +74,7 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
         return choose_dtype(other if name is None else kind, draft, device)
     if draft.rounding_refusal is not None:
         raise SpecgenError(
-            f"--draft-dtype {name} needs the native backend and dense layers, and {draft.rounding_refusal}",
+            f"--draft-dtype {name} needs the native backend and no experts, and {draft.rounding_refusal}",
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
     if (problem := refusal(kind, device)) is not None:
@@ -94,7 +94,9 @@ def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
         if why is None and not rows_are_independent("int8", device):
             why = "its products of one token depend on the other tokens here"
     if why is not None:
-        raise SpecgenError(f"--dtype int8 needs the native backend on a CPU and dense layers, and {why}", "Leave it out, or take --device cpu")
+        raise SpecgenError(
+            f"--dtype int8 needs the native backend on a CPU and dense layers, and {why}", "Leave it out, or take --device cpu"
+        )
     return DtypeChoice(torch.float32, "chosen by --dtype", "int8")
 
 

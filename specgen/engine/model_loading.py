@@ -176,9 +176,8 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
         try:
             architecture = read_architecture(raw)
             if source.exact and architecture.mixture is not None:
-                raise SpecgenError(
-                    f"--exact: the bits of a mixture of experts such as {name} depend on the other tokens", "Leave it out"
-                )
+                problem = f"--exact: bits of a mixture of experts such as {name} depend on the tokens that are run together"
+                raise SpecgenError(problem, "Leave it out")
             return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)
