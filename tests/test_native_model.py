@@ -30,6 +30,7 @@ from native_models import (
     wrapped,
 )
 from runner_checks import path_to, random_tree
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -99,6 +100,20 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
             start = max(0, len(tokens) - 6)
             check(module, runner.logits(context, tokens, parents, start=start).logits, context, tokens, parents, start)
             context.extend([tokens[0], 8])
+
+
+def test_experts_of_one_tensor_are_those_of_tensors_apart(tmp_path: Path) -> None:
+    """Which later checkpoints have, as the `experts.gate_up_proj` of Qwen 3.5."""
+    _, native = both(variant("qwen3_moe"), tmp_path)
+    path, ids = tmp_path / "model.safetensors", random_ids(30)
+    tensors, wanted = load_file(path), native.reference_logits(ids)
+    for layer in (0, 2, 3):
+        own = f"model.layers.{layer}.mlp.experts."
+        each = [[tensors.pop(f"{own}{number}.{part}_proj.weight") for part in ("gate", "up", "down")] for number in range(8)]
+        tensors |= {f"{own}gate_up_proj": torch.stack([torch.cat(parts[:2]) for parts in each])}
+        tensors |= {f"{own}down_proj": torch.stack([parts[2] for parts in each])}
+    save_file(tensors, path)
+    assert torch.equal(load(tmp_path).reference_logits(ids), wanted)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -171,9 +171,15 @@ def _faster(narrow: torch.dtype, model: PreparedModel, *, is_drafted_for: bool) 
 def _product(model: PreparedModel, kind: torch.dtype | str, width: int) -> Callable[[], object]:
     """Returns the first product of an MLP over `width` tokens, as the model's backend computes it; not all rows of large ones.
 
-    `kind` is the dtype, or `int8` for rounded weights.
+    `kind` is the dtype, or `int8` for rounded weights. Tokens are run by different experts where there are as many.
     """
     columns, dtype = model.shape.hidden_size, kind if isinstance(kind, torch.dtype) else torch.float32
+    if model.architecture is not None and (mixture := model.architecture.mixture) is not None:
+        experts = min(mixture.count, width * mixture.per_token)
+        rows = max(8, min(2 * mixture.size, _NUMBERS // (columns * experts) // 8 * 8))
+        weights = torch.full((experts, rows, columns), 1 / 64, dtype=dtype).transpose(1, 2)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32)
+        return partial(torch.nn.functional.grouped_mm, torch.ones(experts, columns, dtype=dtype), weights, offs=ends)
     weight = torch.full((min(model.shape.intermediate_size or 4 * columns, _NUMBERS // columns), columns), 1 / 64, dtype=dtype)
     x = torch.ones(width, columns, dtype=dtype)
     if model.architecture is None:
