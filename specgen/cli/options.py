@@ -216,7 +216,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RecordOptions(OutputOptions):
-    """What a command that decodes measures and records besides."""
+    """What a command that decodes measures and records besides its output. `trace` is the file to write, None for no trace."""
 
     trace: Path | None = None
     record: Literal["distributions"] | None = None
@@ -309,7 +309,8 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs."""
+    """What to show of recorded runs: at most `rounds` rounds of each method (None: a default), those of its run number `run`,
+    from 1. `html` is the page to write, None for text."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None
@@ -319,7 +320,7 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """What to show of a pair of models."""
+    """What to show of a pair of models. `pair` is for the bundled pair, `measure` also times the loaded models' passes."""
 
     panel: ClassVar[str] = "A pair of models"
     pair: bool = False

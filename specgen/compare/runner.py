@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.traces.writer import TraceWriter
 
-_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to a trace's lines, and results read
+_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to the lines of a trace, and what results need of them
 _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
 
 

@@ -62,7 +62,8 @@ class Measurements:
         self._known: dict[tuple[str, Key], Any] = {}
 
     def get(self, kind: str, key: Key, measure: Callable[[], Any], read: Callable[[Any], T], *, with_draft: bool = True) -> T:
-        """Returns the value in memory, or else the one in the file, or else what `measure` returns, which is then stored.
+        """Returns the measured value of `kind` under `key`: the one in memory, or else the one in the user's cache file, or else
+        what `measure` returns, which is then stored.
 
         `measure` returns a JSON value, which the file holds, and `read` converts it to what this function returns. A stored value
         that `read` refuses (TypeError, ValueError, KeyError) is measured again. Without `with_draft` the value does not depend on
@@ -79,13 +80,15 @@ class Measurements:
         return found
 
     def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
-        """Returns the value in the file, converted by `read`; None if there is none, or if `read` refuses it (see `get`)."""
+        """Returns the value of `kind` under `key` in the user's cache file, converted by `read`. None if there is none, or if
+        `read` refuses it (see `get`)."""
         with suppress(TypeError, ValueError, KeyError):
             return read(_stored()[kind][self._digest(key, with_draft=with_draft)])
         return None
 
     def put(self, kind: str, key: Key, value: Any, *, with_draft: bool = True) -> None:
-        """Stores a JSON value in the file. Does nothing if it is not finite, or if the file cannot be written."""
+        """Stores a JSON value of `kind` under `key` in the user's cache file. Does nothing if a number in it is not finite, or if
+        the file cannot be written."""
         digest = self._digest(key, with_draft=with_draft)
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
@@ -132,7 +135,8 @@ def _stored() -> dict[str, dict[str, Any]]:
 class DraftingKnowledge:
     """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    Later runs go on with what earlier runs have learned. Without a draft model (`has_draft_model`), drafts are prompt lookup's.
+    Later runs go on with what earlier runs have learned. If the pair has no draft model (`has_draft_model`), methods that can do
+    without one draft by prompt lookup.
     """
 
     def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
@@ -178,7 +182,7 @@ class DraftingKnowledge:
         return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
 
     def save(self) -> None:
-        """Stores the costs that runs have learned, where they differ much from those that this process began with.
+        """Stores the costs of drafting that runs have learned, where they differ much from those that this process began with.
 
         If the file cannot be written, nothing is stored.
         """

@@ -40,7 +40,7 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
-_OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
+_OUTPUT_TOKENS = 32  # new tokens of the target after each example prompt, on which different tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 

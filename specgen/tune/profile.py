@@ -187,7 +187,8 @@ def profile_key_of(pair: Pair) -> Conditions:
 
 
 def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns the conditions with `dtype` as the draft model's. Unchanged if `dtype` is None or if there is no draft model."""
+    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
+    model."""
     draft = conditions["draft"]
     if dtype is None or not isinstance(draft, dict):
         return conditions

@@ -78,8 +78,9 @@ class DrawnRunner:
 
     In these logits the drawn token has its probability q, and all others share the rest equally. Their `unpenalised` are the
     draft model's own logits, from which all other signals are computed. A token is drawn once for each context, seed and position
-    in the output. After tokens that equal the beginning of the `reference` output it is drawn given the next token there, as the
-    docstring of `tune.simulator` says, with the probabilities p of `target`; elsewhere it is drawn from q.
+    in the output. After tokens that equal the beginning of the `reference` (plain decoding's output) it is drawn given the next
+    token y there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and otherwise it is drawn
+    from the positive part of q - p. After other tokens it is drawn from q.
     """
 
     def __init__(

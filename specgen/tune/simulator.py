@@ -1,12 +1,13 @@
 """Simulates runs of a method: its real drafter, length policy, verifier and schedule, on models whose outputs are remembered.
 
-A clock adds up the seconds of passes that were measured in real rounds; the models' own time is not counted. All settings see the
-same output on a prompt, the reference: plain decoding's. Where the verifier is one of those that all lossless methods share, a
-draft is checked against it, and the target is not run at all:
+A clock adds up the seconds that passes took in real rounds; the time that the simulation takes is not counted. All settings see
+the same output on a prompt: plain decoding's, called the reference. Where the verifier is one of those that all lossless methods
+share, a draft is checked against the reference, and the target is not run at all:
 
 - A greedy or a fixed draft is accepted as far as it equals the reference.
-- A drawn draft depends on the output: given the reference's token y, it was y with probability min(1, q(y) / p(y)), and otherwise
-  it was drawn from the normalised positive part of q - p. So it is drawn here, with the same random numbers for all settings.
+- A drawn draft depends on the output: given the reference's next token y, the drafted token is y with probability
+  min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of q - p. It is drawn so here, with the same random
+  numbers for all settings.
 
 Other verifiers, and drafters that learn from the target's logits, run on the target's remembered outputs. A path that no earlier
 run has taken runs the model.
@@ -66,7 +67,8 @@ class _Models(NamedTuple):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by `cost_kind`.
+    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured `costs` of rounds by
+    `Method.cost_kind`.
 
     `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
     simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
@@ -197,7 +199,7 @@ class Simulator:
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`, derived from `seed`, so that each prompt has another one."""
+    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs for each prompt."""
     return derive_seed(seed, f"prompt {number}")
 
 
