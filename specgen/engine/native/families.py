@@ -177,9 +177,15 @@ def _count(fields: Fields, default: int) -> int:
 
 def _qwen3_moe(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("max_window_layers")
-    window = fields.optional(fields.integer, "sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
-    normalised = fields.flag("norm_topk_prob", False)
-    mixture = Mixture(_count(fields, 128), *_chosen(fields), normalised=normalised)
+    window = fields.optional(fields.integer, "sliding_window", 4096)
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 8),
+        fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", False),
+    )
     plain = {**plain, "layers": tuple(replace(kind, window=window) for kind in plain["layers"])}
     return {**_biases(fields), "qk_norm": "head", **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
 
@@ -192,25 +198,24 @@ def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
     return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
 
 
-def _chosen(fields: Fields) -> tuple[int, int]:
-    """Returns how many experts run each token, and their size."""
-    return fields.integer("num_experts_per_tok", 8), fields.integer("moe_intermediate_size")
-
-
 def _olmoe(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("clip_qkv") is not None:
         raise fields.refuse("clip_qkv")
-    sizes = _count(fields, 64), fields.integer("num_experts_per_tok", 8), plain["intermediate_size"]
-    mixture = Mixture(*sizes, normalised=fields.flag("norm_topk_prob", False))
+    mixture = Mixture(
+        _count(fields, 64),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        normalised=fields.flag("norm_topk_prob", False),
+    )
     return {**_biases(fields), "qk_norm": "all", **_experts(fields, plain, mixture)}
 
 
 def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
-    count, (per_token, size) = fields.integer("n_routed_experts", 128), _chosen(fields)
+    size = fields.integer("moe_intermediate_size")
     mixture = Mixture(
-        count,
-        per_token,
+        fields.integer("n_routed_experts", 128),
+        fields.integer("num_experts_per_tok", 8),
         size,
         "sigmoid",
         normalised=fields.flag("norm_topk_prob", True),
@@ -221,25 +226,39 @@ def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
         chosen_groups=fields.integer("topk_group", 1),
         shared_size=size * fields.integer("n_shared_experts", 1),
     )
-    if count % mixture.groups or count // mixture.groups < 2 or not 1 <= mixture.chosen_groups <= mixture.groups:
+    if mixture.count % mixture.groups or mixture.count < 2 * mixture.groups:
         raise fields.refuse("n_group")
+    if mixture.chosen_groups > mixture.groups:
+        raise fields.refuse("topk_group")
     dense = range(fields.integer("first_k_dense_replace", 1, minimum=0))
     changes = {"qkv_bias": fields.flag("attention_bias", False), **_experts(fields, plain, mixture, dense)}
     return {**changes, "qk_norm": "head" if fields.flag("use_qk_norm", False) else None}
 
 
 def _minimax_m2(fields: Fields, plain: Changes) -> Changes:
-    sizes = _count(fields, 256), fields.integer("num_experts_per_tok", 8), plain["intermediate_size"]
-    return {"qk_norm": "all", **_experts(fields, plain, Mixture(*sizes, "sigmoid", choice_bias=True))}
+    mixture = Mixture(
+        _count(fields, 256),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        "sigmoid",
+        choice_bias=True,
+    )
+    return {"qk_norm": "all", **_experts(fields, plain, mixture)}
 
 
 def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
     bias = fields.flag("attention_bias", True)
     types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
     window = fields.optional(fields.integer, "sliding_window", 128)
-    sizes = _count(fields, 128), fields.integer("num_experts_per_tok", 4), plain["intermediate_size"]
-    alpha, limit = fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0)
-    mixture = Mixture(*sizes, "logits", layout="interleaved", alpha=alpha, limit=limit)
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 4),
+        plain["intermediate_size"],
+        "logits",
+        layout="interleaved",
+        alpha=fields.positive("swiglu_alpha", 1.702),
+        limit=fields.positive("swiglu_limit", 7.0),
+    )
     windowed = {**plain, **_windows(fields, plain, types, window, required=True)}
     return {"qkv_bias": bias, "output_bias": bias, "sinks": True, **_experts(fields, windowed, mixture)}
 

@@ -6,7 +6,7 @@ operations can be differentiated, so an exit layer is trained through them. Name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class ExpertNames(NamedTuple):
 
     router: str
     choice_bias: str
-    experts: tuple[tuple[str, ...], ...]
+    experts: Sequence[tuple[str, ...]]
     shared: tuple[str, ...]
     shared_gate: str
 
@@ -229,46 +229,62 @@ def expert_names(architecture: Architecture, index: int) -> ExpertNames:
     """Returns the names of the weights of the mixture in layer `index`."""
     mixture = architecture.mixture
     assert mixture is not None
-    is_minimax, kept = architecture.model_type == "minimax_m2", f"layers.{index}."
-    block = f"{kept}block_sparse_moe." if is_minimax else f"{kept}mlp."
-    gate, up, down = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
-    router = f"{block}router.weight" if mixture.layout == "interleaved" else f"{block}gate.weight"
-    if mixture.layout == "separate":
-        each = (f"{block}experts.{number}." for number in range(mixture.count))
-        experts = tuple(tuple(f"{expert}{part}.weight" for part in (gate, up, down)) for expert in each)
-    else:
-        experts = ((f"{block}experts.gate_up_proj", f"{block}experts.down_proj"),)
-    shared = f"{block}shared_expert." if mixture.shared_gate else f"{block}shared_experts."
+    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
+    choice_bias = f"{block}gate.e_score_correction_bias"
+    if architecture.model_type == "minimax_m2":
+        block, matrices = f"layers.{index}.block_sparse_moe.", ("w1", "w3", "w2")
+        choice_bias = f"{block}e_score_correction_bias"
+
+    def of(part: str) -> tuple[str, ...]:
+        return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
+
+    experts = [of(f"experts.{number}") for number in range(mixture.count)]
+    if mixture.layout != "separate":
+        experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
+    router = "router" if mixture.layout == "interleaved" else "gate"
+    shared = of("shared_expert" if mixture.shared_gate else "shared_experts")
     return ExpertNames(
-        router,
-        f"{block}{'' if is_minimax else 'gate.'}e_score_correction_bias" if mixture.choice_bias else "",
-        experts,
-        tuple(f"{shared}{part}.weight" for part in (gate, up, down)) if mixture.shared_size else (),
-        f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
+        router=f"{block}{router}.weight",
+        choice_bias=choice_bias if mixture.choice_bias else "",
+        experts=experts,
+        shared=shared if mixture.shared_size else (),
+        shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
     )
 
 
 def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor of the mixture in layer `index` by name, biases included."""
-    names, mixture, width = expert_names(architecture, index), architecture.mixture, architecture.hidden_size
+    names = expert_names(architecture, index)
+    width = architecture.hidden_size
+    mixture = architecture.mixture
     assert mixture is not None
-    count, size = mixture.count, mixture.size
+    count = mixture.count
+    size = mixture.size
     shapes: dict[str, tuple[int, ...]] = {names.router: (count, width)}
     if mixture.layout == "separate":
-        for expert in names.experts:
-            shapes |= zip(expert, ((size, width), (size, width), (width, size)), strict=True)
+        for gate, up, down in names.experts:
+            shapes[gate] = shapes[up] = (size, width)
+            shapes[down] = (width, size)
     elif mixture.layout == "fused":
-        shapes |= zip(names.experts[0], ((count, 2 * size, width), (count, width, size)), strict=True)
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, 2 * size, width)
+        shapes[down] = (count, width, size)
     else:
         gate_up, down = names.experts[0]
-        shapes |= {gate_up: (count, width, 2 * size), down: (count, size, width), bias_of(names.router): (count,)}
-        shapes |= {f"{gate_up}_bias": (count, 2 * size), f"{down}_bias": (count, width)}
+        shapes[gate_up] = (count, width, 2 * size)
+        shapes[down] = (count, size, width)
+        shapes[f"{gate_up}_bias"] = (count, 2 * size)
+        shapes[f"{down}_bias"] = (count, width)
+        shapes[bias_of(names.router)] = (count,)
     if names.choice_bias:
         shapes[names.choice_bias] = (count,)
     if names.shared:
-        inner = mixture.shared_size
-        shapes |= zip(names.shared, ((inner, width), (inner, width), (width, inner)), strict=True)
-    return shapes | ({names.shared_gate: (1, width)} if names.shared_gate else {})
+        gate, up, down = names.shared
+        shapes[gate] = shapes[up] = (mixture.shared_size, width)
+        shapes[down] = (width, mixture.shared_size)
+    if names.shared_gate:
+        shapes[names.shared_gate] = (1, width)
+    return shapes
 
 
 def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor) -> ExpertWeights:
@@ -276,7 +292,8 @@ def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: t
 
     Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
     """
-    names, mixture = expert_names(architecture, index), architecture.mixture
+    names = expert_names(architecture, index)
+    mixture = architecture.mixture
     assert mixture is not None
     shared = gate = None
     if mixture.layout == "separate":

@@ -34,19 +34,28 @@ class DenseMLP:
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
 
-def route(mixture: Mixture, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    mixture: Mixture,
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ids and the weights [n, experts per token] of the experts that run n tokens, from the router's float32 logits.
 
     `logits` are [n, experts], `choice_bias` [experts]; see `Mixture`.
     """
-    scores = logits
-    if mixture.scores != "logits":
-        scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    if mixture.scores == "logits":
+        scores = logits
+    elif mixture.scores == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if mixture.groups > 1:
-        groups = choice.view(-1, mixture.groups, mixture.count // mixture.groups)
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(mixture.chosen_groups, dim=-1).indices
-        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        groups = choice.unflatten(1, (mixture.groups, -1))
+        group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        best = group_scores.topk(mixture.chosen_groups, dim=-1).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool)
+        excluded.scatter_(1, best, False)
         choice = groups.masked_fill(excluded[..., None], -torch.inf).flatten(1)
     ids = choice.topk(mixture.per_token, dim=-1).indices
     weights = scores.gather(1, ids)
@@ -66,39 +75,54 @@ class Experts:
 
     def __init__(self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct) -> None:
         assert architecture.mixture is not None
-        self._mixture, self._weights, self._activation = architecture.mixture, weights, ACTIVATIONS[architecture.activation]
+        self._mixture = architecture.mixture
+        self._weights = weights
+        self._activation = ACTIVATIONS[architecture.activation]
         self._router = weights.router.t().contiguous()
-        self._shared = None if weights.shared is None else DenseMLP(architecture, weights.shared, make_product)
+        self._shared: DenseMLP | None = None
+        if weights.shared is not None:
+            self._shared = DenseMLP(architecture, weights.shared, make_product)
         self.output = Product(lambda x: x, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        weights, wide = self._weights, x.float()
-        logits = wide @ self._router if weights.router_bias is None else torch.addmm(weights.router_bias, wide, self._router)
-        mixed = self._mixed(x * weights.norm, *route(self._mixture, logits, weights.choice_bias)).to(x.dtype)
+        weights = self._weights
+        logits = x.float() @ self._router
+        if weights.router_bias is not None:
+            logits += weights.router_bias
+        ids, scores = route(self._mixture, logits, weights.choice_bias)
+        mixed = self._mixed(x * weights.norm, ids, scores).to(x.dtype)
         if self._shared is None:
             return mixed
         shared = self._shared.output(self._shared(x, inputs))
-        return mixed + (shared if weights.shared_gate is None else shared * (x @ weights.shared_gate.t()).sigmoid_())
+        if weights.shared_gate is not None:
+            shared *= (x @ weights.shared_gate.t()).sigmoid_()
+        return mixed.add_(shared)
 
     def _mixed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum, in float32, of what the experts `ids` make of the hidden states `x` [n, width]."""
-        own, flat = self._weights, ids.flatten()
+        own, count = self._weights, self._mixture.count
+        flat = ids.flatten()
         order = flat.argsort()  # by expert
-        sizes = torch.histc(flat.float(), self._mixture.count, 0, self._mixture.count - 1)
-        ends, rows = sizes.cumsum(0).to(torch.int32), order // ids.shape[1]
+        rows = order // ids.shape[1]
+        sizes = torch.histc(flat.float(), count, 0, count - 1)
+        ends = sizes.cumsum(0).to(torch.int32)
         inner = functional.grouped_mm(x.index_select(0, rows), own.gate_up, offs=ends)
         if own.gate_up_bias is None or own.down_bias is None:
             gate, up = inner.chunk(2, dim=-1)
-            found = functional.grouped_mm(self._activation(gate).mul_(up), own.down, offs=ends).float()
+            active = self._activation(gate).mul_(up)
+            found = functional.grouped_mm(active, own.down, offs=ends)
         else:
             experts = flat.index_select(0, order)
             active = self._clamped(inner + own.gate_up_bias.index_select(0, experts))
-            found = (functional.grouped_mm(active, own.down, offs=ends) + own.down_bias.index_select(0, experts)).float()
-        found *= weights.flatten().index_select(0, order)[:, None]
-        return found.new_zeros(x.shape).index_add_(0, rows, found)
+            found = functional.grouped_mm(active, own.down, offs=ends)
+            found += own.down_bias.index_select(0, experts)
+        own_weights = weights.flatten().index_select(0, order)
+        weighted = found.float() * own_weights[:, None]
+        return weighted.new_zeros(x.shape).index_add_(0, rows, weighted)
 
     def _clamped(self, inner: torch.Tensor) -> torch.Tensor:
         """Returns gpt-oss's activation of gates and ups that stand in turn."""
         limit = self._mixture.limit
-        gate, up = inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
+        gate = inner[:, ::2].clamp(max=limit)
+        up = inner[:, 1::2].clamp(-limit, limit)
         return (up + 1) * gate * (gate * self._mixture.alpha).sigmoid_()
