@@ -50,6 +50,7 @@ _SAMPLING = {  # the bounds of `SamplingParams`
     "top_p": Setting(1.0, "", 0, 1),
     "top_k": Setting(0, "", 0, LARGEST),
     "seed": Setting(0, "", 0, 2**63 - 1),
+    "min_p": Setting(0.0, "", 0, 1),
 }
 
 
@@ -57,7 +58,8 @@ _SAMPLING = {  # the bounds of `SamplingParams`
 class SamplingParams:
     """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    `seed` None stands for a random seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
+    `min_p` cuts the tokens with less than this share of the likeliest one's probability. `seed` None stands for a random seed.
+    `stop` are strings that end the generated text; `ignore_eos` generates on after
     an end-of-sequence token. Raises SpecgenError for a value out of range.
     """
 
@@ -68,6 +70,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -93,7 +96,8 @@ class SamplingParams:
     @property
     def warping(self) -> dict[str, Any]:
         """The parameters that change the distributions tokens are chosen from, by name: if greedy, none but the temperature."""
-        return {"temperature": self.temperature} | ({} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k})
+        cuts = {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {"temperature": self.temperature, **cuts}
 
 
 class Context:

@@ -37,9 +37,12 @@ class ModelDrafter(DraftModelUser):
     the target's distribution.
     A draft ends before a token whose distribution has a largest probability below `fallback` (BiLD; temperature 1, no top-k or
     top-p). This token is dropped, so that the draft may be empty. Not lossless.
+    A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens also where the target samples.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:
+        if setup.draft is not None and not getattr(setup.draft, "draws", True):
+            setup = replace(setup, sampling=SamplingParams())
         super().__init__(setup, depth=depth)
         self._cape, self._fallback = cape, fallback
 

@@ -16,16 +16,21 @@ _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Computes the distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as in transformers.
+    """Computes the distributions [..., vocabulary] to sample from: temperature, top-k, top-p and min-p in this order, as in
+    transformers.
 
-    Tokens whose logit equals the k-th largest are kept. Tokens cut by top-k or top-p have probability exactly 0.
+    Tokens whose logit equals the k-th largest are kept. Tokens that are cut have probability exactly 0.
     """
     scores = logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         weakest = scores.topk(sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < weakest, -torch.inf)
     probs = scores.softmax(dim=-1)
-    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+    probs = _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+    if not sampling.min_p:
+        return probs
+    kept = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:

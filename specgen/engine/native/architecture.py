@@ -38,6 +38,7 @@ _IRRELEVANT = """
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
     output_router_logits router_aux_loss_coef router_jitter_noise
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
+    pard_token spd_type
     """
 _OPTIONAL_FEATURES = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
