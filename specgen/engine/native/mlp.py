@@ -51,7 +51,7 @@ def route(
         scores = logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if mixture.groups > 1:
-        groups = choice.unflatten(1, (mixture.groups, -1))
+        groups = choice.view(len(choice), mixture.groups, -1)
         group_scores = groups.topk(2, dim=-1).values.sum(-1)
         best = group_scores.topk(mixture.chosen_groups, dim=-1).indices
         excluded = torch.ones_like(group_scores, dtype=torch.bool)
