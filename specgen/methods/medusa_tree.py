@@ -36,7 +36,7 @@ def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
 
 
 def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
-    """Returns the `nodes` rank paths that are likeliest to be right, level by level. Each one's parent is among them.
+    """Returns the `nodes` rank paths that are likeliest to be right, level by level. The parent of each path is among them.
 
     `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value is the product of its ranks'
     accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
@@ -54,12 +54,13 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
 
 
 class MedusaTreeDrafter(DraftModelUser):
-    """Drafts a tree of fixed shape from Medusa heads: the node of a rank path is the token of its last rank.
+    """Drafts a tree of fixed shape from Medusa heads. A node is a path of ranks, and its token is head m's token of the path's
+    last rank.
 
-    No node is drawn at random, even if the target samples. `nodes` is the number of nodes. Which these are is decided by the
-    `rank_accuracies` of the heads' runner (`MedusaRunner`), or by `default_rank_accuracies`. The length policy sees the likeliest
-    token of each level, and may leave the further levels out. With penalties, all nodes of a level have those of the likeliest
-    path.
+    m is the node's depth (0 for the first level). `nodes` is the number of nodes. Which these are is decided by the
+    `rank_accuracies` of the heads' runner (`MedusaRunner`), or by `default_rank_accuracies` where they were not measured. No node
+    is drawn at random, even if the target samples. The length policy sees the likeliest token of each level, and may end the
+    draft after it. Penalties on a level's logits are those after the likeliest path, for all nodes of the level.
     """
 
     def __init__(self, setup: Setup, *, nodes: int) -> None:
