@@ -19,6 +19,7 @@ import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
+from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
@@ -200,6 +201,7 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
     return settings
 
 
+DraftModelRunner = ModelRunner | PardRunner | TranslatedRunner
 Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.device] | None], Model]
 """Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several."""
 
@@ -271,8 +273,15 @@ class LoadedModel:
         runner.context_limit = self.context_limit
         return runner
 
-    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether this is a PARD draft model (`block_runner.PardRunner`) that can be used as one: its tokens are the target's."""
+        return isinstance(self.prepared.raw.get("pard_token"), int) and self.translation is None and self.refusal is None
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> DraftModelRunner:
         """Returns a runner that answers in the target's token ids; with a `refusal`, in its own. `penalties` are the target's."""
+        if self.drafts_blocks:
+            return PardRunner(self.runner(), self.prepared.raw["pard_token"], penalties)
         if self.translation is None:
             return self.runner(penalties)
         return TranslatedRunner(self.runner(), self.translation, penalties)

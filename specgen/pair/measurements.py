@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,7 +41,7 @@ _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
-_GUESS = DraftingCosts(0.15, 0.03)
+_GUESS, _BLOCK_GUESS = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4)
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 # Settings that change how long a draft takes.
 _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
@@ -135,12 +136,14 @@ def _stored() -> dict[str, dict[str, Any]]:
 class DraftingKnowledge:
     """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    Later runs go on with what earlier runs have learned. If the pair has no draft model (`has_draft_model`), methods that can do
-    without one draft by prompt lookup.
+    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model; without one, methods that can do so
+    draft by prompt lookup.
     """
 
-    def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
-        self._measurements, self._has_draft_model = measurements, has_draft_model
+    def __init__(self, measurements: Measurements, draft: LoadedModel | None) -> None:
+        self._measurements = measurements
+        self._has_draft_model = draft is not None
+        self._drafts_blocks = draft is not None and draft.drafts_blocks
         self._learned: dict[Key, Learned] = {}
         self._timed: dict[Key, LearnedCosts] = {}
 
@@ -188,13 +191,13 @@ class DraftingKnowledge:
         """
         for key, known in self._timed.items():
             if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                self._measurements.put(DRAFTING, key, [known.costs.draft, known.costs.verify])
+                self._measurements.put(DRAFTING, key, list(astuple(known.costs)))
 
     def _first_costs(self, request: Request, trial: Callable[[Request], object]) -> DraftingCosts:
         def measure() -> list[float]:
             trial(request)
             learned = self._timed_costs(request).costs
-            return [learned.draft, learned.verify]
+            return list(astuple(learned))
 
         tuned = self._tuned_costs(request)
         return tuned or self._measurements.get(DRAFTING, self._cost_key(request), measure, _costs_of)
@@ -202,7 +205,11 @@ class DraftingKnowledge:
     def _timed_costs(self, request: Request) -> LearnedCosts:
         key = self._cost_key(request)
         if key not in self._timed:
-            guess = _GUESS if self._drafts_with_model(request.method) else DraftingCosts(0.0, _GUESS.verify)
+            method = request.method
+            guess = DraftingCosts(0.0, _GUESS.verify)
+            if self._drafts_with_model(method):
+                in_blocks = self._drafts_blocks if method.uses_draft_model else method.drafts_blocks
+                guess = _BLOCK_GUESS if in_blocks else _GUESS
             known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
             self._timed[key] = LearnedCosts(known or guess)
         return self._timed[key]

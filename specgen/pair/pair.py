@@ -16,12 +16,11 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer, pick_threads
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.penalties import PenaltyProcessor
-from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
@@ -54,11 +53,11 @@ class Pair:
         if worker is not None and target.has_penalties:
             worker.penalties = target.generation, target.eos_ids
         self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
-        self._draft_runner: ModelRunner | TranslatedRunner | None = None
+        self._draft_runner: DraftModelRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, has_draft_model=draft is not None)
+        self._knowledge = DraftingKnowledge(self.measurements, draft)
 
     # runs
 
@@ -131,6 +130,9 @@ class Pair:
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
+        if chosen.is_parallel and self.draft is not None and self.draft.drafts_blocks:
+            problem = f"{chosen.name} drafts token by token, and {self.draft.name} (PARD) drafts in one pass"
+            raise SpecgenError(problem, "Take -m sd, or another draft model")
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
@@ -299,7 +301,7 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     return found
 
 
-def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
+def runners(pair: Pair) -> tuple[ModelRunner, DraftModelRunner | None]:
     """Returns the model runners of the target and of the draft model (None if there is none).
 
     Loads the draft model's weights unless they are loaded already.

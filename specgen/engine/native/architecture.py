@@ -35,6 +35,7 @@ _IRRELEVANT = """
     suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
+    pard_token spd_type
     """
 _OPTIONAL_FEATURES = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
