@@ -54,13 +54,12 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
 
 
 class MedusaTreeDrafter(DraftModelUser):
-    """Drafts a tree of fixed shape from Medusa heads. A node is a path of ranks, and its token is head m's token of the path's
-    last rank.
+    """Drafts a tree of fixed shape with `nodes` nodes from Medusa heads. No node is drawn at random, even if the target samples.
 
-    m is the node's depth (0 for the first level). `nodes` is the number of nodes. Which these are is decided by the
-    `rank_accuracies` of the heads' runner (`MedusaRunner`), or by `default_rank_accuracies` where they were not measured. No node
-    is drawn at random, even if the target samples. The length policy sees the likeliest token of each level, and may end the
-    draft after it. Penalties on a level's logits are those after the likeliest path, for all nodes of the level.
+    A node stands for a path of ranks (see `candidate_tree`); its token is the one that the head for its level predicts with the
+    last rank of the path. The paths are those that are likeliest by the `rank_accuracies` of the heads' runner (`MedusaRunner`),
+    or by `default_rank_accuracies` if these were not measured. The length policy sees the likeliest token of each level, and may
+    end the draft after it. If there are penalties, all nodes of a level have those that apply after the likeliest path.
     """
 
     def __init__(self, setup: Setup, *, nodes: int) -> None:
