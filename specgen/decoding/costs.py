@@ -87,9 +87,9 @@ class RoundCosts:
 
     @classmethod
     def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
-        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys, or if `together` is missing.
+        """Returns the costs that `as_dict` wrote. Keys may be strings, as JSON makes them, and `together` may be missing (0).
 
-        Raises ValueError if they are not valid.
+        Raises ValueError if the costs are not valid.
         """
         try:
             tables = [

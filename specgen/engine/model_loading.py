@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -46,7 +46,8 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    `quantise` (`int8`, `int4`): the native decoder rounds the weights to that. `wide_attention`: see `native.layer.NativeLayer`.
+    `repetition_penalty` replaces the generation config's. `quantise` (`int8`, `int4`): the native decoder rounds the weights to
+    that. `wide_attention`: see `native.layer.NativeLayer`.
     """
 
     location: str
@@ -59,6 +60,7 @@ class ModelSource:
     on_mps: bool = False
     context: int | None = None
     quantise: str | None = None
+    repetition_penalty: float | None = None
     wide_attention: bool = False
 
     @property
@@ -93,9 +95,17 @@ class PreparedModel:
     def backend(self) -> str:
         return "transformers" if self.architecture is None else "native"
 
+    @property
+    def rounding_refusal(self) -> str | None:
+        """Why the weights cannot be rounded to int8 or int4 when they are loaded; None if they can."""
+        if self.architecture is None:
+            return f"{self.name} runs on transformers: {self.fallback}"
+        return None if self.architecture.mixture is None else f"{self.name} is a mixture of experts"
+
     @cached_property
     def generation(self) -> GenerationConfig:
-        return read_generation_config(self.folder, self.raw)
+        found, penalty = read_generation_config(self.folder, self.raw), self.source.repetition_penalty
+        return found if penalty is None else replace(found, repetition_penalty=penalty)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -169,6 +179,9 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
+            if source.exact and architecture.mixture is not None:
+                problem = f"--exact: bits of a mixture of experts such as {name} depend on the tokens that are run together"
+                raise SpecgenError(problem, "Leave it out")
             return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)

@@ -381,6 +381,6 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         timer, context = device_timer(pair.target.device), Context([1] * length)
         return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest))
 
-    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
+    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1 or sampling.min_p > 0, pair.target.has_penalties
     key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
     return pair.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))

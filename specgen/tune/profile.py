@@ -56,6 +56,7 @@ class Sampling(_StrictModel):
     temperature: Annotated[float, Field(ge=0, le=100)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Annotated[int, Field(ge=0)]
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class Choice(_StrictModel):
@@ -213,6 +214,8 @@ def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
             parts.append(f"p{sampling.top_p:g}")
         if sampling.top_k:
             parts.append(f"k{sampling.top_k}")
+        if sampling.min_p:
+            parts.append(f"m{sampling.min_p:g}")
     name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
     return pair_folder(target, facts["target fingerprint"], draft) / name
 
