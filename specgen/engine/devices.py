@@ -56,9 +56,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_draft_device(name: str | None, target_name: str, target: torch.device) -> torch.device:
-    """Returns the draft model's device named `name`. None: the target's, or a second GPU if that was chosen by `auto`.
+    """Returns the draft model's device, named `name`. None: a second GPU if the target's was chosen by `auto`, else the target's
+    device.
 
-    `target_name` is the name that `target` was chosen by. Raises SpecgenError as `pick_device`.
+    `target_name` is the name that the device `target` was chosen by. Raises SpecgenError as `pick_device`.
     """
     if name == AUTO_MAP:
         raise SpecgenError(
@@ -77,9 +78,10 @@ def device_name(device: torch.device) -> str:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a CPU tensor in memory from which a copy to `device`, if this is a GPU, does not make the host wait.
+    """Returns a CPU tensor in page-locked memory if `device` is a GPU, so that the host need not wait for a copy; else the tensor
+    itself.
 
-    Torch uses that memory again only after copies from it, made with `non_blocking`, have ended.
+    Torch does not reuse that memory before copies from it, made with `non_blocking`, have ended.
     """
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -92,7 +94,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in the CPU's memory, from a GPU through memory that it can write directly; waits for it."""
+    """Returns a copy of a tensor in the CPU's memory, and waits for it. From a GPU, it is copied through page-locked memory."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -108,9 +110,10 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Announces that a tensor is dropped after work of the current stream reads it: its memory is not used again before that.
+    """Keeps a GPU tensor's memory from being reused before work that is queued on the current stream has read it.
 
-    Needed where the memory may have been allocated on another stream of the GPU.
+    To be called before the tensor is dropped, where its memory may have been allocated on another stream. Does nothing for other
+    devices.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -124,9 +127,9 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
 
 
 class DeviceTimer:
-    """Finds out when a GPU finished some work of the current stream: `start`, then `mark`s.
+    """Finds out when a GPU finishes work that was queued on the current stream. Use: `start`, then any number of `mark`s.
 
-    The work is timed by CUDA events, which the host reads after it has waited for a result, so that it waits for nothing else.
+    The work is timed by CUDA events. Reading them after the host has waited for a result takes no further waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,7 +165,8 @@ def device_timer(device: torch.device) -> DeviceTimer | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch use one CPU thread. For measurements: several threads on a busy machine wait for each other for any length."""
+    """Lets torch use one CPU thread in the `with` block. For measurements: on a busy machine several threads would wait for each
+    other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -204,10 +208,10 @@ class ThreadChoice:
 def pick_threads(work: Callable[[], object]) -> ThreadChoice:
     """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
-    `work` is a round of decoding with the loaded models. Tries one thread, half of them and all. A small model gains little from
-    a second thread, and on a busy machine threads wait for each other at every matrix product, which was measured to be twenty
-    times slower. It is the present number if the user has set `OMP_NUM_THREADS` (then `work` is not run), or if `work` takes more
-    than `_MAX_SECONDS`, as with a large model.
+    `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
+    gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
+    measured to be twenty times slower. Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not
+    run), or if `work` takes more than `_MAX_SECONDS`, as with a large model.
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:

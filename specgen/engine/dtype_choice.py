@@ -1,4 +1,7 @@
-"""Chooses the dtype that a model is run in: the one the user asks for, or else what suits the machine. Sizes of weights."""
+"""Chooses the dtype that a model is run in: the one the user asks for, or else what suits the machine.
+
+Also computes how much memory a model's weights take in the chosen dtype.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 class DtypeChoice:
     """The dtype of a model's weights and computations, and why it was chosen.
 
-    `quantise` (`int8`, `int4`) is what the weights are rounded to, None if they are not. `warning` says why they are not although
-    the user wanted it. `hint` says that decoding would be much faster with another dtype.
+    `quantise` (`int8`, `int4`) is what the weights are rounded to; None: they are not rounded. `warning` says why weights are not
+    rounded although the user wanted it, `hint` that decoding would be much faster with another dtype; None if there is nothing to
+    say.
     """
 
     dtype: torch.dtype
@@ -53,9 +57,9 @@ class DtypeChoice:
 def choose_dtypes(
     models: Sequence[PreparedModel], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
 ) -> list[DtypeChoice]:
-    """Returns the dtype of a target and, if there is one, of its draft model.
+    """Returns the dtype of a target and, if `models` has a second one, of its draft model. `devices` are the models' devices.
 
-    `dtypes` are what --dtype and --draft-dtype name. Raises SpecgenError as `choose_draft_dtype` does.
+    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_dtype` and `choose_draft_dtype` do.
     """
     target, *drafts = models
     of_drafts = [choose_draft_dtype(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts]
@@ -63,11 +67,12 @@ def choose_dtypes(
 
 
 def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the dtype of a draft model: what --draft-dtype names, or if that is None what --dtype names.
+    """Returns the dtype of a draft model: `name` (--draft-dtype), or if that is None `dtype` (--dtype).
 
-    A draft that is quantised computes in float32 on a CPU, where its products take the same time in all dtypes, and elsewhere in
-    the dtype of its weights. If this machine has no products that work for it, the choice is not quantised and says why. Raises
-    SpecgenError for an unknown name, and to quantise a model that transformers runs.
+    A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its products take the same time in all
+    dtypes, and elsewhere in the dtype of its weights. If products with rounded weights do not work on this machine, the weights
+    are not rounded, and the choice's `warning` says why. Raises SpecgenError for an unknown name, and for rounding the weights of
+    a model that transformers runs.
     """
     kind, other = name or dtype, "auto" if dtype in QUANTISED else dtype
     if kind not in QUANTISED or (name is None and draft.rounding_refusal is not None):
@@ -101,7 +106,7 @@ def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
 
 
 def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = False) -> PreparedModel:
-    """Returns the model, to be loaded with its weights rounded if the choice says so."""
+    """Returns the model with the choice's rounding of weights entered in its source, by which it is loaded."""
     wide_attention = is_target and choice.quantise is not None
     return replace(model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention))
 
@@ -193,8 +198,8 @@ def _product(model: PreparedModel, kind: torch.dtype | str, width: int) -> Calla
 def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> dict[str, int]:
     """Returns the bytes of each of a model's tensors in memory, by name.
 
-    Quantised weights stay as they are in their files, packed; or they are dequantised on this device. If a draft's weights are
-    rounded when they are loaded, its LM head is a table apart from the embedding. Raises SpecgenError for unreadable files.
+    A quantised checkpoint's weights stay packed as in its files, unless they are dequantised on this device. If `weights` rounds
+    the weights when they are loaded, the LM head is a table apart from the embedding. Raises SpecgenError for unreadable files.
     """
     size, stored = weights.dtype.itemsize, stored_tensors(prepared.folder)
     if prepared.quantisation is not None and not prepared.dequantises_on(device):
