@@ -20,6 +20,7 @@ _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
+_TIMING_SECONDS = 0.5  # spent on a choice of the number of threads, after the first round with each
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 
@@ -205,12 +206,12 @@ class ThreadChoice:
 
 
 def pick_threads(work: Callable[[], object]) -> ThreadChoice:
-    """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
+    """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
     `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
     gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
-    measured to be twenty times slower. Changes nothing if the user has set `OMP_NUM_THREADS`, or if `work` takes more than
-    `_MAX_SECONDS`, as with a large model.
+    measured to be twenty times slower. Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not
+    run), or if `work` takes more than `_MAX_SECONDS`, as with a large model.
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -222,11 +223,12 @@ def pick_threads(work: Callable[[], object]) -> ThreadChoice:
         torch.set_num_threads(threads)
         work()
 
-    if timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0] > _MAX_SECONDS:
-        return ThreadChoice(all_threads, "the models are large")
+    first = timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0]
+    if first > _MAX_SECONDS:
+        return ThreadChoice(all_threads, "the models are large", {all_threads: first})
     candidates = sorted({1, all_threads // 2, all_threads})
-    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _MAX_SECONDS, fewest=1, most=4)
+    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _TIMING_SECONDS, fewest=1, most=4)
     best = {threads: min(taken) for threads, taken in samples.items()}
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
-    torch.set_num_threads(chosen)
+    torch.set_num_threads(all_threads)
     return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
