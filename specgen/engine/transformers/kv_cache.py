@@ -29,7 +29,7 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the keys and values [batch, heads, n, head size] of n tokens after the first `length` entries of the cache.
 
-        Returns views of all keys and of all values up to the end of the written ones.
+        Returns views of all keys and of all values, from the first entry to the last one written.
         """
         start, end = self._cache.length, self._cache.length + key_states.shape[-2]
         if self.keys is None or end > self.keys.shape[-2]:

@@ -35,8 +35,8 @@ _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM he
 class TransformersModel:
     """A causal language model of transformers. Implements `engine.model.Model`; `module` is transformers' own object.
 
-    Its modules may be on several devices, between which accelerate's hooks move their inputs. Then `device` is the embedding's,
-    to which the outputs are moved.
+    Its modules may be on several devices, between which accelerate's hooks move tensors. All outputs are moved to `device`, which
+    is then the embedding's.
     """
 
     exact = False
@@ -55,7 +55,7 @@ class TransformersModel:
         return KVCache(self.shape.num_layers, self.device)
 
     def batch_cache(self, sequences: int) -> KVCache:
-        """Returns an empty KV cache; its first pass decides for how many sequences."""
+        """Returns an empty KV cache. `sequences` is not needed: the first pass decides for how many sequences the buffers are."""
         return self.new_cache()
 
     def forward(
@@ -114,7 +114,7 @@ class TransformersModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs several sequences through all layers that the model has kept; see `engine.model.Model`."""
+        """Runs several sequences through all layers that the model still has (see `free_weights`); see `engine.model.Model`."""
         mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
         with_states, keep = bool(taps) or layers is not None, logits_to_keep or 0
         output = self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
@@ -126,9 +126,10 @@ class TransformersModel:
 
     @inference
     def check_layers(self, feature: str) -> None:
-        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits; `feature` needs that.
+        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits. `feature` needs this, in the
+        message.
 
-        Modules of the right names may still be used differently than in Llama, so the logits of four tokens are compared.
+        Modules with the same names as in Llama may still be used differently, so the logits of four tokens are compared.
         """
         if missing := missing_part(self.module):
             why: str | None = f"its decoder has no {missing}"
@@ -230,9 +231,10 @@ class TransformersModel:
 class AttentionMasks:
     """Makes the attention masks of one model, in the form that the model's `forward` takes.
 
-    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window)
-    take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run trees.
-    Masks are additive: transformers' eager attention adds any mask to the scores, so that boolean ones would be silently wrong.
+    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window,
+    chunked) take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run
+    trees. Masks are additive, because transformers' eager attention adds any mask to the scores, where a boolean one would
+    silently be wrong.
     """
 
     def __init__(self, module: Any) -> None:
@@ -244,7 +246,8 @@ class AttentionMasks:
         self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask of a pass, whose tokens see what `sight` says. Raises SpecgenError for a tree with ALiBi."""
+        """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises SpecgenError for a tree with
+        ALiBi."""
         if not self._has_alibi:
             return self(sight, dtype)
         if not forward_pass.is_chain:
@@ -252,7 +255,8 @@ class AttentionMasks:
         return None
 
     def __call__(self, sight: Sight, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Returns the mask [1 or batch, 1, n, keys] of the tokens of one sequence or of several; see the class."""
+        """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or one mask for each attention
+        type."""
         made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
         found = {name: masks[each] for name, each in self._windows.items()}
