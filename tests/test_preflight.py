@@ -81,6 +81,7 @@ def bytes_per_token(runner: ModelRunner) -> int:
     """What the KV cache of a runner that has run holds per token."""
     cache: Any = runner.cache
     layers = cache.parts if isinstance(cache, KVBuffer) else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
+    layers = [layer for layer in layers if layer is not None]  # some read the keys of others
     return sum(layer.numel() // layer.shape[-2] * layer.element_size() for layer in layers)
 
 
