@@ -75,7 +75,7 @@ class KVCache(Cache):  # type: ignore[misc]
             buffer[:, :, start : start + len(indices)] = moved
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        for layer in self.layers:
+        for layer in (each for each in self.layers if each.keys is not None):
             index = torch.tensor(kept, device=layer.keys.device)
             layer.keys, layer.values = layer.keys[index], layer.values[index]
 
