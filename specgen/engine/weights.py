@@ -99,7 +99,7 @@ class WeightFiles:
             return self._file(next(iter(self._paths.values()))).metadata() or {} if self._paths else {}
 
     def refuse(self, problem: str, hint: str = AGAIN) -> SpecgenError:
-        """Returns an error that says what is wrong with these files."""
+        """Returns the error to raise for these files: `problem` says what is wrong with them, `hint` what to do."""
         return SpecgenError(f"{self.owner}: {problem}", hint)
 
     def check(self, expected: Mapping[str, Shape]) -> None:
@@ -164,7 +164,7 @@ class WeightFiles:
         return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
 
     def use_device(self, device: torch.device) -> None:
-        """Makes `device` the one that tensors are put on from now on."""
+        """Puts tensors on `device` from now on. Closes the files."""
         self.close()
         self._device = device
         self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
@@ -183,7 +183,8 @@ class WeightFiles:
 
 
 def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
-    """Returns the tensors of a model by their names without the prefix `model.`, or that of a text part."""
+    """Returns the tensors of a model by their names without a prefix such as `model.`, or that of a text part
+    (`language_model.`)."""
     return WeightFiles(folder, owner, device, name_of=lambda key: _PREFIX.sub("", key, count=1))
 
 

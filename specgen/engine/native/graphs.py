@@ -297,10 +297,10 @@ class Captures:
 
 
 class CudaGraphs:
-    """Captures work on a CUDA device, on a stream and in a memory pool of its own. A `Capture`.
+    """Captures work on a CUDA device as graphs, on a stream and in a memory pool of its own. A `Capture`.
 
-    Graphs that are captured on one stream share the workspaces of matrix products. So a stream is for one model, which does one
-    thing at a time.
+    Graphs that are captured on one stream share the workspaces of matrix products. So one object serves one model, which runs one
+    graph at a time.
     """
 
     def __init__(self, device: torch.device) -> None:

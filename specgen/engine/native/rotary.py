@@ -38,12 +38,12 @@ _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RotaryDefaults:
-    """A family's settings where config.json is silent.
+    """A family's rotary settings where config.json is silent.
 
-    `theta` is the base of the frequencies; `local_theta` that of layers with a sliding window, in families that rotate these
-    differently. `partial` is the share of each head that is rotated; None: the family knows no other share than 1. `original` is
-    the context length in pre-training; None: the family has no such field of its own. `aliases` are other names for types.
-    `settings` are those of a config without any.
+    `theta` is the base of the frequencies. `local_theta` is that of layers with a sliding window, in families that rotate these
+    differently. `partial` is the share of each head that is rotated; None: the family always rotates whole heads. `original` is
+    the context length in pre-training; None: the family has no such field of its own. `aliases` maps other names of types to the
+    usual ones. `settings` replace missing `rope_parameters`.
     """
 
     theta: float = 10_000.0
@@ -215,9 +215,9 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
+    """Rotates the first R numbers of each head in `heads` [rows, heads, head size], as R/2 pairs of neighbours, in place.
 
-    `rotation` [rows, 1, R/2] holds complex numbers.
+    `rotation` [rows, 1, R/2] holds complex numbers, by which the pairs are multiplied.
     """
     size = 2 * rotation.shape[-1]
     part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)

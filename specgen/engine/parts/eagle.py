@@ -84,7 +84,7 @@ class UnrolledAttention(Attention):
 
 
 class UnrolledLayer(FirstLayer):
-    """The first layer of a head in training; see `UnrolledAttention`."""
+    """The first layer of a head in training, where each call drafts one more token after each prefix of a text."""
 
     attention = UnrolledAttention
 

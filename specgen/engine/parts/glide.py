@@ -105,9 +105,9 @@ class GlideLayers:
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]) -> torch.Tensor:
-        """Runs a pass on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
+        """Runs the layers on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
 
-        `cross` has the inputs of each layer's cross-attention; empty if there are no keys.
+        `cross` has the inputs of each layer's cross-attention; empty if the target has no cached keys, which leaves it out.
         """
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)

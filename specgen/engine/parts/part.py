@@ -110,7 +110,7 @@ class PartRunners(NamedTuple):
     predictor: Any = None  # an `own_layers.ExitAcceptancePredictor`
 
     def reserve(self, capacity: int) -> None:
-        """Makes all buffers large enough for `capacity` tokens."""
+        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
         for runner in self[:3]:
             if runner is not None:
                 runner.reserve(capacity)
@@ -212,7 +212,7 @@ class DecoderRunner(ModelRunner):
             self.num_embeddings = min(self.num_embeddings, len(table))
 
     def embed(self, forward_pass: ForwardPass) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the n tokens of a pass."""
+        """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or the target's."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
         return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
 

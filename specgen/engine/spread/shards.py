@@ -140,7 +140,7 @@ def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -
 
 
 class ShardedAttention(Attention):
-    """One rank's heads of an attention."""
+    """The part of an attention that one rank holds: some of the query heads and key-value heads."""
 
     def __init__(self, shard: Shard, group: Group, *native: Any, **options: Any) -> None:
         super().__init__(*native, **options)
