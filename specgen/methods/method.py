@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
-HEADS = ("medusa", "eagle", "glide")
+MTP = "mtp"  # the kind of a target's own drafting layers
+HEADS = ("medusa", "eagle", "glide", MTP)
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
@@ -137,6 +138,9 @@ class Method:
             return SpecgenError(message, "Name one with --draft, or take lookup=true")
         if self.uses_draft_model:
             return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        if self.needs == MTP:
+            message = f"{self.name} needs drafting layers in the target's own files, and there are none"
+            return SpecgenError(message, f"Take another target{WITHOUT_A_DRAFT}")
         part, option = ("n exit layer", "--exit-layer FILE") if self.needs_exit_layer else (" head", "--head FOLDER")
         return SpecgenError(
             f"{self.name} needs a{part} trained for the target, and there is none",

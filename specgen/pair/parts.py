@@ -12,12 +12,18 @@ from specgen.base.files import kept_part
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.part import PartRunners
-from specgen.engine.parts.trained_part import TrainedPart, open_part
+from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
-from specgen.methods.method import Method
+from specgen.methods.method import MTP, Method
 
-_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # with their `make_runners`
+_MODULES = {
+    "exit": "own_layers",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "glide": "glide",
+    MTP: "eagle",
+}  # with their `make_runners`
 
 
 def name_in(values: Mapping[str, object]) -> str:
@@ -128,12 +134,15 @@ class PartStore:
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
         """Returns the part that the user named, or the one trained on this machine for the target's weights, preferably under the
-        target's name, or the bundled one; an error if it cannot be opened or was read in vain."""
+        target's name, or the bundled one, or the target's own layers; an error if it cannot be opened or was read in vain."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
             bundled = demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
             try:
+                if kind == MTP:
+                    self._found[kind] = own_layers(self._target)
+                    return self._found[kind]
                 path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
                 path = bundled if path is None and self.is_bundled and bundled.is_dir() else path
                 self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")
