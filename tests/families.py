@@ -1,4 +1,4 @@
-"""Tiny random models of every family that we promise, made and saved by the tests."""
+"""Makes and saves tiny random models of every family that specgen promises to run, and exit layers for them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list[int]:
-    """Transformers' own greedy decoding."""
+    """The `count` new tokens of transformers' own greedy decoding, fewer after an end-of-sequence token."""
     ids = torch.tensor([prompt_ids])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
     new: list[int] = output[0, len(prompt_ids) :].tolist()
@@ -165,7 +165,7 @@ def plain(model: Any, prompt_ids: list[int], count: int, **options: Any) -> list
 
 
 def model_of(module: Any, backend: str) -> Model:
-    """A transformers model as the engine runs it on `backend`."""
+    """The transformers model `module` as a specgen `Model` that `backend` runs."""
     if backend == "transformers":
         return TransformersModel(module)
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +191,7 @@ def exit_tensors(weights: Mapping[str, torch.Tensor], layers: int = 1) -> dict[s
 
 
 def exit_layers_of(model: Model, module: Any, layers: int = 1) -> ExitLayers:
-    """An untrained exit layer of a model whose weights `module` has."""
+    """The untrained exit layer of `exit_tensors` for `model`, with the weights of the same model in transformers, `module`."""
     return ExitLayers(model, layers, exit_tensors(module.state_dict(), layers))
 
 
@@ -205,7 +205,8 @@ def random_predictor(width: int, seed: int = 0) -> Predictor:
 
 
 def exit_of(target: LoadedModel, depth: int, *, predictor: bool = True, seed: int = 0) -> TrainedPart:
-    """An untrained exit after `depth` layers, with a predictor that has random weights."""
+    """An untrained exit layer after the target's first `depth` layers; with `predictor` also one of acceptance, with random
+    weights."""
     own = random_predictor(target.model.shape.hidden_size, seed) if predictor else None
     tensors = exit_tensors(load_file(target.folder / "model.safetensors"))
     description = ExitDescription("a test's", weights_fingerprint(target.folder), depth, predictor=predictor)

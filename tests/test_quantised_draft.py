@@ -51,7 +51,7 @@ def test_greedy_output_is_the_targets(rounded_pair: Callable[..., Pair], family:
     pair = rounded_pair(family, kind)
     assert pair.draft is not None
     assert pair.draft.dtype_name == kind
-    assert not any(isinstance(layer._qkv, DenseProduct) for layer in pair.draft.model.layers)  # type: ignore[attr-defined]
+    assert not any(isinstance(layer.mixer.qkv, DenseProduct) for layer in pair.draft.model.layers)  # type: ignore[attr-defined]
     ids, accepted = prompt(4), 0
     for method, settings in (("sd", {"k": 4}), ("sd", {"k": 3, "width": 2, "depth": 3})):
         result = pair.generate(ids, method, SamplingParams(max_new_tokens=24), **settings)

@@ -33,7 +33,8 @@ _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno
 
 
 def program() -> None:
-    """Runs `main` as a program of its own: sets what suits this process, and may not be called in another program's."""
+    """Runs `main` as the whole process: sets environment variables and switches garbage collection off until the models are
+    loaded. So another program should call `main` instead."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
     gc.disable()  # until the models are loaded: it would take a tenth of the time of the imports, and free nothing
@@ -44,9 +45,10 @@ def program() -> None:
 
 
 def main() -> None:
-    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands.
+    """Runs the `specgen` command and exits with its code. Errors of the command-line parser are printed in the same form as
+    errors of subcommands.
 
-    Of the processes that torchrun starts, the first one runs it, and the others do what it tells them.
+    Of the processes that torchrun starts, the first one runs the command, and the others compute their shares of its passes.
     """
     sys.exit(_main() if launch() is None else _main_of_ranks())
 
@@ -100,9 +102,10 @@ def _prepare_streams() -> None:
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the command so that it ends the program with an exit code.
+    """Returns a function that runs `command` and then raises typer.Exit with the exit code.
 
-    If it raises an error that users can cause, one message goes to stderr and the exit code is the error's.
+    If the command raises an error that users can cause, one message goes to stderr and the exit code is the error's. Other
+    errors are not caught.
     """
 
     @wraps(command)
@@ -170,8 +173,10 @@ def _usage_error(error: Exception) -> int:
 
 
 def _system_error(error: OSError) -> int:
-    """Reports an error of the operating system. Returns its exit code: 2 if it is about a path that cannot be right, 0 if the
-    reader of the output has closed the pipe, which is no error, otherwise 1."""
+    """Reports an error of the operating system on stderr. Returns the exit code: 2 if a path cannot be right, otherwise 1.
+
+    If the reader of the output has closed the pipe, nothing is reported and the code is 0.
+    """
     if error.filename is not None:
         kind = SpecgenError if error.errno in _WRONG_PATH else RunError
         return _report(kind(f"{error.filename}: {error.strerror}", "Check the path"))

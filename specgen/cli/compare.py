@@ -93,7 +93,8 @@ class Comparison:
 
     def run(self) -> None:
         """Measures all methods, then writes all outputs. If an error or an interruption ends the measurements, the results so far
-        are written before it is raised. Raises SpecgenError if an output is not the target's or a method or a file failed."""
+        are written before it is raised. Raises SpecgenError if a lossless method's output differs from plain decoding's, if a
+        method failed while running, or if a file could not be written."""
         costs, ended = self._measure()
         made = method_results(self._results)
         if costs is not None:
@@ -116,7 +117,8 @@ class Comparison:
             raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
 
     def _measure(self) -> tuple[dict[str, Any] | None, KeyboardInterrupt | SpecgenError | None]:
-        """Measures all methods and, if requested, the costs of passes. Returns the costs, and what ended the measurements."""
+        """Measures all methods and, if requested, the costs of passes. Returns the costs (None if they were not measured), and
+        the error or interruption that ended the measurements early (None if nothing did)."""
         with interrupts.caught():
             try:
                 with Progress(self._err, quiet=self._output.quiet) as progress:

@@ -23,7 +23,8 @@ LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's cont
 
 
 def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
-    """Continues the prompt. Raises SpecgenError."""
+    """Continues the prompt and shows the output, or with --help-method describes the method. Raises SpecgenError for wrong
+    options and RunError for failures while running."""
     if asked.help_method:
         method_card(theme.console(no_color=output.no_color), methods.find(asked.method or methods.DEFAULT_METHOD))
         return

@@ -29,7 +29,8 @@ class OutputWriter:
     """Writes the output of one generation.
 
     `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line; if it fails, all else is shown before `write` raises its error.
+    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
+    then raises the error.
     """
 
     def __init__(
@@ -159,7 +160,8 @@ class OutputWriter:
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
-            yield "no draft model"
+            stand_in = self._pair.parts.stand_in(method)
+            yield "no draft model" if stand_in is None else f"{stand_in.name} drafts"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:

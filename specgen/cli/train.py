@@ -63,7 +63,7 @@ TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
 
 
 class Asked(NamedTuple):
-    """What the user asked for: the options, and the `part` that is trained."""
+    """What the user asked for: the options, and in `part` what is to be trained."""
 
     models: ModelOptions
     tuning: TuneOptions
@@ -73,7 +73,8 @@ class Asked(NamedTuple):
 
 
 def part_of(tuning: TuneOptions, models: ModelOptions) -> Trainable:
-    """Returns what is trained. Raises SpecgenError if --methods names a method that has nothing to train, or several parts."""
+    """Returns what the options ask to train. Raises SpecgenError if --methods names a method that has nothing to train, or
+    methods for which different things would be trained."""
     names = {name.strip() for name in (tuning.methods or "eesd").split(",")}
     found = {"eesd" if name.startswith("eesd") else name for name in names}
     for name in sorted(found - TRAINABLE.keys()):
@@ -173,7 +174,10 @@ def train(
 
 
 def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
-    """Loads the models and the text. Returns what is trained. `prompts` are those of --prompts. Raises SpecgenError."""
+    """Loads the models and the text, and returns the objective to train. `prompts` are those of --prompts.
+
+    Raises SpecgenError if it cannot be trained for these models, or if there is no text.
+    """
     from specgen.pair.loading import load
 
     training, part = asked.training, asked.part
@@ -228,9 +232,9 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
 
 
 def _conversations(corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int) -> list[list[int]]:
-    """Returns the prompts of --chat in the model's chat template: those of --prompts, and those in the corpus file.
+    """Returns the prompts (token ids) of --chat in the model's chat template: those of --prompts, and those in the corpus file.
 
-    Those of more than `limit` tokens are left out, because a template cannot be cut.
+    Prompts of more than `limit` tokens are left out, because a template cannot be cut. Raises SpecgenError if none is left.
     """
     from specgen.train.corpus import chat_prompts
 
@@ -282,7 +286,10 @@ def _report(part: Trainable, path: Path, made: Mapping[str, Any]) -> tuple[dict[
 
 
 def _draft_report(path: Path, figures: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the same about a draft. It is recommended only if it predicts more of the target's greedy tokens than before."""
+    """Returns the fields for JSON output and sentences for the user about a distilled draft model.
+
+    They recommend it only if it predicts more of the target's greedy tokens than before the training.
+    """
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
     agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT

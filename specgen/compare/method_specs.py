@@ -40,7 +40,7 @@ class MethodSpec:
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
+        """Whether the method is specgen's own and all its drafts are chains. Only for such methods `--exact` holds."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
 

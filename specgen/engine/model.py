@@ -63,7 +63,7 @@ def of_transformers(config: Any) -> ModelShape:
         rope_boundary=boundary,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        default_eos=config.eos_token_id,
+        default_eos=getattr(config, "eos_token_id", None),
     )
 
 

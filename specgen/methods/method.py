@@ -41,7 +41,8 @@ class Method:
     acceptance predictor. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the length
     policy that they hold with. `paper` names the method's source.
 
-    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model. `grows_trees`: all its drafts may be
+    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model, and by the trained part that the method
+    named `stand_in` needs, where there is one. `grows_trees`: all its drafts may be
     trees. `decodes_greedily` only. A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than
     plain decoding: `tune` and the default `compare` leave it out.
 
@@ -68,6 +69,7 @@ class Method:
     is_parallel: bool = False
     is_yardstick: bool = False
     drafts_without_model: bool = False
+    stand_in: str = ""
     grows_trees: bool = False
     decodes_greedily: bool = False
     drafts: str = "none"

@@ -70,7 +70,8 @@ class Figures:
     def include(self, line: Mapping[str, Any]) -> None:
         """Adds a whole run from its summary line in a trace, which must also have the key `drafts`, as comparisons write it.
 
-        If lines have perplexity or joules per token, the total is None as soon as one run with tokens has None.
+        If the lines have perplexities, the `perplexity` of all runs is None as soon as one run with new tokens has None. The same
+        holds for joules per token.
         """
         tokens = len(line["token_ids"])
         if tokens and "perplexity" in line:
@@ -138,8 +139,8 @@ class Figures:
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Accepted tokens per rejection, over round borders: the mean accepted tokens of PEARL's Table 4, for every method. None
-        if nothing was rejected.
+        """Accepted tokens divided by rejections: the mean length of runs of accepted tokens, which may span several rounds (mean
+        accepted tokens in PEARL's Table 4). None if nothing was rejected.
 
         Tokens accepted after an output's last rejection count. Without them, as in the authors' code, an output with long runs
         would look like one with short runs.
@@ -163,7 +164,7 @@ class Figures:
 
     @property
     def gross_joules_per_token(self) -> float | None:
-        """The same without taking off what the idle machine uses."""
+        """Energy per generated token in joules, with what the idle machine uses. None as in `joules_per_token`."""
         return _ratio(self.gross_joules, self.new_tokens)
 
     @property

@@ -58,7 +58,7 @@ class Pair:
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, has_draft_model=draft is not None)
+        self._knowledge = DraftingKnowledge(self.measurements, self._has_model)
 
     # runs
 
@@ -73,9 +73,9 @@ class Pair:
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `method` None takes the default method, `sampling` None greedy decoding. `settings` are the method's. `record`
-        adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
-        SpecgenError at the call, before the first round.
+        `prompt` is a text or token ids. `method` None takes the default method, `sampling` None greedy decoding. `settings` are
+        the method's. `record` adds to each round how close the target's and the draft's probabilities are, which takes time.
+        Invalid arguments raise SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
@@ -90,7 +90,7 @@ class Pair:
         record: bool = False,
         **settings: object,
     ) -> Result:
-        """Decodes to the end of the output. Arguments as for `rounds`.
+        """Decodes the whole output and returns it. Arguments as for `rounds`.
 
         `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
         distribution always get it.
@@ -113,7 +113,10 @@ class Pair:
         record: bool = False,
         **settings: object,
     ) -> Request:
-        """Checks the arguments, which are those of `rounds`, and returns them for `prepare` and `run`. Raises SpecgenError."""
+        """Returns the arguments, which are those of `rounds`, checked and with the prompt as token ids, for `prepare` and `run`.
+
+        Raises SpecgenError for invalid arguments.
+        """
         self._check_open()
         chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
@@ -130,7 +133,8 @@ class Pair:
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
-        """Does now the slow work of a first run of this request: see `run`, and starts PEARL's process. Returns this run."""
+        """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits until the process that runs the
+        draft model is ready, so that the first round need not wait."""
         run = self.run(request)
         if request.method.is_parallel and self.draft is not None:
             draft_worker(self).ready()
@@ -139,9 +143,9 @@ class Pair:
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
-        Loads the draft model, if the method uses it in this process, and measures or searches for settings that are `auto`;
-        results of earlier calls, also of other processes on this machine, are reused. Without a seed in the request, each run has
-        one of its own.
+        Loads the draft model if the method runs it in this process. Measures or searches the values of settings that are `auto`,
+        unless an earlier call, also of another process on this machine, has stored them. Without a seed in the request, each run
+        draws a random one.
         """
         self._check_open()
         method, settings, sampling = request.method, request.settings, request.sampling
@@ -167,8 +171,9 @@ class Pair:
             adaptive=adaptive,
             history=self._history if settings.values.get("history") else None,
         )
-        if method.needs_exit_layer or method.head:
-            parts = self.parts.runners(method, name_in(settings.values))
+        source = (self.parts.stand_in(method) if self.draft is None else None) or method
+        if source.needs_exit_layer or source.head:
+            parts = self.parts.runners(source, name_in(settings.values))
             parts.reserve(setup.capacity)
             setup = replace(setup, target=parts.target, draft=parts.draft, acceptance_predictor=parts.predictor)
         elif method.skips_layers:
@@ -179,8 +184,15 @@ class Pair:
         clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
 
+    def _has_model(self, method: Method) -> bool:
+        """Whether a model, or a part of the target, makes at least some of the method's drafts."""
+        if not method.uses_draft_model or self.draft is not None:
+            return method.runs_model
+        return self.parts.stand_in(method) is not None
+
     def _trial(self, request: Request) -> None:
-        """Decodes some rounds of the request without its seed, so that they learn what drafting costs."""
+        """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its
+        rounds what drafting costs."""
         unseeded = replace(request, sampling=replace(request.sampling, seed=None))
         for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
             pass
@@ -188,7 +200,8 @@ class Pair:
     def _setup(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is made from: the model runners and the sampling, without seed and end-of-sequence ids.
 
-        Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
+        Its `draft` is None if `method` runs no draft model in this process. Makes the KV caches large enough for `capacity`
+        tokens (prompt and output).
         """
         capacity = max(capacity, self._reserved)
         in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
@@ -202,7 +215,7 @@ class Pair:
     def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.
 
-        Keeps the last one only: a search for the fastest layers makes many.
+        Only the last runner made is kept for reuse, because a search for the fastest layers makes many.
         """
         skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
         if self._skipping is None or self._skipping[0] != str(skips):
@@ -248,7 +261,7 @@ class Pair:
     def reserve(self, capacity: int) -> None:
         """Makes the KV caches of all later runs large enough for `capacity` tokens at once.
 
-        Then no cache grows between runs, which would make the passes that were captured invalid.
+        A cache that grows is allocated anew, which would make passes invalid that were captured as CUDA graphs.
         """
         self._reserved = max(self._reserved, capacity)
 
@@ -263,9 +276,9 @@ class Pair:
             self._worker.forget()
 
     def close(self) -> None:
-        """Ends the process that runs the draft model.
+        """Ends the process that runs the draft model, and stores the costs of drafting that runs have learned.
 
-        The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
+        Then a new run cannot begin (SpecgenError). Runs that have begun can be finished, except PEARL's (RunError).
         """
         if not self._is_closed:
             self._knowledge.save()
@@ -285,7 +298,7 @@ class Pair:
 
 
 def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
-    """Returns the target's devices and the draft model's, if there is one and the method uses it (None: any)."""
+    """Returns the target's devices, and the draft model's if there is one and `method` is None or uses it."""
     found = list(pair.target.devices)
     if pair.draft is not None and (method is None or method.uses_draft_model):
         found += pair.draft.devices
@@ -330,7 +343,10 @@ def draft_worker(pair: Pair) -> DraftWorker:
 
 
 def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
-    """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
+    """Whether PEARL with `window=auto` ends each draft when the target's pass ends, instead of after a fixed number of tokens.
+
+    So it does in greedy decoding, with the draft model in another process. Sampled tokens must not depend on time.
+    """
     return sampling.greedy and pair.draft is not None and draft_worker(pair).is_process
 
 
@@ -338,9 +354,9 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
     """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
     `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `Pair.rounds`. The pair must have a draft
-    model. Measured once for what changes the times: the length rounded up to a power of two, which processing the logits get
-    (temperature, top-k, top-p, penalties), where the draft model runs, and whether its logits are passed on (`record`). Infinite
-    if the draft model cannot follow the context.
+    model. Each combination of what changes the times is measured once: the length rounded up to a power of two, which processing
+    the logits get (temperature, top-k, top-p, penalties), where the draft model runs, and whether its logits are passed on
+    (`record`). The seconds of a draft pass are infinite if the draft model cannot read a context of this length.
     """
     draft, worker = pair.draft, draft_worker(pair)
     assert draft is not None

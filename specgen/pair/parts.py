@@ -27,17 +27,21 @@ _MODULES = {
 
 
 def name_in(values: Mapping[str, object]) -> str:
-    """Returns the name of a method's part by its settings."""
+    """Returns the value of the setting `exit` or `head` in `values`, which names a method's trained part: a path or `auto`.
+
+    Without either setting: `auto`.
+    """
     return str(values.get("exit", values.get("head", methods.DEFAULT_HEAD)))
 
 
 class PartStore:
-    """Opens and loads each trained part once. Each has caches of its own.
+    """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has KV caches of its own.
 
-    A part is named as in the settings `exit` and `head`: by its path, or `auto` for the one that the user named with
-    --exit-layer or --head if it is of the method's kind, otherwise for the one found for this target. `runner` is the target's
-    own, which parts that need no other hidden states share. `penalties` makes a logits processor (None: no penalties).
-    `is_bundled`: the target is the small model that comes with specgen, with trained parts.
+    The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings `exit` and `head`: by its
+    path, or by `auto`. That is the default part of the method's kind: the one that the user named with --exit-layer or --head,
+    otherwise the one found for this target. `runner` is the target's own, which parts share that need only the hidden states it
+    keeps. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the target is the small model that comes with
+    specgen, with trained parts.
     """
 
     def __init__(
@@ -72,9 +76,10 @@ class PartStore:
         return found if isinstance(found, SpecgenError) else None
 
     def load(self, kind: str, name: str = methods.DEFAULT_HEAD) -> TrainedPart | None:
-        """Returns a part whose weights were read, or None if there is no default one that can be used.
+        """Returns the part of this kind that `name` names (a path or `auto`), with its weights read and checked.
 
-        Raises SpecgenError for a path, as --exit-layer and --head do.
+        None if no default part was found, or if the one that was found cannot be used (see `refusal`). Raises SpecgenError if a
+        part that the user named cannot be used or is of another kind.
         """
         is_default = name == methods.DEFAULT_HEAD
         part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
@@ -92,16 +97,17 @@ class PartStore:
         return self.find(kind) if is_default else part
 
     def has_predictor(self, name: str = methods.DEFAULT_EXIT) -> bool:
-        """Whether there is this exit layer, with a predictor of whether a drafted token is accepted."""
+        """Whether the exit layer `name` exists and has a predictor of whether a drafted token is accepted."""
         found = self.load("exit", name)
         return found is not None and found.has_predictor
 
     def digests(self) -> dict[str, str]:
-        """Returns what identifies the default part of each kind for which there is one. Loads none."""
+        """Returns the hash of the default part's files by kind, for the kinds that have one. Loads no weights."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
-        """Returns the target's runner and that of the method's part. Raises SpecgenError if there is no such part."""
+        """Returns the model runners of the target and of the part `name` of the kind that `method` needs. Raises SpecgenError if
+        there is none."""
         part = self.load(method.needs, name)
         if part is None:
             raise self._missing(method)
@@ -111,8 +117,22 @@ class PartStore:
             part.release()
         return self._runners[part]
 
+    def stand_in(self, method: Method) -> Method | None:
+        """Returns the method whose default part drafts in place of a draft model that is missing. Loads the part.
+
+        None if the method has no such, or if there is no part that can be run.
+        """
+        other = methods.find(method.stand_in) if method.stand_in else None
+        if other is None or self.find(other.needs) is None:
+            return None
+        try:
+            self.runners(other)
+        except SpecgenError as error:
+            self._found[other.needs] = error
+        return None if self.refusal(other.needs) else other
+
     def unused(self, method: Method) -> str | None:
-        """Says in a line that the method does not use the head that the user named with --head; None if it does, or none was."""
+        """Returns a line for the user if `method` does not use the head named with --head. None if it does, or without --head."""
         head = self._named_head
         if head is None or method.head == head.kind:
             return None
@@ -133,8 +153,9 @@ class PartStore:
         return self._opened[key]
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
-        """Returns the part that the user named, or the one trained on this machine for the target's weights, preferably under the
-        target's name, or the bundled one, or the target's own layers; an error if it cannot be opened or was read in vain."""
+        """Returns the default part of a kind: the one that the user named, else the one trained on this machine for the target's
+        weights (preferably under the target's name), else the bundled one; of the kind `MTP` the target's own layers. None if
+        there is none; the error if it cannot be opened or loaded."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
@@ -151,7 +172,7 @@ class PartStore:
         return self._found[kind]
 
     def _missing(self, method: Method) -> SpecgenError:
-        """Returns the error for a method without its part."""
+        """Returns the error to raise where there is no part of the kind that the method needs."""
         if method.needs_exit_layer:
             self._target.model.check_layers("early exit")
         elif self._named_head is not None:

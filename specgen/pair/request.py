@@ -26,7 +26,7 @@ class Request:
     `settings` are the method's; a value that has to be measured is still `auto`. `limit` is the maximum number of new tokens:
     `max_new_tokens`, or fewer if the target's context has no room for them. `record`: each round also measures how close the
     target's and the draft's probabilities are at each drafted token. Raises SpecgenError if the method cannot decode with the
-    sampling parameters.
+    sampling parameters, or if earlier outputs (setting `history`) would change the tokens of a sampled run with a seed.
     """
 
     method: Method
@@ -69,7 +69,8 @@ class Result:
 
 
 def typical_length(prompt_length: int, limit: int) -> int:
-    """Returns the context's length when half of `limit` new tokens are generated; PEARL's window is measured for it."""
+    """Returns the context's length in tokens when half of the `limit` new ones are generated. A limit over `RESERVED` counts as
+    `RESERVED`."""
     return prompt_length + min(limit, RESERVED) // 2
 
 

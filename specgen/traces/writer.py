@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    The file is locked at once, and opened with the first line. With `resumes`, lines are added to an existing file
-    after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
-    SpecgenError if another process of this user writes to it.
+    The constructor locks the file, and the first line opens it. With `resumes`, an existing file is cut off after its first
+    `keep` bytes (set `keep` before the first line), and lines are added there, after a line feed if it is missing. Raises
+    SpecgenError if another process of this user writes to the file, or if there is no file to resume.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:

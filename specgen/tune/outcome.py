@@ -90,7 +90,7 @@ class Objective:
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:
-        """Returns the largest perplexity that is accepted, from plain decoding's."""
+        """Returns the largest perplexity that a lossy method's output may have, given that of plain decoding's output."""
         if self.lowest_perplexity:
             return math.inf
         return self.bound * plain_perplexity if self.is_relative else self.bound
@@ -124,17 +124,17 @@ class TuningObserver(Protocol):
 
 
 SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded and not method.stands_for)
-"""The methods whose drafts are chains of one drafter: a round costs the same for all that draft alike. Others are searched: the
-rounds of each shape of a tree, of several drafts or of beams are timed."""
+"""The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
+one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams."""
 SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
 
 
 def grid(name: str) -> list[GivenSettings]:
-    """Returns all combinations of settings that are tried for the method `name`: the defaults, then those near them.
+    """Returns all combinations of settings that tuning tries for the method `name`, in the order in which it tries them.
 
-    These differ in one setting. The others are shuffled: a search that runs out of time has then tried some from the whole
-    range. The values are those in `Method.grids`; without any, those that the settings of its length policy list
-    (`Setting.tuned`).
+    First come the defaults, then what differs from them in one setting, then the rest in random order: a search that runs out of
+    time has then tried some from the whole range. The values are those in `Method.grids`; without any, those that the settings of
+    the method's length policy list (`Setting.tuned`).
     """
     method = METHODS[name]
     grids = method.grids
@@ -151,7 +151,7 @@ def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
+    """Returns how many of the settings differ from their defaults. A length policy other than the method's counts as one more."""
     method = METHODS[name]
     policy = settings.get("policy", method.policy)
     known = known_settings(method, None if policy is None else str(policy))
@@ -273,8 +273,8 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns up to `SHORTLIST_SIZE` candidates to run on the real models, the most promising first.
 
-    They have at least `SHORTLIST_SPEED` of the best expected speed. PEARL's expected speed is raised by `PARALLEL_MARGIN`,
-    because it is uncertain.
+    They have at least `SHORTLIST_SPEED` of the best expected speed. For this choice PEARL's expected speed is multiplied by
+    `PARALLEL_MARGIN`, because it is uncertain.
     """
 
     def possible(candidate: Candidate) -> float:

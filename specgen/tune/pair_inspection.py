@@ -26,7 +26,7 @@ from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, HEADS, SKIPPED_LAYERS, training_command
+from specgen.methods.method import EXIT, HEADS, MTP, SKIPPED_LAYERS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
@@ -139,7 +139,7 @@ class PairReport:
     times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
     as in PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of CPU threads, None if
     not measured.
-    `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
+    `placement` says which layers are on which device; None unless they were to be spread over several (`--device auto-map`).
     `ranks` is the number of processes that torchrun started, None without it. `rounding` says what rounding the target's weights
     costs; None if they are not rounded, or if that was not measured.
     """
@@ -223,10 +223,11 @@ def inspect_files(
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's, `named` the names that the user gave them: for `auto-map`, others are planned.
-    `dtypes` are that of both models and that of the draft model, None if it has none of its own. `parts` are the exit layer and
-    the head that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model
-    cannot be used at all, and RunError if a planned target does not fit.
+    `devices` are the target's and the draft's, `named` the names that the user gave for them; with `auto-map` this function plans
+    the devices itself. `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
+    `parts` are the paths of the exit layer and the head that the user named. A draft model with another tokenizer is reported,
+    not refused. Raises SpecgenError if a model cannot be used at all, and RunError if the target does not fit on the planned
+    devices.
     """
     launched = launch()
     models = [prepare(source, announce) for source in (target, draft) if source is not None]
@@ -251,7 +252,8 @@ def inspect_files(
 
 
 def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], None]) -> PairReport:
-    """Returns the report with what loading the pair and running its models tells."""
+    """Returns the report with what only loaded models can tell: pass times, threads, what rounding costs, the overlap of
+    different tokenizers on the target's output, and methods that fail with this pair."""
     tokenizers = report.tokenizers
     if tokenizers is not None and tokenizers.overlap is not None and pair.draft is not None:
         announce("generating text to compare the tokenizers on")
@@ -326,6 +328,8 @@ def readiness(
             found[name] = Readiness(False, why, "take a draft model, or lookup")
         elif part in missing:
             found[name] = missing[part]
+        elif method.needs == MTP:
+            found[name] = Readiness(True, "drafting layers in the target's own files")
         elif not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
             found[name] = Readiness(True, "needs no draft model")
         elif tokenizers is None:
@@ -338,8 +342,13 @@ def readiness(
 
 
 def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
-    """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
+    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
+    to do."""
     shape, cpu = target.shape, torch.device("cpu")
+    if target.architecture is None:
+        from specgen.engine.transformers.transformers_model import shape_of
+
+        shape = shape_of(target.transformers_config)
     sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded: Any = SimpleNamespace(
         name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes
@@ -354,6 +363,8 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     for kind in (EXIT, *HEADS):
         if store.find(kind) is None:
             why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
+            if kind == MTP:
+                why, hint = "no drafting layers in the target's own files", ""
             error = store.refusal(kind)
             missing[kind] = Readiness(False, why, hint) if error is None else Readiness.of(error)
     return missing

@@ -104,7 +104,8 @@ class Profile(_StrictModel):
     """The content of `profile.yaml`.
 
     `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
-    method, `speedup` that of the chosen method over plain decoding, `verdict` whether speculation is faster than plain decoding.
+    method. `speedup` is that of the chosen method over plain decoding, measured, or expected if it was not run on the real
+    models. `verdict` says whether speculation is faster than plain decoding (see `TuningOutcome.verdict`).
     """
 
     version: Literal[1]
@@ -155,7 +156,7 @@ class Profile(_StrictModel):
 
 
 def _flat(conditions: Conditions) -> dict[str, Any]:
-    """Returns the conditions by names such as `exit layer` and `target device`."""
+    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as keys."""
     found: dict[str, Any] = {}
     for field, value in conditions.items():
         name = field.removesuffix("s").replace("_", " ")
@@ -185,7 +186,7 @@ def profile_key_of(pair: Pair) -> Conditions:
 
 
 def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns the same conditions with a draft model of this dtype; None changes nothing."""
+    """Returns the conditions with `dtype` as the draft model's. Unchanged if `dtype` is None or if there is no draft model."""
     draft = conditions["draft"]
     if dtype is None or not isinstance(draft, dict):
         return conditions

@@ -66,10 +66,10 @@ class _Models(NamedTuple):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by kind.
+    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by `cost_kind`.
 
-    Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
-    shape (a method with its width, beams or drafts).
+    `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
+    simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class Simulator:
     ) -> Figures:
         """Simulates the method `name` with the settings `given`, and returns one summary of all runs, with expected seconds.
 
-        Runs on the prompts with these `numbers`, None for all. With `perplexity`, and for lossy methods, the summary has the
-        perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
+        `numbers` are the prompts to run on, as indices of `references`; None for all. With `perplexity`, and for lossy methods,
+        the summary has the perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot
+        run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
@@ -111,9 +112,10 @@ class Simulator:
         return summary
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
-        """Returns the costs of the method's rounds with these settings; the first call for a shape measures them.
+        """Returns the costs of the method's rounds with these settings: for chains, those given to the simulator.
 
-        The signals that the length policy reads are part of a shape's costs too.
+        For other drafts, rounds are timed at the first call with this method, these values of settings such as width and beams,
+        and a length policy that reads these signals.
         """
         if method.recorded and not method.drafts_trees(settings):
             return self.costs[method.cost_kind]
@@ -158,7 +160,7 @@ class Simulator:
         return run
 
     def _models_of(self, method: Method, number: int) -> _Models:
-        """Returns the models on prompt number `number`, whose outputs are kept for all methods that need the same parts."""
+        """Returns the models on prompt number `number`. Methods with the same `needs` share them, and so their kept outputs."""
         key = method.needs, number
         if key not in self._models:
             self._models[key] = self._make_models(method, number)

@@ -110,7 +110,7 @@ class Tuner:
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:
-        """Returns which of the requested methods can be tuned for this pair; plain decoding always is. Raises SpecgenError."""
+        """Returns which of the requested methods can be tuned for this pair, plain decoding included. Raises as `check_named`."""
         names = self.request.names
         wanted = [name for name in METHODS if name == PLAIN or (name in (names or METHODS) and not METHODS[name].is_yardstick)]
         for name in wanted:
@@ -155,10 +155,11 @@ class Tuner:
     def measure(
         self, pair: Pair, names: Sequence[str], references: Sequence[ReferenceOutput], deadline: Deadline
     ) -> tuple[Simulator, float | None]:
-        """Measures the costs of rounds of the methods `names`; those that cannot be measured go to `left_out`.
+        """Measures the seconds of rounds of the methods `names`. Methods whose rounds cannot be timed go to `left_out`, unless
+        `pair` is the one with rounded weights.
 
-        Returns what simulates runs with these costs, and the share of drafted tokens that the target accepts when it judges them
-        one by one, None without drafts.
+        Returns a simulator with these costs, and the share of drafted tokens that the target accepts in drafts of one token (None
+        without a draft model or exit layer).
         """
         sampling, observer = self.request.sampling, self.observer
         rows = [METHODS[name] for name in names if name in SIMPLE]
@@ -182,9 +183,10 @@ class Tuner:
         return simulator, share
 
     def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
-        """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
+        """Whether decoding is expected to be faster with the draft model's weights rounded to `dtype` than with the stored ones.
 
-        `shares` are those of the rounded and of the stored draft's tokens that the target accepts.
+        It has to be faster by more than `AS_FAST` allows. Tells the observer both expected speedups. `shares` are the shares of
+        drafted tokens that the target accepts, of the rounded and of the stored draft model.
         """
         speedups = []
         for simulator, share in zip((rounded, stored), shares, strict=True):
@@ -205,7 +207,8 @@ class Tuner:
         *,
         is_needed: bool = False,
     ) -> dict[str, list[Candidate]]:
-        """Simulates the settings in `grids` (method: settings to try) until the deadline, on prompts with these `numbers`.
+        """Simulates the settings in `grids` (method: settings to try) until the deadline, on the prompts with these `numbers`
+        (None: all).
 
         Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
         automatically. With `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried,
@@ -233,9 +236,10 @@ class Tuner:
         return tried
 
     def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:
-        """Simulates settings of the methods `names`, and returns each method with its best ones, the fastest expected one first.
+        """Simulates settings of the methods `names`, and returns each method with its best settings, by expected speed, fastest
+        first.
 
-        Trees, several drafts and beams run on a few of the prompts, evenly spread over the categories.
+        Settings with trees, several drafts or beams are simulated on up to `SEARCH_PROMPTS` prompts, evenly spread over all.
         """
         deadline, prompts = self.request.deadline, len(simulator.references)
         chains = {name: grid(name) for name in names if name in SIMPLE}
@@ -270,7 +274,8 @@ class Tuner:
             self.observer.done(f"{counted(len(found), noun)} of {of} {what}; best: {best.written}")
 
     def _best(self, name: str, tried: Sequence[Candidate], plain_perplexity: float | None) -> Candidate | None:
-        """Returns the best of the settings that were tried of one method; None, with a reason in `left_out`, without any."""
+        """Returns the best of the candidates `tried`, which are all of one method. None, with the reason in `left_out`, if none
+        was tried or if none has a perplexity that the objective allows."""
         if not tried:
             self.left_out.setdefault(name, TIME_WAS_SHORT)
             return None
@@ -283,9 +288,9 @@ class Tuner:
         return found
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Decodes with plain decoding and as many of the most promising candidates as the time allows.
+        """Runs plain decoding and as many of the most promising candidates as the time allows on the real models.
 
-        Returns all `candidates`, with measured speeds where they ran.
+        Returns all `candidates`, with measured speeds for those that ran.
         """
         request, named = self.request, self.request.names or ()
         selected = shortlist([each for each in candidates if each.name != PLAIN and (each.lossless or each.name in named)])
@@ -336,9 +341,10 @@ def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers:
 
 
 def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: Objective) -> Candidate | None:
-    """Returns the best of the candidates `tried`, which are all of one lossy method, the fastest of equally good ones.
+    """Returns the candidate that the objective prefers of `tried`, which are all of one lossy method.
 
-    None if no perplexity is at most the objective's limit. Perplexities that agree to three decimals are equally good.
+    That is the fastest one whose perplexity is within the objective's limit, or, where the objective is the lowest perplexity,
+    the one with the lowest, rounded to three decimals, and the fastest of several. None if no perplexity is within the limit.
     """
     limit = objective.limit(plain_perplexity)
     kept = [each for each in tried if each.perplexity is not None and each.perplexity <= limit]
@@ -377,7 +383,8 @@ def outcome_of(
     left_out: Mapping[str, str],
     acceptance: float | None = None,
 ) -> TuningOutcome:
-    """Returns the outcome: the candidates, the measured costs and the acceptance, which explain the choice."""
+    """Returns the tuning's outcome: the candidates, and what explains their speeds. That is the measured costs of rounds and
+    `acceptance`, the share of drafted tokens that the target accepts."""
     model, costs = None, simulator.costs
     draft = costs.get("model", costs.get("exit"))
     if draft is not None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from specgen.base.text import inline, one_line
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.methods import available_policies, known_settings
-from specgen.methods.method import Method
+from specgen.methods.method import MTP, Method
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import PLAIN, TuningOutcome
 from specgen.view import theme
@@ -32,14 +32,14 @@ ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
 Fact = tuple[str, str | list[list[str]]]
-"""A label with its text. Without a label: more on the fact above, as text or as a table."""
+"""A line of the report: a label and a text or, as a list of rows, a table. With an empty label it continues the line above."""
 
 
 # a pair
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
-    """Prints the report on a pair. `next_step` is the command that the user can run next, None where the pair cannot be used."""
+    """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no suggestion."""
     for line in lines(report, console.width, next_step):
         console.print(line)
 
@@ -112,10 +112,11 @@ def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) ->
 
 
 def _overlap(overlap: TokenOverlap, model: SpeedupModel | None) -> Iterator[Fact]:
-    """Yields lines about drafts in the tokens that both tokenizers have, and once measured whether they are likely to pay.
+    """Yields lines about drafts in the tokens that both tokenizers have. With the measured `model` they say whether such drafts
+    are likely to pay.
 
-    This is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
-    have more of its drafts accepted than kappa.
+    They hold for a draft model that splits text as it was trained to. If `tune --train` has taught it the target's tokens, more
+    of its drafted tokens may be accepted than kappa, the share of a text that is one token in both.
     """
     yield "· tokenizer" if overlap.is_low else "✓ tokenizer", f"another; {common_tokens(overlap)}"
     yield "", covered_share(overlap)
@@ -136,7 +137,8 @@ def common_tokens(overlap: TokenOverlap) -> str:
 
 
 def covered_share(overlap: TokenOverlap) -> str:
-    """Returns which share of a text's tokens both tokenizers have in common, and how long drafts can be therefore."""
+    """Returns in words which share of a text's tokens (kappa) are one token in both tokenizers and, if it is known, how many such
+    tokens follow each other on average."""
     if overlap.kappa is None:
         return "there is too little text to say how much of an output they cover (kappa)"
     text = "the target's output" if overlap.is_output else "example text"
@@ -145,13 +147,14 @@ def covered_share(overlap: TokenOverlap) -> str:
 
 
 def notice(overlap: TokenOverlap) -> str:
-    """Returns one line for a run that is about to begin."""
+    """Returns a line that tells the user, before a run, that the tokenizers differ, and how much of a text can be drafted."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
 
 
 def _memory(report: PairReport) -> Iterator[Fact]:
-    """Yields the memory of both models, or of each if they are on different devices, and the parts of a plan for several."""
+    """Yields lines about the memory of both models together, or of each if they are on different devices. If the target is spread
+    over several devices, there is a line for each."""
     target, draft, placement = report.target, report.draft, report.placement
     stages = placement.stages if placement is not None else ()
     if draft is None or draft.device == target.device or stages:
@@ -288,7 +291,8 @@ def method_card(console: Console, method: Method) -> None:
     """Prints a decoding method's name, its paper and whether it is lossless, then a line per setting with its default value."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
     head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
-    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, "a trained head": method.head}
+    trained = "drafting layers in the target's files" if method.needs == MTP else "a trained head"
+    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, trained: method.head}
     console.print(head.append("".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"))
     if method.any_policy:
         policies = ", ".join(available_policies(method))

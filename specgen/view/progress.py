@@ -42,7 +42,8 @@ class Progress:
         self.clear()
 
     def show(self, *lines: Text) -> None:
-        """Replaces the lines that are shown. Several begin at the left edge and have to fit the terminal's height."""
+        """Replaces the lines that are shown by `lines`. If there are several, they begin at the terminal's left edge, and must
+        not be more than its height."""
         if self.is_silent:
             return
         with self.console.capture() as drawn:
@@ -69,7 +70,7 @@ class Progress:
         self.show(*above, line.append("".join(f"  {text}" for text in figures if text), "none"))
 
     def clear(self) -> None:
-        """Erases the lines, before something else is written where they begin."""
+        """Erases the lines that are shown. To be called before other text is written at the cursor."""
         if self._is_shown:
             self._is_shown = False
             self._write(_ERASE_BELOW)
@@ -144,7 +145,7 @@ class TuneProgress:
 
 
 class TrainingLine:
-    """Shows how far text generation and training are; without a terminal, in a line every 30 seconds."""
+    """Shows how far text generation and training are: in a bar on a terminal, otherwise in a line every 30 seconds."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -15,6 +15,8 @@ from specgen.engine.model import ModelShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]
+Mixer = Literal["attention"]
+MLP = Literal["dense"]
 T = TypeVar("T", int, float)
 
 
@@ -80,11 +82,14 @@ class LayerKind:
     """What may differ between the layers of a model.
 
     `window` is the sliding window in tokens: a query sees the keys with 0 <= its position - the key's position < `window`. None:
-    it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding.
+    it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` says
+    how the layer mixes tokens, `mlp` what follows; each has a class in `layer` and its weights in `layer_weights`.
     """
 
     window: int | None = None
     rotary: str | None = None
+    mixer: Mixer = "attention"
+    mlp: MLP = "dense"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,14 @@ class PassInputs(NamedTuple):
 def layer_kinds(
     architecture: Architecture, devices: Sequence[torch.device]
 ) -> tuple[list[tuple[LayerKind, torch.device]], list[int]]:
-    """Returns the different pairs of a layer's kind and its device, and the index of each layer's; `devices` are the layers'.
+    """Returns the different pairs of a layer's kind of attention and its device, and the index of each layer's; `devices` are
+    the layers'.
 
     All kinds are also paired with the last device, on which exit layers are.
     """
-    of_layers = list(zip(architecture.layers, devices, strict=True))
-    kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in architecture.layers)]))
+    attentions = [LayerKind(kind.window, kind.rotary) for kind in architecture.layers]
+    of_layers = list(zip(attentions, devices, strict=True))
+    kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in attentions)]))
     return kinds, [kinds.index(pair) for pair in of_layers]
 
 

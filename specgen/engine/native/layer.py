@@ -1,4 +1,4 @@
-"""One layer of the native decoder: attention and MLP with the norms around them, in as few operations as possible.
+"""One layer of the native decoder: a mixer of tokens (attention) and an MLP with the norms around them.
 
 Norms before a product are without weights here, since these are folded into the product's weights (`layer_weights`). So is the
 scale of the attention scores. The numbers of each head that rotary embedding rotates together are neighbours.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
-from specgen.engine.native.architecture import Activation, Architecture
+from specgen.engine.native.architecture import MLP, Activation, Architecture
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.layer_weights import LayerWeights
+from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, MLPWeights
 from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.rotary import rotate
 
@@ -46,14 +47,123 @@ def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], tor
     return lambda hidden: hidden / torch.linalg.vector_norm(hidden, 2, -1, True).hypot_(root)
 
 
+class Branch(Protocol):
+    """What a layer adds to the residual stream: its mixer or its MLP.
+
+    A call returns the input of the product `output`, from the normed stream `x` [batch * rows, width]. What `output` returns is
+    normed, if the model has a norm there, and added.
+    """
+
+    output: Product
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor: ...
+
+
+class Attention:
+    """Attention of grouped heads. A `Branch`.
+
+    `is_wide`: in float64, rounded to float32. Then its bits do not depend on the order of the keys (in draft trees) or on the
+    other rows; products that round activations would round many differing bits to other numbers.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        index: int,
+        kind: int,
+        weights: AttentionWeights,
+        make_product: MakeProduct,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        self._index, self._kind, self._is_wide = index, kind, is_wide
+        self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
+        self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
+        self._qk_norm, self._norm_over = weights.qk_norm, architecture.qk_norm
+        self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
+        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        heads = self.qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._size)
+        if self._qk_norm is not None:
+            heads = self.normed_heads(heads, self._qk_norm)
+        rotation, mask, entries = inputs.kinds[self._kind]
+        if rotation is not None:
+            rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
+        if inputs.batch is not None:
+            return self._batch_attention(heads, inputs)
+        query, new = heads.split_with_sizes((self._heads, 2 * self._kv_heads), 1)
+        if entries is None:
+            keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
+        else:
+            written, keys, values = entries[self._index - inputs.first_layer]
+            if inputs.written != inputs.rows:
+                new = new.narrow(0, 0, inputs.written)
+            new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
+            if inputs.slots is None:
+                written.copy_(new)
+            else:
+                written.index_copy_(2, inputs.slots, new)
+        if self._is_wide:
+            query, keys, values = query.double(), keys.double(), values.double()
+            mask = mask if mask is None else mask.double()
+        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused).to(x.dtype)
+
+    def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads, head size]."""
+        _, mask, entries = inputs.kinds[self._kind]
+        assert inputs.batch is not None
+        assert mask is not None
+        heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
+        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if entries is not None:
+            written, all_keys, all_values = entries[self._index - inputs.first_layer]
+            written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
+            keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
+        return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
+
+    def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2)."""
+        rotated = self._heads + self._kv_heads
+        part = heads.narrow(1, 0, rotated)
+        if self._norm_over == "head":
+            found = functional.rms_norm(part, part.shape[-1:], None, self._eps)
+        else:  # over all query heads at once, and over all key heads
+            both = torch.split(part, [self._heads, self._kv_heads], dim=1)
+            found = torch.cat([functional.rms_norm(one, one.shape[-2:], None, self._eps) for one in both], dim=1)
+        if torch.is_grad_enabled():
+            return torch.cat((found * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
+        torch.mul(found, weight, out=part)
+        return heads
+
+
+class DenseMLP:
+    """The MLP activation(gate) * up. A `Branch`."""
+
+    def __init__(self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct) -> None:
+        self._activation = _ACTIVATIONS[architecture.activation]
+        self.gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
+        self.output = make_product(weights.down, weights.down_bias, architecture.residual_scale)
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        active = self._activation(gate)
+        return active * up if torch.is_grad_enabled() else active.mul_(up)
+
+
+_MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP}
+
+
 class NativeLayer:
     """A decoder layer with its weights. `kind` is the index of its kind in `PassInputs.kinds`.
 
     `make_product` makes a product from a weight [out, in], a bias or None, and the factor of its output on the residual stream.
-    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are there). `wide_attention`: in
-    float64, rounded to float32. Then its bits do not depend on the order of the keys (in draft trees) or on the other rows;
-    products that round activations would round many differing bits to other numbers.
+    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are there). `wide_attention`: see
+    `Attention`.
     """
+
+    attention: Callable[..., Branch] = Attention
 
     def __init__(
         self,
@@ -67,97 +177,31 @@ class NativeLayer:
         device: torch.device | None = None,
         wide_attention: bool = False,
     ) -> None:
-        self.index, self.kind, self.device, self._wide_attention = index, kind, device, wide_attention
-        self._architecture, self._eps = architecture, architecture.norm_eps
+        self.device = device
+        self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
-        self._activation = _ACTIVATIONS[architecture.activation]
-        self._qk_norm = weights.qk_norm
         self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
-        self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
-        self._score_cap, scale = architecture.score_cap, architecture.residual_scale
-        self._qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
-        self._output = make_product(weights.output, weights.output_bias, scale)
-        self._gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
-        self._down = make_product(weights.down, weights.down_bias, scale)
+        self.mixer: Branch = self.attention(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
+        self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> torch.Tensor:
-        """Returns the residual stream [batch * rows, width] with the outputs of attention and MLP, or of one of them, added.
+        """Returns the residual stream [batch * rows, width] with the outputs of mixer and MLP, or of one of them, added.
 
         Without gradients, `hidden` itself is changed.
         """
         if self.device is not None:
             hidden = move(hidden, self.device)
         if attention:
-            hidden = self._added(hidden, self._output, self._attention(self._norm(hidden), inputs), self._attention_post_norm)
+            hidden = self._added(hidden, self.mixer, inputs, self._attention_post_norm)
         if mlp:
-            hidden = self._added(hidden, self._down, self._mlp(self._norm(hidden)), self._mlp_post_norm)
+            hidden = self._added(hidden, self.mlp, inputs, self._mlp_post_norm)
         return hidden
 
-    def _added(self, hidden: torch.Tensor, product: Product, x: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
+    def _added(self, hidden: torch.Tensor, branch: Branch, inputs: PassInputs, post_norm: torch.Tensor | None) -> torch.Tensor:
+        x = branch(self._norm(hidden), inputs)
         if post_norm is None:
-            return product.add_to(hidden, x)
-        branch = product(x).to(post_norm.dtype)  # in training, products are in bfloat16 and norms in float32
-        branch = functional.rms_norm(branch, post_norm.shape, post_norm, self._eps)
+            return branch.output.add_to(hidden, x)
+        added = branch.output(x).to(post_norm.dtype)  # in training, products are in bfloat16 and norms in float32
+        added = functional.rms_norm(added, post_norm.shape, post_norm, self._eps)
         add = hidden.add if torch.is_grad_enabled() else hidden.add_
-        return add(branch, alpha=self._architecture.residual_scale)
-
-    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the MLP's second product: activation(gate) * up."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        active = self._activation(gate)
-        return active * up if torch.is_grad_enabled() else active.mul_(up)
-
-    def _attention(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        """Returns the attention's output [batch * rows, heads * head size] before the output product."""
-        heads = self._qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._size)
-        if self._qk_norm is not None:
-            heads = self._normed_heads(heads, self._qk_norm)
-        rotation, mask, entries = inputs.kinds[self.kind]
-        if rotation is not None:
-            rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
-        if inputs.batch is not None:
-            return self._batch_attention(heads, inputs)
-        query, new = heads.split_with_sizes((self._heads, 2 * self._kv_heads), 1)
-        if entries is None:
-            keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
-        else:
-            written, keys, values = entries[self.index - inputs.first_layer]
-            if inputs.written != inputs.rows:
-                new = new.narrow(0, 0, inputs.written)
-            new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
-            if inputs.slots is None:
-                written.copy_(new)
-            else:
-                written.index_copy_(2, inputs.slots, new)
-        if self._wide_attention:
-            query, keys, values = query.double(), keys.double(), values.double()
-            mask = mask if mask is None else mask.double()
-        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused).to(x.dtype)
-
-    def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        """Returns what `_attention` does, for several sequences. `heads` is [batch * rows, all heads, head size]."""
-        _, mask, entries = inputs.kinds[self.kind]
-        assert inputs.batch is not None
-        assert mask is not None
-        heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
-        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        if entries is not None:
-            written, all_keys, all_values = entries[self.index - inputs.first_layer]
-            written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
-            keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
-        return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
-
-    def _normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2)."""
-        rotated = self._heads + self._kv_heads
-        part = heads.narrow(1, 0, rotated)
-        if self._architecture.qk_norm == "head":
-            found = functional.rms_norm(part, part.shape[-1:], None, self._eps)
-        else:  # over all query heads at once, and over all key heads
-            both = torch.split(part, [self._heads, self._kv_heads], dim=1)
-            found = torch.cat([functional.rms_norm(one, one.shape[-2:], None, self._eps) for one in both], dim=1)
-        if torch.is_grad_enabled():
-            return torch.cat((found * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
-        torch.mul(found, weight, out=part)
-        return heads
+        return add(added, alpha=self._scale)

@@ -42,21 +42,33 @@ class LayerTensors(NamedTuple):
     down: str
 
 
-class LayerWeights(NamedTuple):
-    """The weights of one layer. Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
+class AttentionWeights(NamedTuple):
+    """Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
 
     `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size].
     """
 
     qkv: torch.Tensor
     output: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+
+
+class MLPWeights(NamedTuple):
+    """Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one layer."""
+
+    mixer: AttentionWeights
+    mlp: MLPWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
 
@@ -120,37 +132,58 @@ def layer_weights(
     """
     names = layer_tensors(architecture, index)
 
-    def stacked(parts: tuple[str, ...], has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        matrices = [take(name) for name in parts]
-        bias = torch.cat([take(bias_of(name)) for name in parts]) if has_bias else None
-        return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
+    def norm(name: str | None) -> torch.Tensor | None:
+        return None if name is None else take(name).float() + architecture.norm_weight_offset
 
-    def norm(name: str) -> torch.Tensor:
-        return take(name).float() + architecture.norm_weight_offset
+    before = norm(names.attention_norm if is_normed else None), norm(names.mlp_norm)
+    attention_gain, mlp_gain = (None if weight is None else weight * gain for weight in before)
+    after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
+    return LayerWeights(
+        _attention_weights(architecture, names, take, dtype, attention_gain),
+        _mlp_weights(architecture, names, take, dtype, mlp_gain),
+        *(None if weight is None else weight.to(dtype) for weight in after),
+    )
 
-    qkv, qkv_bias = stacked(names.qkv, architecture.qkv_bias)
+
+def _attention_weights(
+    architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+) -> AttentionWeights:
+    """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None without one."""
+    qkv, qkv_bias = _stacked(names.qkv, take, architecture.qkv_bias)
     qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
     if qkv_bias is not None:
         qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
-    gate_up, gate_up_bias = stacked(names.gate_up, architecture.mlp_bias)
-    if names.attention_norm is not None and is_normed:
-        qkv = qkv * (norm(names.attention_norm) * gain)
-    if names.mlp_norm is not None:
-        gate_up = gate_up * (norm(names.mlp_norm) * gain)
-    output, output_bias = stacked((names.output,), architecture.output_bias)
-    down, down_bias = stacked((names.down,), architecture.mlp_bias)
+    if gain is not None:
+        qkv = qkv * gain
+    output, output_bias = _stacked((names.output,), take, architecture.output_bias)
     qk_norm = None
     if names.q_norm is not None and names.k_norm is not None:
         size, shared = architecture.head_size, architecture.qk_norm == "head"
-        query, key = (norm(name) for name in (names.q_norm, names.k_norm))
+        query, key = (take(name).float() + architecture.norm_weight_offset for name in (names.q_norm, names.k_norm))
         query = query.expand(architecture.num_heads, size) if shared else query.view(-1, size)
         key = key.expand(architecture.num_kv_heads, size) if shared else key.view(-1, size)
         qk_norm = torch.cat((query * architecture.attention_scale, key))
         qk_norm = qk_norm[:, head_order(architecture, qk_norm.device)]
-    post_norms = (None if name is None else norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
-    biases = qkv_bias, output_bias, gate_up_bias, down_bias
-    optional = (None if part is None else part.to(dtype) for part in (*biases, qk_norm, *post_norms))
-    return LayerWeights(qkv.to(dtype), output.to(dtype), gate_up.to(dtype), down.to(dtype), *optional)
+    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm))
+    return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
+
+
+def _mlp_weights(
+    architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+) -> MLPWeights:
+    """Returns the MLP's weights. `gain`: see `_attention_weights`."""
+    gate_up, gate_up_bias = _stacked(names.gate_up, take, architecture.mlp_bias)
+    down, down_bias = _stacked((names.down,), take, architecture.mlp_bias)
+    if gain is not None:
+        gate_up = gate_up * gain
+    biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
+    return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
+
+
+def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    matrices = [take(name) for name in names]
+    bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
 
 
 def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
-from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer import Attention, NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.parts.mtp import MtpLayer, before_final_norm, without_first
@@ -47,13 +47,14 @@ class FirstLayer(NativeLayer):
 
     def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
         """Returns the residual stream with the outputs of attention, which reads `attended`, and of the MLP added."""
-        hidden = self._output.add_to(hidden, self._attention(attended, inputs))
-        return self._down.add_to(hidden, self._mlp(self._norm(hidden)))
+        hidden = self.mixer.output.add_to(hidden, self.mixer(attended, inputs))
+        return self.mlp.output.add_to(hidden, self.mlp(self._norm(hidden), inputs))
 
 
-class UnrolledLayer(FirstLayer):
-    """The first layer of a head in EAGLE-3's training-time test (section 3.2): each call drafts one token after each prefix.
+class UnrolledAttention(Attention):
+    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2).
 
+    Each call drafts one token after each prefix.
     The first call has a text's pairs. In call j after it, row i is the pair of the j-th token drafted after pair i, at position
     i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
     """
@@ -63,7 +64,7 @@ class UnrolledLayer(FirstLayer):
         self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
 
     def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
-        mask, batch, group = inputs.kinds[self.kind].mask, inputs.batch, self._heads // self._kv_heads
+        mask, batch, group = inputs.kinds[self._kind].mask, inputs.batch, self._heads // self._kv_heads
         assert batch is not None
         assert mask is not None
         heads = heads.view(batch, inputs.rows, *heads.shape[1:])
@@ -80,6 +81,12 @@ class UnrolledLayer(FirstLayer):
         for weight, (_, own_values) in zip(own_weights, of_drafts, strict=True):
             mixed = mixed + weight * own_values
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class UnrolledLayer(FirstLayer):
+    """The first layer of a head in training; see `UnrolledAttention`."""
+
+    attention = UnrolledAttention
 
 
 class EagleLayers:

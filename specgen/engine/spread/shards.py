@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer import Attention, NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import bias_of, final_norm, layer_tensors, layer_weights
 from specgen.engine.native.native_model import (
     NativeForward,
@@ -135,18 +136,17 @@ def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -
     return {names[0]: (0, [range(start + part.start, start + part.stop) for start, part in zip(starts, own, strict=True)])}
 
 
-class ShardedLayer(NativeLayer):
-    """One rank's part of a decoder layer. The residual stream is the same on all ranks, up to the order of sums."""
+class ShardedAttention(Attention):
+    """One rank's heads of an attention."""
 
-    def __init__(self, shard: Shard, group: Group, *native: Any, gain: float) -> None:
-        super().__init__(shard.local, *native, gain=gain)
-        self._group, self._shard, scale = group, shard, shard.architecture.residual_scale
-        self._output, self._down = (_summed(product, scale, group) for product in (self._output, self._down))
+    def __init__(self, shard: Shard, group: Group, *native: Any, **options: Any) -> None:
+        super().__init__(*native, **options)
+        self._group, self._shard = group, shard
 
-    def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+    def normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Returns the heads with query and key heads normalised; a norm over all heads needs the sums of all ranks' squares."""
-        if self._architecture.qk_norm != "all":
-            return super()._normed_heads(heads, weight)
+        if self._norm_over != "all":
+            return super().normed_heads(heads, weight)
         whole, counts = self._shard.architecture, [self._heads, self._kv_heads]
         part = heads.narrow(1, 0, sum(counts))
         query, key = (each.sum(-1) for each in torch.split(part.float().square().sum(-1), counts, dim=1))
@@ -156,6 +156,16 @@ class ShardedLayer(NativeLayer):
         by_head = torch.cat([each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)], dim=1)
         torch.mul((part.float() * by_head[:, :, None]).to(part.dtype), weight, out=part)
         return heads
+
+
+class ShardedLayer(NativeLayer):
+    """One rank's part of a decoder layer. The residual stream is the same on all ranks, up to the order of sums."""
+
+    def __init__(self, shard: Shard, group: Group, *native: Any, gain: float) -> None:
+        self.attention = partial(ShardedAttention, shard, group)
+        super().__init__(shard.local, *native, gain=gain)
+        for branch in (self.mixer, self.mlp):
+            branch.output = _summed(branch.output, shard.architecture.residual_scale, group)
 
 
 def _summed(product: Product, scale: float, group: Group) -> Product:
