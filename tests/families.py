@@ -22,6 +22,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -99,11 +100,16 @@ FAMILIES: dict[str, Any] = {
         init_std=0.25,
         **_IDS,
     ),
+    "llama4_text": lambda: Llama4TextConfig(
+        **_LLAMA, **_IDS, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=_WINDOW
+    ),
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, **_IDS),
 }
 
 # the native decoder runs these families
-NATIVE = tuple(name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere"))
+NATIVE = tuple(
+    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
+)
 BACKENDS = ("native", "transformers")
 
 

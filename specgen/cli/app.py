@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
 from specgen.base.text import one_line
 from specgen.cli.commands import command
@@ -41,7 +41,8 @@ def program() -> None:
     try:
         main()
     finally:
-        gc.freeze()  # else Python searches torch's objects for garbage as it ends, which takes 0.4 seconds
+        # Python does not search frozen objects for garbage as it ends, which would take 0.4 seconds; triton prints what is left
+        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
 
 
 def main() -> None:
@@ -117,8 +118,10 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()
         except SpecgenError as error:
             code = _report(error, no_color=bool(options.get("no_color")))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             code = INTERRUPTED
+            if not isinstance(error, ReportedInterrupt) and not options.get("quiet"):
+                print("interrupted", file=sys.stderr)
         except OSError as error:
             code = _system_error(error)
         except Exception as error:
@@ -199,7 +202,8 @@ _SHARED["context_settings"] = {"help_option_names": ["--help", "-h"]}
 
 
 class CommandGroup(TyperGroup):
-    """The four commands. A command's options are made when it is called: making those of all would take a third of --help."""
+    """The group of the four commands. It makes a command's options only when that command is called, because making the options
+    of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json
 from specgen.cli.commands import check_outputs
@@ -44,7 +44,8 @@ class OutputDiffersError(SpecgenError):
 
 
 def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput) -> None:
-    """Loads the models, compares the methods and writes the results. Raises SpecgenError."""
+    """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong options, and as
+    `Comparison.run`."""
     prompts, sampling = asked.prompts or examples_file(), options.params()
     check_outputs(output.files, [("--prompts", prompts)], models)
     err = theme.console(stderr=True, no_color=output.no_color)
@@ -107,7 +108,7 @@ class Comparison:
             finally:  # also if the reader has closed the pipe
                 unwritten = self._write_files(shown)
         if is_interrupted and not unwritten:
-            raise KeyboardInterrupt
+            raise ReportedInterrupt
         errors: list[SpecgenError] = [self._error(result.spec, result.broken) for result in made if result.broken is not None]
         errors += [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
         if not errors:  # of the methods that failed while running, and not of those that lack something, such as a head

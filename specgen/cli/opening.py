@@ -44,7 +44,8 @@ def open_pair(
 
     `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second process for the draft model. That
     process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
-    in this process, so its weights are loaded here too. They are rounded as the profile says, unless --draft-dtype is given.
+    in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
+    --draft-dtype is given.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -157,11 +158,12 @@ def _with_profile(
 
 
 def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:
-    """Returns the method and settings to decode with, where the user's choice goes before the profile's.
+    """Returns the method and settings to decode with, and a text about them. The user's `method` and `settings` go before the
+    profile's.
 
     If the user named only a method, its settings are the profile's. If the user gave neither method nor settings, the profile
-    chooses both. If the settings come from a profile, the third value describes them in words, and says if their speed was only
-    predicted and not measured; otherwise it is empty.
+    chooses both. The text describes settings that come from a profile, and says if their speed was only predicted and not
+    measured; for other settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)

@@ -165,7 +165,7 @@ class ModelOptions:
         return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `specgen.load`."""
+        """Returns these options as keyword arguments for `specgen.load`."""
         given = asdict(self)
         given.pop("profile", None)
         return given
@@ -268,7 +268,7 @@ class CompareOptions:
 @dataclass(frozen=True)
 class CompareOutput(RecordOptions):
     """What to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first and then
-    appended to. Paths that are None are not written.
+    appended to. A file whose path is None is not written.
 
     Raises SpecgenError for options that contradict each other.
     """

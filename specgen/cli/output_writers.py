@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
@@ -90,7 +90,7 @@ class OutputWriter:
                 self._figures.capture_seconds = capture_seconds(self._pair) - captured
                 self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
         if interruption is not None:
-            raise interruption
+            raise ReportedInterrupt from interruption
 
     def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.

@@ -40,8 +40,8 @@ def run_baseline(
 
     Returns what the summary line of a trace contains (except the text), computed from counted forward passes. `seconds` is the
     wall-clock time, prefill included. `phase_seconds` is None, because `generate` does not report how long drafting and
-    verification took. Raises SpecgenError if the baseline lacks a draft model or the whole target, and RunError if transformers
-    fails.
+    verification took. Raises SpecgenError if there is no draft model and the baseline needs one, or if torchrun has split the
+    target, and RunError if transformers fails.
     """
     import torch
     from transformers.utils import logging

@@ -282,10 +282,10 @@ def best(results: Sequence[MethodResult]) -> MethodResult | None:
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
     """Returns the methods, other than the best one `top`, that may be just as fast: those whose speedup's 95 % confidence
-    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then every method."""
-    others = [result for result in candidates(results) if result is not top]
+    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then none."""
     if too_few_prompts(top):
-        return others
+        return []
+    others = (result for result in candidates(results) if result is not top)
     return [result for result in others if (result.high or 0.0) >= (top.speedup or 0.0)]
 
 

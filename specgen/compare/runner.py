@@ -34,7 +34,7 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.request import RESERVED
+from specgen.pair.request import RESERVED, messages
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
@@ -120,9 +120,11 @@ class Runner:
         self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
-        """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
-        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
-        long. Later turns of a question are not checked, because they contain answers."""
+        """Checks all prompts and loads all exit layers that methods name, before anything is run.
+
+        Raises SpecgenError for an exit layer that cannot be used, and for the first prompt that plain decoding cannot continue,
+        for instance because it is too long. Later turns of a question are not checked, because they contain answers.
+        """
         for spec in self.config.specs:
             if "exit" in spec.choice.given:
                 self.pair.parts.load("exit", str(spec.choice.given["exit"]))
@@ -176,7 +178,7 @@ class Runner:
             answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
             turns = list(zip(prompt.previous_turns, answers, strict=True))
             if self.config.chat:
-                ids = self.pair.tokenizer.chat(prompt.text, None, turns)
+                ids = self.pair.tokenizer.conversation(messages(prompt.text, None, turns))
             else:
                 history = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in turns)
                 ids = self.pair.tokenizer.encode(history + prompt.text)

@@ -61,7 +61,8 @@ def load(
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
     their share of each pass, and ends the process when the first one ends. Raises SpecgenError.
     """
-    models = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    models = {name: None if value is None else str(value) for name, value in named.items()}
     check_models(models, backend, draft_dtype)
     sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
     sources[0] = replace(sources[0], exact=exact, context=context)

@@ -31,7 +31,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import RESERVED, Request, Result, check_prompt_ids, fitting_tokens
+from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt_ids, encoded, fitting_tokens, sampling_with
 from specgen.workers.worker import DraftWorker
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
@@ -64,7 +64,7 @@ class Pair:
 
     def rounds(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -73,16 +73,17 @@ class Pair:
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `prompt` is a text or token ids. `method` None takes the default method, `sampling` None greedy decoding. `settings` are
-        the method's. `record` adds to each round how close the target's and the draft's probabilities are, which takes time.
-        Invalid arguments raise SpecgenError at the call, before the first round.
+        `prompt` is text, token ids, or messages for the model's chat template: dictionaries with `role` and `content`. `method`
+        None takes the default method, `sampling` None greedy decoding. `settings` are the method's, and fields of `sampling` by
+        name. `record` adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid
+        arguments raise SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -106,7 +107,7 @@ class Pair:
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -118,14 +119,14 @@ class Pair:
         Raises SpecgenError for invalid arguments.
         """
         self._check_open()
-        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
+        name, written = methods.split(methods.DEFAULT_METHOD if method is None else str(method))
+        chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
         has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
-        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
-        sampling = SamplingParams() if sampling is None else sampling
-        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
-        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids, turn_end = encoded(prompt, self.tokenizer)
+        sampling = sampling_with(sampling, settings, turn_end)
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
+        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
@@ -306,14 +307,17 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
 
 
 def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
-    """Returns the model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+    """Returns the model runners of the target and of the draft model (None if there is none).
+
+    Loads the draft model's weights unless they are loaded already.
+    """
     if pair._draft_runner is None and pair.draft is not None:  # with the target's penalties: it has to predict their effect
         pair._draft_runner = pair.draft.draft_runner(pair._penalties(pair.draft.device))
     return pair._target_runner, pair._draft_runner
 
 
 def capture_seconds(pair: Pair) -> float:
-    """Returns the seconds that it took so far in this process to capture passes on a GPU."""
+    """Returns the seconds that this process has spent so far on capturing passes of the pair's models as CUDA graphs."""
     models = [pair.target.model]
     if pair.draft is not None and pair._draft_runner is not None:
         models.append(pair.draft.model)
@@ -322,9 +326,9 @@ def capture_seconds(pair: Pair) -> float:
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
-    """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+    """Returns the tokens per second of greedy Self-SD, whose drafts are made by the target without the layers `skips`.
 
-    `prompts` are token ids; the speed is measured on all of them together.
+    The speed is measured on all `prompts` (token ids) together, without the prefill.
     """
     sampling = SamplingParams(max_new_tokens=skip_search.NEW_TOKENS, ignore_eos=True)
     rounds = [round_ for ids in prompts for round_ in list(pair.rounds(ids, "selfsd", sampling, skip=str(skips)))[1:]]
@@ -333,7 +337,10 @@ def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[
 
 
 def draft_worker(pair: Pair) -> DraftWorker:
-    """Returns what runs the draft model during the target's passes (PEARL). The pair must have a draft model."""
+    """Returns the worker that runs the draft model during the target's passes (PEARL). The pair must have a draft model.
+
+    Raises SpecgenError if the pair is closed.
+    """
     pair._check_open()
     if pair._worker is None:
         draft = runners(pair)[1]
@@ -345,7 +352,7 @@ def draft_worker(pair: Pair) -> DraftWorker:
 def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
     """Whether PEARL with `window=auto` ends each draft when the target's pass ends, instead of after a fixed number of tokens.
 
-    So it does in greedy decoding, with the draft model in another process. Sampled tokens must not depend on time.
+    True in greedy decoding if the draft model runs in another process. When sampling, tokens would depend on the passes' times.
     """
     return sampling.greedy and pair.draft is not None and draft_worker(pair).is_process
 

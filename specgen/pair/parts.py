@@ -60,13 +60,16 @@ class PartStore:
         self._runners: dict[TrainedPart, PartRunners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
-        """Makes the part at `path` the default one of its kind. Raises SpecgenError if it cannot be used with this target."""
+        """Makes the part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
+
+        Raises SpecgenError if it cannot be used with this target.
+        """
         part = self._open(path, is_exit=is_exit)
         part.load()
         self.named[part.kind] = part
 
     def find(self, kind: str) -> TrainedPart | None:
-        """Returns the default part of a kind, or None: `refusal` then says why one that was found cannot be used."""
+        """Returns the default part of a kind. None if there is none, or if it cannot be used; `refusal` then says why."""
         found = self._default(kind)
         return found if isinstance(found, TrainedPart) else None
 

@@ -27,7 +27,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
-    """Returns the layers to skip for the fastest layer skipping, in the notation of the `skip` setting, such as `3+5a+7m`.
+    """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the `skip` setting (`3+5a+7m`).
 
     They are searched unless `measurements` has them. `speed` measures the tokens per second of decoding with these layers skipped
     on these prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.

@@ -45,7 +45,8 @@ class DraftedToken(NamedTuple):
 
 
 class DraftOutcome(NamedTuple):
-    """A draft after its verification: the mean entropy of its verified tokens, and the number of accepted tokens."""
+    """A draft after its verification: the mean entropy (nats) of its accepted tokens and its first rejected one, and the number
+    of accepted tokens."""
 
     entropy: float
     accepted: int
@@ -204,8 +205,8 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
 
 
 def complete_runs(rounds: Iterable[Round]) -> Iterator[int]:
-    """Yields, for each rejection in the rounds of one output, the tokens accepted since the rejection before it, as PEARL's
-    authors count them.
+    """Yields, for each rejection in the rounds of one output, the number of tokens accepted since the rejection before it, as
+    PEARL's authors count them.
 
     What follows the last rejection is no complete run: the output's end, not the target, ended it.
     """

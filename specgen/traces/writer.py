@@ -30,7 +30,8 @@ class TraceWriter:
         self._lock: FileLock | None = None
         is_file = path.is_file()
         if resumes and not is_file:
-            raise SpecgenError(f"cannot continue the trace {path}: it is not a file", "Name one that --trace wrote")
+            problem = "it is not a file" if path.exists() else "there is none"
+            raise SpecgenError(f"cannot continue the trace {path}: {problem}", "Name one that --trace wrote")
         if is_file or not path.exists():  # several processes may write to a device
             self._lock = take_lock(path)
             if self._lock is None:

@@ -260,16 +260,18 @@ def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -
 
 
 def off_overlap(translation: Translation | None, vocabulary: int) -> Tensor:
-    """Returns the draft's ids of tokens that the target lacks, int64; none without a translation."""
+    """Returns the ids of the draft's tokens that the target lacks, int64; empty without a translation. `vocabulary` is the number
+    of the draft's ids."""
     known = range(vocabulary) if translation is None else translation.target_to_draft
     return torch.tensor(sorted(set(range(vocabulary)).difference(known)), dtype=torch.long)
 
 
 def translate(translation: Translation, ids: Sequence[int], prompt_length: int) -> tuple[list[int], list[int]]:
-    """Returns a text of the target in the draft's tokens, as drafting reads it: the first `prompt_length` tokens are a prompt.
+    """Returns the draft's token ids for a text of the target's token ids `ids`, as the draft model reads the text in drafting.
 
-    The second list has, for each of the draft's tokens, the index of the target's token after which both models have read the
-    same bytes, or IGNORED.
+    The first `prompt_length` tokens are a prompt, which is tokenized anew; each later token is one token of the draft or spelled
+    by several. The second list has, for each of the draft's tokens, the index of the target's token that ends at the same byte,
+    or IGNORED.
     """
     of_draft, positions = list[int](), list[int]()
     pieces = [translation.prompt(ids[:prompt_length]), *map(translation.spelling, ids[prompt_length:])]
@@ -298,9 +300,9 @@ def comparisons(
 ) -> Comparisons:
     """Translates a text to the draft's tokens, and finds the tokens after which the models are compared.
 
-    These are the tokens after which both models have read the same bytes and the target's probability on the overlap is at least
-    `min_mass`. Without a translation (None) they are all tokens or, with `only_generated`, those before tokens that the target
-    generated.
+    These are the tokens after which both models have read the same bytes and the target gives the tokens that both have a
+    probability of at least `min_mass`. Without a translation (None) they are all tokens or, with `only_generated`, those before
+    tokens that the target generated.
     """
     text, length = found.text, len(found.text.ids)
     if translation is None:

@@ -176,8 +176,8 @@ def train_predictor(
     out. `exit_outputs` computes the exit layer's logits and hidden states for a text. The measurements are those of `measure`,
     empty if no text is held out. The predictor is None if there is no text to train on. Its weights are rounded as in its file.
 
-    A label says whether exit and target have the same most probable token, also for sampled text. When sampling, the acceptance
-    probability is another one, which Cali-TS learns from the run itself (theta_hat).
+    The label of a token says whether exit layer and target have the same most probable token, also in sampled text. Sampling has
+    another acceptance probability, which Cali-TS learns from the run itself (theta_hat).
     """
     rng = Random(f"rounds {seed}")
     train, held_out = (_examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT))

@@ -296,7 +296,7 @@ class Training:
         return loss / labelled
 
     def save(self, path: Path) -> None:
-        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError."""
+        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError if it cannot be written."""
         state = {
             "weights": {name: weight.data for name, weight in self.trained.items()},
             "optimizer": self._optimizer.state_dict(),

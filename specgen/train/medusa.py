@@ -23,8 +23,8 @@ class MedusaObjective(HeadObjective):
     """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al. 2024, section 2.2.1).
 
     Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. W and b begin
-    as zeros, the LM heads as copies of the target's. If these would have more than OWN_SHARE times the target's weights, all
-    heads share the target's, which is not trained: they predict less well then.
+    as zeros, the LM heads as copies of the target's. If the LM heads would have more than OWN_SHARE times as many weights as the
+    target, all heads use the target's LM head instead, which is not trained. They then predict less well.
     """
 
     kind = "medusa"

@@ -61,7 +61,7 @@ class PricedTarget:
     """The target of a simulated run: adds the expected seconds of each pass to the clock.
 
     With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
-    the tokens of the reference. `pass_seconds` are the expected seconds of the last pass, not counting the pass over the prompt.
+    the tokens of the reference. `pass_seconds` are the expected seconds of the last pass that was not the prefill.
     """
 
     def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
@@ -129,7 +129,8 @@ class PricedParallelDrafter:
         self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
 
     def first(self, count: int) -> Sequence[int]:
-        """Returns the draft's first `count` tokens, for which the target waits."""
+        """Returns the draft's first `count` tokens. The target waits for them, so their expected seconds are added to the
+        clock."""
         tokens = self._draft.tokens[:count]
         self._lead_seconds = self._seconds(len(tokens))
         self._clock.add("draft", self._lead_seconds)

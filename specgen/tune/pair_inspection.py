@@ -48,11 +48,11 @@ CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a
 class ModelFacts:
     """Facts about a model, read from its files.
 
-    `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
-    with which the model would run, but for quantised weights, which stay packed as in their files. `context_limit` is the
-    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
-    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
-    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
+    `dtype` is the one in which the model would run, `dtype_reason` says why. In this dtype, all weights take `weight_bytes`
+    (quantised ones stay packed as in their files), and the cached keys and values of one token `cache_bytes`. `context_limit` is
+    the largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the
+    embedding table. `backend` runs the forward pass. `fallback` says why that is transformers, `tokenizer_fallback` why
+    transformers reads the tokenizer; both are None otherwise.
     """
 
     name: str
@@ -73,7 +73,10 @@ class ModelFacts:
 
 
 def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
-    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read."""
+    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read.
+
+    `device` is where the model would run, `weights` the dtype of its weights there.
+    """
     shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
     return ModelFacts(
@@ -101,9 +104,10 @@ class TokenizerFacts:
 
     Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `differences` has the first ids that do
     not: each `token_id` with its token in `target` and `draft`, None where there is none. `refusal` says why drafts cannot be
-    translated token by token, None if they can or need not be. `probe` is a text that they encode differently although their
-    vocabularies match, with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts
-    alike. `overlap` says how much of a text both have as the same tokens, if the vocabularies differ and it can be computed.
+    translated token by token, None if they can or need not be. `probe` is a text that the tokenizers encode differently although
+    their vocabularies match, with its token ids from the target's and from the draft's; None if they encode all test texts alike.
+    `overlap` says how much of a text is split into the same tokens by both; None if the vocabularies match, or if it cannot be
+    computed.
     """
 
     target_size: int
@@ -132,16 +136,14 @@ class Readiness:
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
-    `draft` and `tokenizers` (their comparison) are None without a draft model. If the draft's context limit is the smaller one,
-    decoding continues beyond it without drafts. `free_bytes` is the free memory on the target's
-    device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same device.
-    `methods` says for each method whether it can run. `speedup_model` has the pass
-    times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
-    as in PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of CPU threads, None if
-    not measured.
-    `placement` says which layers are on which device; None unless they were to be spread over several (`--device auto-map`).
-    `ranks` is the number of processes that torchrun started, None without it. `rounding` says what rounding the target's weights
-    costs; None if they are not rounded, or if that was not measured.
+    `draft` and `tokenizers` (a comparison of the two) are None without a draft model. `free_bytes` is the free memory on the
+    target's device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same
+    device. `methods` says for each method whether it can run. `speedup_model` has the pass times of each model alone, None if not
+    measured. `parallel_costs` has the pass times while both models run at the same time, as in PEARL; None if not measured or
+    without a usable draft model. `threads` is the chosen number of CPU threads, None if not measured. `placement` says which
+    layers are on which device; None unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
+    processes that torchrun started, None without it. `rounding` says what rounding the target's weights costs; None if they are
+    not rounded, or if that was not measured.
     """
 
     target: ModelFacts
@@ -381,7 +383,8 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
 
 
 def obstacle(pair: Pair, name: str) -> SpecgenError | None:
-    """Returns the error with which the method cannot be prepared for decoding with the loaded pair; None if it can."""
+    """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it can decode. Measures
+    nothing."""
     method = methods.METHODS[name]
     # settings that are `auto` by default would have to be measured: they are given
     given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}

@@ -86,7 +86,7 @@ Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerialize
 class Measured(_StrictModel):
     """What a tuning measured, and on how many prompts and new tokens per prompt.
 
-    `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
+    `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were chosen; None in older profiles.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
     (PEARL). `learned` is in older profiles, and not read.
@@ -165,7 +165,8 @@ def _flat(conditions: Conditions) -> dict[str, Any]:
 
 
 def profile_key_of(pair: Pair) -> Conditions:
-    """Returns the present conditions, which a profile of this pair has to match."""
+    """Returns the conditions under which this pair runs now: models, trained parts, versions and machine. A profile made under
+    other ones does not fit."""
     from specgen.base.machine import machine, versions
     from specgen.engine.weights import weights_fingerprint
 

@@ -78,7 +78,7 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
 @inference
 def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Returns the seconds of the draft model's pass over the prompt, which it begins after the target's, with its results."""
+    """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs before it, is not timed."""
     context, wait = Context(reference.prompt_ids), synchronizer(draft.device) or (lambda: None)
     target.logits(context)  # an exit layer reads the first layers' hidden states from the target's pass
     wait()
@@ -115,10 +115,11 @@ def time_rounds(
     drafter: Drafter | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[TimedRound]:
-    """Times rounds of `method` after a prompt (token ids), with the draft `lengths` in turn, until the deadline.
+    """Times rounds of `method` after a prompt (token ids) until the deadline. The drafts have `lengths` tokens (levels) in turn.
 
     Each length is timed at least once. Every other round also computes `signals`, if there are any. `drafter` replaces the
-    method's (None: keeps it). Raises SpecgenError if the method cannot run with this pair or drafts nothing.
+    method's (None: keeps it), `settings` are the method's. Raises SpecgenError if the method cannot run with this pair or drafts
+    nothing.
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
     fewest, found = len(sweep.combinations), list[TimedRound]()

@@ -23,7 +23,7 @@ _BYTES = 5  # per parameter, of the stored model in float32
 class RoundingCost(NamedTuple):
     """The perplexities of a text of so many `tokens` under the rounded and the stored weights.
 
-    `changed` is the share of the text's tokens after which the most likely next token is another one.
+    `changed` is the share of the text's tokens after which the two have different most likely next tokens.
     """
 
     tokens: int

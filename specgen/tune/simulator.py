@@ -90,7 +90,7 @@ class Simulator:
     def run(
         self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None, *, perplexity: bool = False
     ) -> Figures:
-        """Simulates the method `name` with the settings `given`, and returns one summary of all runs, with expected seconds.
+        """Simulates the method `name` with the settings `given`. Returns the figures of all runs together, with expected seconds.
 
         `numbers` are the prompts to run on, as indices of `references`; None for all. With `perplexity`, and for lossy methods,
         the summary has the perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot
@@ -197,7 +197,7 @@ class Simulator:
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`: each prompt has one of its own."""
+    """Returns the seed of a run on prompt number `number`, derived from `seed`, so that each prompt has another one."""
     return derive_seed(seed, f"prompt {number}")
 
 

@@ -25,6 +25,7 @@ from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair.pair import skipping_speed
+from specgen.pair.request import messages
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
@@ -96,7 +97,7 @@ def worth_rounding(pair: Pair) -> bool:
 
 
 class Tuner:
-    """The steps of one tuning. `left_out` has the reason for each method (or settings) that is not tuned."""
+    """The steps of one tuning. `left_out` has the reason for each method, or other thing such as `SOME`, that is not tuned."""
 
     def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver) -> None:
         self.pair, self.request, self.observer = pair, request, observer
@@ -140,7 +141,7 @@ class Tuner:
             if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
                 break
             self.observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
-            ids = pair.tokenizer.chat(prompt.text, None) if request.chat else pair.tokenizer.encode(prompt.text)
+            ids = pair.tokenizer.conversation(messages(prompt.text)) if request.chat else pair.tokenizer.encode(prompt.text)
             try:
                 if not references:
                     record_reference(pair, ids, sampling)  # warms up
@@ -148,8 +149,7 @@ class Tuner:
                 references.append(record_reference(pair, ids, seeded))
             except SpecgenError as error:
                 raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
-        speed = 1 / _token_seconds(references)
-        self.observer.done(f"plain decoding gives {speed:.1f} tokens/s on {counted(len(references), 'prompt')}")
+        self.observer.done(f"{counted(len(references), 'output')} of plain decoding recorded")
         return references
 
     def measure(
@@ -185,8 +185,8 @@ class Tuner:
     def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
         """Whether decoding is expected to be faster with the draft model's weights rounded to `dtype` than with the stored ones.
 
-        It has to be faster by more than `AS_FAST` allows. Tells the observer both expected speedups. `shares` are the shares of
-        drafted tokens that the target accepts, of the rounded and of the stored draft model.
+        A gain too small to matter (`AS_FAST`) does not count. Tells the observer both expected speedups. `shares` are the shares
+        of drafted tokens that the target accepts, of the rounded and of the stored draft model.
         """
         speedups = []
         for simulator, share in zip((rounded, stored), shares, strict=True):
@@ -211,8 +211,8 @@ class Tuner:
         (None: all).
 
         Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
-        automatically. With `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried,
-        by method, with the speed that is expected on all prompts.
+        automatically. With `is_needed`, the first settings of each method are simulated even after the deadline. Returns what was
+        tried, by method; its expected speed is scaled to all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
@@ -343,8 +343,8 @@ def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers:
 def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: Objective) -> Candidate | None:
     """Returns the candidate that the objective prefers of `tried`, which are all of one lossy method.
 
-    That is the fastest one whose perplexity is within the objective's limit, or, where the objective is the lowest perplexity,
-    the one with the lowest, rounded to three decimals, and the fastest of several. None if no perplexity is within the limit.
+    That is the fastest one whose perplexity is within the objective's limit; None if there is none. If the objective is the
+    lowest perplexity, it is the one with the lowest; where several agree to three decimals, the fastest of these.
     """
     limit = objective.limit(plain_perplexity)
     kept = [each for each in tried if each.perplexity is not None and each.perplexity <= limit]

@@ -258,8 +258,9 @@ def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> T
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
 
-    Cells have seconds and the share of the whole time, or the share alone where `width` is small, and fewer phases where it is
-    smaller. transformers reports no phases.
+    A cell has the seconds and their share of the whole time. If `width` (cells) is too small for that, it has the share alone,
+    and if it is still too small, only three phases are shown. The cells of transformers' own methods, which report no phases, are
+    empty.
     """
     lines: list[Text] = []
     for with_seconds, phases in ((True, PHASES), (False, PHASES), (False, _MAIN_PHASES)):

@@ -329,17 +329,18 @@ def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, 
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
-    """Returns a line per method: its expected and its measured tokens per second, and its speedup over plain decoding with the
-    interval. Settings for which `width` cells are too few are left out."""
-    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup", ""]]
-    for method in outcome.methods:
+    """Returns a line per method: its tokens per second, measured or else expected by simulation, and its measured speedup over
+    plain decoding with the interval. Measured ones come first. Settings for which `width` cells are too few are left out."""
+    rows: list[list[str | Text]] = [["tokens/s", "measured", "expected", "speedup", ""]]
+    for method in sorted(outcome.methods, key=lambda each: (each.measured is None, -(each.measured or each.predicted))):
         name = method.written if len(method.written) <= width - _FIGURES else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
         remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
         remarks += [] if method.lossless else ["lossy"]
         label = Text(name, "strong" if method == outcome.chosen else "none")
-        rows.append([label, f"{method.predicted:.1f}", measured, speedup, Text(", ".join(remarks), "quiet")])
+        expected = f"{method.predicted:.1f}" if method.measured is None else ""
+        rows.append([label, measured, expected, speedup, Text(", ".join(remarks), "quiet")])
     return table(rows, left=(0, 4))
 
 

@@ -63,7 +63,8 @@ class Progress:
             self.show(Text("▸ ").append(one_line(what)))
 
     def bar(self, what: str, share: float, rest: str, left: float | None = None, above: Sequence[Text] = ()) -> None:
-        """Shows a bar filled to `share` (0 to 1), `rest` with the seconds `left`, and `what`, below the lines `above`."""
+        """Shows one line below the lines `above`: a bar filled to `share` (0 to 1), the figures `rest`, the seconds `left` (None:
+        unknown) and the text `what`."""
         filled = min(_BAR, round(_BAR * share))
         line = Text("▸ ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet")
         figures = [rest, "" if left is None else f"~{duration(left)} left", one_line(what)]
@@ -96,7 +97,8 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def reading_prompt(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Shows how many of the prompt's tokens the models have run, once that has taken `PREFILL_DELAY` seconds.
+    """While the block runs, shows how many of the prompt's tokens the models have run, once that has taken `PREFILL_DELAY`
+    seconds.
 
     It counts the tokens of all models that are running the prompt: the target's, then the draft's; in PEARL both at once. `clock`
     returns seconds.

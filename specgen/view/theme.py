@@ -97,8 +97,8 @@ def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> 
 
 
 def width(console: Console) -> int:
-    """Returns the width of the output in cells: the terminal's width, or `PIPED_WIDTH` where the output is not a terminal."""
-    return console.width if console.is_terminal else PIPED_WIDTH
+    """Returns the width of the output in cells: the terminal's; elsewhere the variable COLUMNS, or `PIPED_WIDTH` without it."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH
 
 
 def one_line_text(text: str | Text) -> Text:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import SpecgenError
@@ -24,7 +25,8 @@ from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import TransformersModel, logits_error, model_without_weights
 from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
 
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
+# Layers that need no state but a KV cache.
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 
 def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
@@ -36,6 +38,8 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        raise SpecgenError(f"{name} ({config.model_type}) is an encoder", "Take a decoder-only language model")
     others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_TYPES
     if others:
         raise _recurrent(name, ", ".join(sorted(others)))

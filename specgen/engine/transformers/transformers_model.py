@@ -241,7 +241,7 @@ class AttentionMasks:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(module) else set()
         self._windows = {name: window if name == "sliding_attention" else None for name in types}
-        self._window = window
+        self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
         """Returns the mask of a pass, whose tokens see what `sight` says. Raises SpecgenError for a tree with ALiBi."""
@@ -255,7 +255,12 @@ class AttentionMasks:
         """Returns the mask [1 or batch, 1, n, keys] of the tokens of one sequence or of several; see the class."""
         made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
-        return {name: masks[each] for name, each in self._windows.items()} or masks[self._window]
+        found = {name: masks[each] for name, each in self._windows.items()}
+        if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
+            first = sight.positions // self._chunk * self._chunk
+            before = sight.key_positions[..., None, :] < first[..., :, None]
+            found["chunked_attention"] = masks[None].masked_fill(before, torch.finfo(dtype).min)
+        return found or masks[self._window]
 
 
 def _takes_mapping(model: Any) -> bool:
