@@ -65,8 +65,8 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
         own = prefix.format(k=k, last=config.num_hidden_layers + k)
         tensors |= {own + name: tensor.clone() for name, tensor in block.items()}
         token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
-        tensors |= {f"{name}.weight": 0.8 + torch.rand(width) / 2 for name in (token_norm, state_norm, out_norm)}
-        tensors[f"{join}.weight"] = torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 4
+        tensors |= {f"{name}.weight": 0.9 + torch.rand(width) / 4 for name in (token_norm, state_norm, out_norm)}
+        tensors[f"{join}.weight"] = torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 3
         if layout == "deepseek":
             tensors |= {own + "embed_tokens.weight": torch.zeros(3), own + "shared_head.head.weight": torch.zeros(3)}  # not read
         if layout == "mimo":
@@ -85,7 +85,7 @@ def weakened(module: Any) -> Any:
     """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
     for layer in module.model.layers:
         for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            matrix.data *= 0.15
+            matrix.data *= 0.03
     return module
 
 
@@ -95,6 +95,7 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
     _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
     own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
     module = weakened(make_model(family))
+    module.model.norm.weight.data.uniform_(0.5, 1.5)
     for folder, name in ((own, layout), (theirs, "deepseek")):
         save(module, folder)
         add_drafting_layers(module, folder, name, layers)
