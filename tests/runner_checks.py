@@ -153,6 +153,7 @@ class _CountedLayer:
 TRACED = tuple(
     f"engine/{name}.py"
     for name in (
+        "block_runner",
         "cached_prefix",
         "model_runner",
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa")),

@@ -60,9 +60,9 @@ def _umask() -> int:
 
 
 def own_stream(path: Path) -> FileIO | None:
-    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout.
+    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout; otherwise returns None.
 
-    Opened by its name, a file that it is redirected to would be written from the beginning. Returns None for any other path.
+    Opening such a path itself is wrong where the stream is redirected to a file: writing would start at the file's beginning.
     """
     if str(path) not in _STREAMS:
         return None
@@ -130,8 +130,10 @@ def _reason(error: OSError) -> str:
 
 
 def file_identity(path: Path) -> Hashable:
-    """Returns a value that is equal for all names of the same file, even of one that does not exist yet. None for a device, which
-    several may write to, and for standard output and error."""
+    """Returns a value that is equal for all names of one file, whether the file exists already or not.
+
+    Returns None for devices, standard output and standard error, to which several writers may write.
+    """
     if str(path) in _STREAMS:
         return None
     try:
@@ -143,9 +145,10 @@ def file_identity(path: Path) -> Hashable:
 
 
 def take_lock(path: Path) -> FileLock | None:
-    """Takes the lock of a file to write, which ends with `release` or with the process. None if another process has it.
+    """Takes the lock for writing the file `path` and returns it; None if another process holds it.
 
-    The lock is a file in the folder of caches, so it is seen by the processes of this user on this machine.
+    The lock ends when it is released or the process ends. It is a file in the folder of caches, so it is seen only by processes
+    of this user on this machine. Where no lock file can be made, the lock that is returned excludes nobody.
     """
     from filelock import FileLock, Timeout
 
@@ -201,15 +204,21 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
 
 
 def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
-    """The folder for a target's trained part of a kind: `exit` (a layer after the target's first layers, which can draft), or a
-    head, `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
+    """The folder for a trained part of a target; the draft model does not matter.
+
+    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head: `medusa`, `eagle` or `glide`.
+    """
     own = pair_folder(target, target_fingerprint, None)
     return own if kind == "exit" else own / "heads" / kind
 
 
 def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
-    """The folder with the part that was trained on this machine for a target with these weights, also under another name, such as
-    another path. None if there is none."""
+    """The folder of the part of this kind that was trained on this machine for a target with these weights; None if there is
+    none.
+
+    The fingerprint of the weights decides: a part is found even if the target had another name (such as another path) when the
+    part was trained.
+    """
     own = pair_folder(target, target_fingerprint, None)
     name = EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}"
     others = sorted(own.parent.glob(f"*-{target_fingerprint}/{name}"))

@@ -72,10 +72,10 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
 
 
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
-    """Returns the value of JSON text.
+    """Returns the value of JSON text. `where` names the text in messages.
 
-    Raises SpecgenError for what is not JSON, such as half of a character, for deep nesting, and unless `finite` is False for NaN,
-    infinity and numbers that a float64 cannot hold.
+    Raises SpecgenError if the text is not JSON, is deeply nested or escapes half of a surrogate pair. Unless `finite` is False,
+    also for NaN, infinity and numbers that a float64 cannot hold.
     """
     from pydantic_core import from_json
 

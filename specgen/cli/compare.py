@@ -111,7 +111,7 @@ class Comparison:
             raise ReportedInterrupt
         errors: list[SpecgenError] = [self._error(result.spec, result.broken) for result in made if result.broken is not None]
         errors += [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
-        if not errors:  # of the methods that failed while running, and not of those that lack something, such as a head
+        if not errors:  # a method that failed while running is an error; one that lacks something, such as a head, is not
             failed = [(result.name, result.failure) for result in made if isinstance(result.failure, RunError)]
             errors = [RunError(f"{name}: {failure.message}", failure.hint) for name, failure in failed]
         if errors:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.schema import read_text
 from specgen.base.settings import parse_pairs
 from specgen.cli.commands import check_outputs
 from specgen.cli.opening import choose, open_pair, show_overlap
@@ -38,8 +40,8 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     record = output.record is not None
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
-    text = _prompt(asked.prompt, asked.system, chat=asked.chat)
-    check_outputs({"--trace": output.trace}, [], models)
+    text = _prompt(asked.prompt, asked.file, asked.system, chat=asked.chat)
+    check_outputs({"--trace": output.trace}, [("--file", asked.file)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
@@ -60,13 +62,19 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             run = pair.prepare(request)
         if (unused := pair.parts.unused(chosen)) is not None and not quiet:
             err.print(Text(unused), soft_wrap=True)
-        OutputWriter(pair, request, run, output, tuned, trace).write()
+        where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
+        OutputWriter(pair, request, run, output, tuned, trace, where).write()
 
 
-def _prompt(given: str | None, system: str | None, *, chat: bool) -> str:
+def _prompt(given: str | None, file: Path | None, system: str | None, *, chat: bool) -> str:
     """Returns the prompt: the argument, or standard input if it is missing or `-`. Raises SpecgenError for an empty prompt, text
     that is not UTF-8, or a system message without --chat."""
-    text = _standard_input(requested=given == "-") if given is None or given == "-" else given
+    if file is not None and given is not None:
+        raise SpecgenError(f"--file {file} and a prompt are given", "Leave one of them out")
+    if file is not None:
+        text = read_text(file, "prompt", largest=LONGEST_PROMPT).removesuffix("\n")
+    else:
+        text = _standard_input(requested=given == "-") if given is None or given == "-" else given
     if system is not None and not chat:
         raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
     for name, each in (("the prompt", text), ("--system", system or "")):

@@ -49,6 +49,8 @@ def open_pair(
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
+    if models.threads is not None:  # read by torch when it is imported, here and in the draft's process
+        os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.pair.loading import load

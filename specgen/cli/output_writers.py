@@ -28,17 +28,24 @@ if TYPE_CHECKING:
 class OutputWriter:
     """Writes the output of one generation.
 
-    `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
-    then raises the error.
+    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and
+    settings were taken from what `specgen tune` saved; empty where none were. `trace` gets every line of the recorded run. If a
+    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error.
     """
 
     def __init__(
-        self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: TraceWriter | None
+        self,
+        pair: Pair,
+        request: Request,
+        run: Run,
+        output: GenerateOutput,
+        tuned: str,
+        trace: TraceWriter | None,
+        where: str = "",
     ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
+        self._pair, self._request, self._run, self._output, self._tuned, self._where = pair, request, run, output, tuned, where
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
@@ -127,7 +134,8 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(figures, notes, theme.width(self._err), tuned=self._tuned))
+            more = {"tuned": self._tuned, "where": self._where, "prompt_tokens": len(self._request.prompt_ids)}
+            self._err.print(footer(figures, notes, theme.width(self._err), **more))
         if self._trace_error is not None:
             raise self._trace_error
 

@@ -216,7 +216,7 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
     else:
         corpus, ids = _corpus(asked, target), [target.tokenizer.encode(prompt.text) for prompt in prompts]
     share = part.self_text if training.self_text is None else training.self_text
-    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # the latter needs none
+    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # a predictor needs none
     recipe = Recipe(
         steps=training.steps,
         seconds=None if has_budget else 60 * (training.minutes or DEFAULT_MINUTES),

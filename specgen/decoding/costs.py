@@ -87,9 +87,9 @@ class RoundCosts:
 
     @classmethod
     def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
-        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys, or if `together` is missing.
+        """Returns the costs that `as_dict` wrote. Keys may be strings, as JSON makes them, and `together` may be missing (0).
 
-        Raises ValueError if they are not valid.
+        Raises ValueError if the costs are not valid.
         """
         try:
             tables = [
@@ -134,12 +134,13 @@ class SpeedupModel:
 
     `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among the keys. `draft_seconds` is
     the time of one draft pass (0: there is no draft model). `context_length` is the number of tokens in the caches during these
-    passes.
+    passes. `drafts_blocks`: one draft pass gives all tokens of a draft, otherwise one of them.
     """
 
     target_seconds: Mapping[int, float]
     draft_seconds: float
     context_length: int
+    drafts_blocks: bool = False
 
     @property
     def draft_lengths(self) -> list[int]:
@@ -149,10 +150,10 @@ class SpeedupModel:
     def break_even_acceptance(self, k: int) -> float | None:
         """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k tokens beat plain decoding.
 
-        A round yields 1 + rate * k tokens for k draft passes and one target pass over k + 1 tokens. None: no rate is high enough.
+        A round yields 1 + rate * k tokens for its draft and one target pass over k + 1 tokens. None: no rate is high enough.
         """
         single = self.target_seconds[1]
-        rate = (k * self.draft_seconds + self.target_seconds[k + 1] - single) / (k * single)
+        rate = (self._drafting(k) + self.target_seconds[k + 1] - single) / (k * single)
         return max(0.0, rate) if rate < 1 else None
 
     @property
@@ -162,7 +163,10 @@ class SpeedupModel:
 
     def speedup(self, k: int, acceptance: float) -> float:
         """Returns the speedup of drafting k tokens if each is accepted with probability `acceptance`, independently."""
-        return _tokens(k, acceptance) * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])
+        return _tokens(k, acceptance) * self.target_seconds[1] / (self._drafting(k) + self.target_seconds[k + 1])
+
+    def _drafting(self, k: int) -> float:
+        return (1 if self.drafts_blocks else k) * self.draft_seconds
 
     def best(self, acceptance: float) -> tuple[int, float]:
         """Returns (k, speedup) of the draft length k with the largest speedup at this acceptance probability."""

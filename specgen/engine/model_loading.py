@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
+from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
@@ -45,7 +46,8 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    `quantise` (`int8`, `int4`): the native decoder rounds the weights to that. `wide_attention`: see `native.layer.NativeLayer`.
+    `repetition_penalty` replaces the generation config's. `quantise` (`int8`, `int4`): the native decoder rounds the weights to
+    that. `wide_attention`: see `native.layer.NativeLayer`.
     """
 
     location: str
@@ -58,6 +60,7 @@ class ModelSource:
     on_mps: bool = False
     context: int | None = None
     quantise: str | None = None
+    repetition_penalty: float | None = None
     wide_attention: bool = False
 
     @property
@@ -94,7 +97,8 @@ class PreparedModel:
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        return read_generation_config(self.folder, self.raw)
+        found, penalty = read_generation_config(self.folder, self.raw), self.source.repetition_penalty
+        return found if penalty is None else replace(found, repetition_penalty=penalty)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -197,6 +201,7 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
     return settings
 
 
+DraftModelRunner = ModelRunner | PardRunner | TranslatedRunner
 Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.device] | None], Model]
 """Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several."""
 
@@ -268,8 +273,15 @@ class LoadedModel:
         runner.context_limit = self.context_limit
         return runner
 
-    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether this is a PARD draft model (`block_runner.PardRunner`) that can be used as one: its tokens are the target's."""
+        return isinstance(self.prepared.raw.get("pard_token"), int) and self.translation is None and self.refusal is None
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> DraftModelRunner:
         """Returns a runner that answers in the target's token ids; with a `refusal`, in its own. `penalties` are the target's."""
+        if self.drafts_blocks:
+            return PardRunner(self.runner(), self.prepared.raw["pard_token"], penalties)
         if self.translation is None:
             return self.runner(penalties)
         return TranslatedRunner(self.runner(), self.translation, penalties)

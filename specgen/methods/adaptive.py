@@ -6,7 +6,9 @@ probability that a drafted token was rejected). After the tokens drafted so far,
     P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`). They are learned from the times of the run's own rounds, but for runs
+in units of a target pass over one token (`DraftingCosts`). The pass of a drafter that makes all its tokens in one counts only
+where it is decided whether to draft at all: after that it is paid.
+Costs are learned from the times of the run's own rounds, but for runs
 that draw tokens with a seed, where they stay what they were at the beginning: equal runs give equal tokens.
 Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more.
 """
@@ -127,7 +129,7 @@ class Adaptive(LengthPolicy):
     @property
     def _model_gain(self) -> float:
         """What a draft of the model is expected to gain; negative if a token costs more than it is worth."""
-        surplus = self.learned.worth - self._costs.of_draft(1, 1)
+        surplus = self.learned.worth - self._costs.of_further(1, 1)
         return self.learned.mean_gain if surplus > 0 else surplus
 
     def _pauses(self, guard: DraftingGuard) -> bool:
@@ -173,7 +175,7 @@ class Adaptive(LengthPolicy):
         self._survival *= acceptance
         self._tokens += token.nodes
         gain = self._survival * learned.following.predict(following_score) * learned.worth * OPTION
-        cost = self._costs.of_draft(1, token.nodes)
+        cost = self._costs.of_further(1, token.nodes)
         if gain <= cost:
             self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False

@@ -22,6 +22,7 @@ _LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # fading of what all tokens
 _USUAL = 6  # drafted tokens: costs per token are taken at this length
 _COST_FADING = 0.98  # of the sums over rounds from which costs are learned, for each round
 _OUTLIER = 3.0  # a time counts as at most this many times the expected one
+_BLOCK_RATIO = 3.0  # of the costs of the first and of each further token, above which a drafter makes them in one pass
 _WIDEST = 8  # drafted tokens of the second one of two passes that stand for the first guess
 
 
@@ -30,25 +31,34 @@ class DraftingCosts:
     """The costs of drafting and of verifying one more token, in units of a target pass over one token.
 
     `draft` is that of one more drafted token (of one more level, for a tree), `verify` what a drafted token adds to the target's
-    pass.
+    pass, and `start` what a draft costs besides: the pass of a drafter that computes all its tokens at once.
     """
 
     draft: float
     verify: float
+    start: float = 0.0
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
         """Converts measured seconds of rounds, at this context length (tokens)."""
         single, usual = (costs.verification_cost.at(width, context_length) for width in (1, _USUAL + 1))
-        draft = costs.draft_cost.at(_USUAL, context_length) / _USUAL + costs.signal_cost
-        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL)
+        first, whole = (costs.draft_cost.at(length, context_length) for length in (1, _USUAL))
+        further = max(0.0, whole - first) / (_USUAL - 1)
+        # a drafter of single tokens takes about as long for the first as for each further one
+        start = first - further if first > _BLOCK_RATIO * further else 0.0
+        draft = (whole - start) / _USUAL + costs.signal_cost
+        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL, start / single)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
         """Returns these costs with another cost of drafting or of verifying; None keeps what they have."""
-        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify)
+        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify, self.start)
 
     def of_draft(self, levels: int, tokens: int) -> float:
         """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
+        return (self.start if levels else 0.0) + self.of_further(levels, tokens)
+
+    def of_further(self, levels: int, tokens: int) -> float:
+        """Returns the same cost in a draft that has begun, whose start is paid."""
         return levels * self.draft + tokens * self.verify
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
@@ -72,7 +82,8 @@ class LearnedCosts:
     """Learns the costs of drafting from the times of rounds, beginning with a `guess`. `costs` are those learned so far.
 
     The cost of verification is the slope of a line through the seconds of target passes by the number of drafted tokens, that of
-    drafting the mean of the seconds per drafted token. Two target passes and a draft that the guess predicts count, too.
+    drafting the mean of the seconds per drafted token; where the guess has a start, this is the mean of what a draft takes
+    besides the guessed cost of its tokens. Two target passes and a draft that the guess predicts count, too.
     """
 
     def __init__(self, guess: DraftingCosts) -> None:
@@ -91,16 +102,21 @@ class LearnedCosts:
         added = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
         self._passes = [_COST_FADING * old + new for old, new in zip(self._passes, added, strict=True)]
         if levels:
-            drafting = min(drafting, _OUTLIER * self._single * max(levels * expected.draft, 0.1))
-            self._drafts = [_COST_FADING * self._drafts[0] + drafting, _COST_FADING * self._drafts[1] + levels]
+            drafting = min(drafting, _OUTLIER * self._single * max(expected.of_draft(levels, 0), 0.1))
+            counted = 1 if guess.start else levels
+            besides = levels * guess.draft * self._single if guess.start else 0.0
+            drafting = max(0.0, drafting - besides)
+            self._drafts = [_COST_FADING * self._drafts[0] + drafting, _COST_FADING * self._drafts[1] + counted]
         count, x, xx, y, xy = self._passes
         widest = self._single * (1 + guess.verify * _WIDEST)
         count, x, xx = count + 2, x + _WIDEST, xx + _WIDEST**2
         y, xy = y + self._single + widest, xy + _WIDEST * widest
         slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
         self._single = max((y - slope * x) / count, 0.1 * self._single)
-        draft = (self._drafts[0] / self._single + guess.draft) / (self._drafts[1] + 1)
-        self.costs = DraftingCosts(draft, slope / self._single)
+        first = guess.start or guess.draft
+        mean = (self._drafts[0] / self._single + first) / (self._drafts[1] + 1)
+        verify = slope / self._single
+        self.costs = DraftingCosts(guess.draft, verify, mean) if guess.start else DraftingCosts(mean, verify)
         self.rounds += 1
 
 

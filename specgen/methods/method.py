@@ -41,10 +41,10 @@ class Method:
     acceptance predictor. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the length
     policy that they hold with. `paper` names the method's source.
 
-    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model, and by the trained part that the method
-    named `stand_in` needs, where there is one. `grows_trees`: all its drafts may be
-    trees. `decodes_greedily` only. A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than
-    plain decoding: `tune` and the default `compare` leave it out.
+    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model, and by the trained part of the method
+    that `stand_in` names, where there is one. `grows_trees`: all its drafts may be trees. `drafts_blocks`: all tokens of a draft
+    are computed in one pass. `decodes_greedily` only. A yardstick (`is_yardstick`) is a reference for other methods' outputs and
+    always slower than plain decoding: `tune` and the default `compare` leave it out.
 
     For `tune`: `drafts` names the way to draft in profiles. If `recorded`, settings are simulated on drafts recorded once;
     otherwise the drafter runs for each setting. Drafts of the same length take the same time for methods of the same `cost_kind`
@@ -71,6 +71,7 @@ class Method:
     drafts_without_model: bool = False
     stand_in: str = ""
     grows_trees: bool = False
+    drafts_blocks: bool = False
     decodes_greedily: bool = False
     drafts: str = "none"
     recorded: bool = False

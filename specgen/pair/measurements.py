@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,7 +41,7 @@ _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
-_GUESS = DraftingCosts(0.15, 0.03)
+_GUESS, _BLOCK_GUESS = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4)
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 # Settings that change how long a draft takes.
 _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
@@ -62,7 +63,8 @@ class Measurements:
         self._known: dict[tuple[str, Key], Any] = {}
 
     def get(self, kind: str, key: Key, measure: Callable[[], Any], read: Callable[[Any], T], *, with_draft: bool = True) -> T:
-        """Returns the value in memory, or else the one in the file, or else what `measure` returns, which is then stored.
+        """Returns the measured value of `kind` under `key`: the one in memory, or else the one in the user's cache file, or else
+        what `measure` returns, which is then stored.
 
         `measure` returns a JSON value, which the file holds, and `read` converts it to what this function returns. A stored value
         that `read` refuses (TypeError, ValueError, KeyError) is measured again. Without `with_draft` the value does not depend on
@@ -79,13 +81,15 @@ class Measurements:
         return found
 
     def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
-        """Returns the value in the file, converted by `read`; None if there is none, or if `read` refuses it (see `get`)."""
+        """Returns the value of `kind` under `key` in the user's cache file, converted by `read`. None if there is none, or if
+        `read` refuses it (see `get`)."""
         with suppress(TypeError, ValueError, KeyError):
             return read(_stored()[kind][self._digest(key, with_draft=with_draft)])
         return None
 
     def put(self, kind: str, key: Key, value: Any, *, with_draft: bool = True) -> None:
-        """Stores a JSON value in the file. Does nothing if it is not finite, or if the file cannot be written."""
+        """Stores a JSON value of `kind` under `key` in the user's cache file. Does nothing if a number in it is not finite, or if
+        the file cannot be written."""
         digest = self._digest(key, with_draft=with_draft)
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
@@ -132,12 +136,13 @@ def _stored() -> dict[str, dict[str, Any]]:
 class DraftingKnowledge:
     """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    Later runs go on with what earlier runs have learned. `has_model` says whether a model, or a part of the
-    target, makes at least some of a method's drafts. Otherwise prompt lookup makes all of them.
+    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model. `has_model` says whether a model
+    or a part of the target makes at least some of a method's drafts; otherwise prompt lookup makes all of them.
     """
 
-    def __init__(self, measurements: Measurements, has_model: Callable[[Method], bool]) -> None:
+    def __init__(self, measurements: Measurements, draft: LoadedModel | None, has_model: Callable[[Method], bool]) -> None:
         self._measurements, self._has_model = measurements, has_model
+        self._drafts_blocks = draft is not None and draft.drafts_blocks
         self._learned: dict[Key, Learned] = {}
         self._timed: dict[Key, LearnedCosts] = {}
 
@@ -179,19 +184,19 @@ class DraftingKnowledge:
         return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
 
     def save(self) -> None:
-        """Stores the costs that runs have learned, where they differ much from those that this process began with.
+        """Stores the costs of drafting that runs have learned, where they differ much from those that this process began with.
 
         If the file cannot be written, nothing is stored.
         """
         for key, known in self._timed.items():
             if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                self._measurements.put(DRAFTING, key, [known.costs.draft, known.costs.verify])
+                self._measurements.put(DRAFTING, key, list(astuple(known.costs)))
 
     def _first_costs(self, request: Request, trial: Callable[[Request], object]) -> DraftingCosts:
         def measure() -> list[float]:
             trial(request)
             learned = self._timed_costs(request).costs
-            return [learned.draft, learned.verify]
+            return list(astuple(learned))
 
         tuned = self._tuned_costs(request)
         return tuned or self._measurements.get(DRAFTING, self._cost_key(request), measure, _costs_of)
@@ -199,7 +204,11 @@ class DraftingKnowledge:
     def _timed_costs(self, request: Request) -> LearnedCosts:
         key = self._cost_key(request)
         if key not in self._timed:
-            guess = _GUESS if self._has_model(request.method) else DraftingCosts(0.0, _GUESS.verify)
+            method = request.method
+            guess = DraftingCosts(0.0, _GUESS.verify)
+            if self._has_model(method):
+                in_blocks = self._drafts_blocks if method.uses_draft_model else method.drafts_blocks
+                guess = _BLOCK_GUESS if in_blocks else _GUESS
             known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
             self._timed[key] = LearnedCosts(known or guess)
         return self._timed[key]

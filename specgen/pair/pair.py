@@ -16,12 +16,11 @@ from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
 from specgen.engine.devices import device_timer, pick_threads
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.penalties import PenaltyProcessor
-from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
@@ -54,11 +53,11 @@ class Pair:
         if worker is not None and target.has_penalties:
             worker.penalties = target.generation, target.eos_ids
         self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
-        self._draft_runner: ModelRunner | TranslatedRunner | None = None
+        self._draft_runner: DraftModelRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, self._has_model)
+        self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
 
     # runs
 
@@ -131,6 +130,9 @@ class Pair:
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
+        if chosen.is_parallel and self.draft is not None and self.draft.drafts_blocks:
+            problem = f"{chosen.name} drafts token by token, and {self.draft.name} (PARD) drafts in one pass"
+            raise SpecgenError(problem, "Take -m sd, or another draft model")
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
@@ -306,7 +308,7 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     return found
 
 
-def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
+def runners(pair: Pair) -> tuple[ModelRunner, DraftModelRunner | None]:
     """Returns the model runners of the target and of the draft model (None if there is none).
 
     Loads the draft model's weights unless they are loaded already.
@@ -380,6 +382,6 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         timer, context = device_timer(pair.target.device), Context([1] * length)
         return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest))
 
-    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
+    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1 or sampling.min_p > 0, pair.target.has_penalties
     key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
     return pair.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))

@@ -17,13 +17,8 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import MTP, Method
 
-_MODULES = {
-    "exit": "own_layers",
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "glide": "glide",
-    MTP: "eagle",
-}  # with their `make_runners`
+# by kind: the one with `make_runners`
+_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide", MTP: "eagle"}
 
 
 def name_in(values: Mapping[str, object]) -> str:
@@ -38,10 +33,10 @@ class PartStore:
     """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has KV caches of its own.
 
     The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings `exit` and `head`: by its
-    path, or by `auto`. That is the default part of the method's kind: the one that the user named with --exit-layer or --head,
-    otherwise the one found for this target. `runner` is the target's own, which parts share that need only the hidden states it
-    keeps. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the target is the small model that comes with
-    specgen, with trained parts.
+    path, or by `auto` for the default part of the method's kind. The default part is the one that the user named with
+    --exit-layer or --head, otherwise the one found for this target. `runner` is the target's own runner; parts that need no other
+    hidden states than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the target is
+    the small model that comes with specgen, with trained parts.
     """
 
     def __init__(
@@ -60,7 +55,7 @@ class PartStore:
         self._runners: dict[TrainedPart, PartRunners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
-        """Makes the part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
+        """Makes the trained part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
 
         Raises SpecgenError if it cannot be used with this target.
         """
@@ -69,20 +64,22 @@ class PartStore:
         self.named[part.kind] = part
 
     def find(self, kind: str) -> TrainedPart | None:
-        """Returns the default part of a kind. None if there is none, or if it cannot be used; `refusal` then says why."""
+        """Returns the default trained part of a kind, such as `exit` or `eagle`: the one that the user named, or the one found
+        for the target. None if there is none, or if it cannot be used; `refusal` then says why."""
         found = self._default(kind)
         return found if isinstance(found, TrainedPart) else None
 
     def refusal(self, kind: str) -> SpecgenError | None:
-        """Returns why the part of this kind that was found for the target cannot be used; None if it can, or none was found."""
+        """Returns why the trained part of this kind that was found for the target cannot be used. None if it can be used, or if
+        none was found."""
         found = self._default(kind)
         return found if isinstance(found, SpecgenError) else None
 
     def load(self, kind: str, name: str = methods.DEFAULT_HEAD) -> TrainedPart | None:
-        """Returns the part of this kind that `name` names (a path or `auto`), with its weights read and checked.
+        """Returns the trained part of this kind that `name` names, with its weights read and checked.
 
-        None if no default part was found, or if the one that was found cannot be used (see `refusal`). Raises SpecgenError if a
-        part that the user named cannot be used or is of another kind.
+        `name` is a path, or `auto` for the default part. None if no default part was found, or if the one that was found cannot
+        be used (see `refusal`). Raises SpecgenError if a part that the user named cannot be used or is of another kind.
         """
         is_default = name == methods.DEFAULT_HEAD
         part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
@@ -105,12 +102,15 @@ class PartStore:
         return found is not None and found.has_predictor
 
     def digests(self) -> dict[str, str]:
-        """Returns the hash of the default part's files by kind, for the kinds that have one. Loads no weights."""
+        """Returns a hash of the files of each default trained part (exit layer or head), by kind. Loads no weights."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
-        """Returns the model runners of the target and of the part `name` of the kind that `method` needs. Raises SpecgenError if
-        there is none."""
+        """Returns the model runners of the target and of the trained part that `method` needs. `name` is the part's path, or
+        `auto`.
+
+        Raises SpecgenError if there is no such part.
+        """
         part = self.load(method.needs, name)
         if part is None:
             raise self._missing(method)
@@ -157,8 +157,8 @@ class PartStore:
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
         """Returns the default part of a kind: the one that the user named, else the one trained on this machine for the target's
-        weights (preferably under the target's name), else the bundled one; of the kind `MTP` the target's own layers. None if
-        there is none; the error if it cannot be opened or loaded."""
+        weights (preferably under the target's name), else the bundled one; `MTP`: the target's own. None if there is none; the
+        error if it cannot be opened or loaded."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:

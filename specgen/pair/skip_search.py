@@ -19,7 +19,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.measurements import Measurements
 
-SKIPS = "skips"  # the kind of measurements, in the notation of the `skip` setting
+SKIPS = "skips"  # the kind of measurement; its values are layers in the notation of the `skip` setting
 SEARCH_SECONDS = 10.0
 # To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
 # 8 prompts of 32 tokens.
@@ -29,8 +29,8 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
     """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the `skip` setting (`3+5a+7m`).
 
-    They are searched unless `measurements` has them. `speed` measures the tokens per second of decoding with these layers skipped
-    on these prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
+    They are searched unless `measurements` has them. `speed(layers, prompts)` measures the tokens per second of decoding with
+    these layers skipped on these prompts (token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
 
     def search() -> str:

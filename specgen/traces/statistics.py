@@ -76,10 +76,11 @@ def binned(
 
 
 def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str) -> list[Bin]:
-    """Returns how many tokens were accepted, in a bin for each range between `edges` of the number in `judged`.
+    """Returns how many drafted tokens were accepted, by ranges of a number such as the entropy. The ranges lie between `edges`.
 
-    A bin has the counts `judged` and `accepted`, the acceptance `rate` with its 95 % Wilson confidence interval from `rate_low`
-    to `rate_high`, and under `name` the mean of the numbers.
+    `judged` has for each token the number, and whether it was accepted. The bin of a range has the counts `judged` and
+    `accepted`, the acceptance `rate` with its 95 % Wilson confidence interval from `rate_low` to `rate_high`, and under `name`
+    the mean of the numbers.
     """
 
     def figures(group: list[Judged]) -> Bin:
@@ -156,13 +157,13 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
     None unless all three numbers of at least one token were recorded.
 
     `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
-    H(q,p) / H(q), `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram of this ratio (SVIP,
-    Figure 3); None and empty if every entropy is close to 0. `by_entropy` has medians for ranges of the entropy (Figure 2, top),
-    `by_acceptance` for groups of equal size of the tokens sorted by their acceptance probability, lowest first (Figure 4).
-    `pinsker_gap` and `bretagnolle_huber_gap` are the mean distances from the bounds up to the acceptance probability,
-    `pinsker_higher` is the share of tokens for which Pinsker's bound is the higher of the two (Appendix B), and
-    `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller, negative is larger; None if Bretagnolle
-    and Huber's bound is exact.
+    H(q,p) / H(q), cross-entropy by entropy, `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram
+    of this ratio (SVIP, Figure 3). If every entropy is close to 0, the first two are None and the histogram is empty.
+    `by_entropy` has medians for ranges of the entropy (Figure 2, top), `by_acceptance` for groups of equal size of the tokens
+    sorted by their acceptance probability, lowest first (Figure 4). `pinsker_gap` and `bretagnolle_huber_gap` are the mean
+    distances from the bounds up to the acceptance probability, `pinsker_higher` is the share of tokens for which Pinsker's bound
+    is the higher of the two (Appendix B), and `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller,
+    negative is larger; None if Bretagnolle and Huber's bound is exact.
     """
     recorded = [token for token in tokens if not math.isnan(token.entropy + token.overlap + token.kl)]
     if not recorded:

@@ -29,7 +29,7 @@ LARGEST = 1 << 28  # bytes of a file
 _HINT = f"Name a text file, or a part of it: {MAX_TOKENS:,} tokens are used at most"
 _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
-_PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
+_PIECES = 64  # a plain text file is cut into at least so many pieces, unless they would be shorter than the minimum:
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
 
@@ -55,9 +55,9 @@ NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 class Corpus:
     """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored.
 
-    `CYCLE` says what each document is used for (`Part`), the same for equal documents. The corpus `is_split` if there are at
-    least eight different ones. Otherwise all are for training, and the argument `parts` of `sample` and `different` has no
-    effect.
+    Each document has a use (`Part`): training, training of a predictor, or measuring. Equal documents have the same use. The
+    corpus `is_split` if there are at least eight different ones. Otherwise all are for training, and the argument `parts` of
+    `sample` and `different` has no effect.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
@@ -81,7 +81,7 @@ class Corpus:
         return len(self._ids)
 
     def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
-        """Returns at most `max_tokens` consecutive tokens of a random document whose use is one of `parts`.
+        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Part`) is one of `parts`.
 
         A document is chosen with probability proportional to its length. With `from_start` they are its first tokens; otherwise
         they begin at a random place.
@@ -95,7 +95,7 @@ class Corpus:
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
     def different(self, parts: Collection[Part]) -> list[tuple[int, ...]]:
-        """Returns the different documents (token ids) whose use is one of `parts`, in their order."""
+        """Returns the different documents (token ids) whose use (`Part`) is one of `parts`, in their order."""
         indices, _ = self._documents(parts)
         return list(dict.fromkeys(tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices))
 

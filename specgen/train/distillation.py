@@ -68,13 +68,13 @@ DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
-_READ_FACTOR = 2  # corpus texts that the target reads, for each one that it generated,
-_READ_SHARE = 0.1  # of a budget in seconds at most
-_MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
+_READ_FACTOR = 2  # corpus texts that the target predicts, for each text that it generated;
+_READ_SHARE = 0.1  # that takes at most this share of a budget in seconds
+_MIN_MASS = 0.05  # the models are compared where the target's probability on the overlap is at least this
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
+MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have; no larger share of tokens can be accepted
 _CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
 _CHECKED_TOKENS = 100
 _READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt

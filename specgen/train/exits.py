@@ -35,7 +35,7 @@ from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predi
 STEPS, BATCH = 300, 4096  # of the predictor's training
 PASSES = 4  # over each text, each with rounds of other lengths
 STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
-PRIOR_DEVIATION = 0.5  # of the part of a score's logit that comes from one of the two hidden states, before training
+PRIOR_DEVIATION = 0.5  # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 
 ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]

@@ -318,7 +318,8 @@ class EagleObjective(LayerObjective):
 
 
 def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
-    """Returns the ids of the most frequent tokens that the target generated, ascending; None if the head can have all `size`."""
+    """Returns the ids of the head's tokens, ascending: those that the target generated most often. None if the head can have all
+    `size` tokens of the target."""
     if size <= _LARGEST_VOCABULARY:
         return None
     counts = Counter[int]()
@@ -332,8 +333,9 @@ def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tenso
 class GlideObjective(LayerObjective):
     """Trains a GliDe draft model with one layer, and the target's embedding and LM head.
 
-    The size of the blocks (tokens) is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A
-    text's first block is not trained on, because its tokens see none of the target's keys.
+    Texts are divided into blocks, and a token sees the target's keys of earlier blocks alone, as in drafting. The blocks' number
+    of tokens is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's first block is
+    not trained on, because its tokens see none of the target's keys.
     """
 
     kind = "glide"

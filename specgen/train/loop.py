@@ -75,7 +75,8 @@ class PackedBatch:
 
 
 def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatch:
-    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts."""
+    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts, which it
+    draws with `rng`."""
     sequences = []
     for sample in samplers:
         tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
@@ -130,7 +131,7 @@ class Objective(ABC):
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
-        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in its folder."""
+        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in the task's folder."""
         self.task, self.target, self.model = task, target, target.model
         self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
@@ -180,9 +181,11 @@ class Objective(ABC):
 
 
 def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
-    """Trains from text to files: generates text with the target, trains, measures and saves. Returns as `Objective.finish`.
+    """Trains from text to files: generates text with the target, trains, measures and saves.
 
-    Raises TrainingStopped if a stop is requested (the same call resumes the training), and SpecgenError.
+    Returns the path of what was saved, and the contents of its description file. Raises TrainingStopped if a stop is requested
+    (the same call resumes the training), SpecgenError if the unfinished work in the output folder belongs to another training,
+    and RunError if the training fails.
     """
     task = objective.task
     task.begin(objective.target, objective.settings)

@@ -29,14 +29,14 @@ from specgen.train.task import TrainingTask
 TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
 MAX_BATCH = 64  # texts that are generated at once
 _MIN_BATCH = 2
-_BUDGET_SHARE = 0.2  # of a budget in seconds, two thirds of it where nothing but a predictor is trained
-_MIN_TIME_SHARE = 0.1  # of the time for all batches: with less left, no other batch is started
+_BUDGET_SHARE = 0.2  # of a budget in seconds, for generating text; it is 2/3 where only a predictor is trained
+_MIN_TIME_SHARE = 0.1  # of the time for generating text: if less is left, no further batch is started
 _CACHE_SHARE = 0.5  # of the free memory; forward passes need the rest
 _COMPACTION_SHARE = 0.7  # finished texts leave the KV cache once fewer than this share of its texts are unfinished
 _PROMPT_TRIES = 20  # documents that are tried for a prompt of the batch's length
 _EPOCHS = 10  # with a budget in steps: how often training uses each generated token
-PREDICTOR_TOKENS = 100_000  # in texts for the predictor and held-out ones, whose hidden states it reads,
-_PREDICTOR_BYTES = 1 << 28  # and the most memory for these
+PREDICTOR_TOKENS = 100_000  # of texts for the predictor and of held-out ones: their hidden states are kept for it,
+_PREDICTOR_BYTES = 1 << 28  # in at most this much memory
 
 
 class Text(NamedTuple):

@@ -61,7 +61,8 @@ class PricedTarget:
     """The target of a simulated run: adds the expected seconds of each pass to the clock.
 
     With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
-    the tokens of the reference. `pass_seconds` are the expected seconds of the last pass that was not the prefill.
+    those of the `reference`, plain decoding's output. `pass_seconds` are the expected seconds of the last pass that was not the
+    prefill.
     """
 
     def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:

@@ -27,7 +27,7 @@ AS_FAST = 0.97  # settings with at least this share of the best expected speed c
 EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a real run
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
-PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
+PARALLEL_MARGIN = 1.25  # the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
 ClockFunction = Callable[[], float]
 
 

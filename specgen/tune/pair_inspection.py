@@ -16,6 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
@@ -40,7 +41,7 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
-_OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
+_OUTPUT_TOKENS = 32  # new tokens of the target after each example prompt, on which different tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
@@ -281,16 +282,19 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     widths = [width for width in WIDTHS if length + width <= longest] or [1]
     announce(f"timing passes over {widths[0]} to {widths[-1]} tokens")
     seconds = time_passes(pair.target.runner(), widths, length)
-    drafting = time_passes(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
-    return SpeedupModel(seconds, drafting, length)
+    if pair.draft is None:
+        return SpeedupModel(seconds, 0.0, length)
+    width = min(LONGEST_DRAFT, max(widths)) if pair.draft.drafts_blocks else 1
+    drafting = time_passes(pair.draft.runner(), [width], length)[width]
+    return SpeedupModel(seconds, drafting, length, drafts_blocks=pair.draft.drafts_blocks)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
     """Measures pass times while both models run at the same time, which decide PEARL's window.
 
-    None without a draft model, and if its tokens cannot be translated.
+    None without a draft model, if its tokens cannot be translated, and if it drafts in one pass, which PEARL does not run.
     """
-    if pair.draft is None or pair.draft.refusal is not None:
+    if pair.draft is None or pair.draft.refusal is not None or pair.draft.drafts_blocks:
         return None
     announce("timing passes with both models running")
     return pass_costs(pair, min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))

@@ -55,6 +55,7 @@ class Sampling(_StrictModel):
     temperature: Annotated[float, Field(ge=0, le=100)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Annotated[int, Field(ge=0)]
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class Choice(_StrictModel):
@@ -187,7 +188,8 @@ def profile_key_of(pair: Pair) -> Conditions:
 
 
 def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns the conditions with `dtype` as the draft model's. Unchanged if `dtype` is None or if there is no draft model."""
+    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
+    model."""
     draft = conditions["draft"]
     if dtype is None or not isinstance(draft, dict):
         return conditions
@@ -209,6 +211,8 @@ def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
             parts.append(f"p{sampling.top_p:g}")
         if sampling.top_k:
             parts.append(f"k{sampling.top_k}")
+        if sampling.min_p:
+            parts.append(f"m{sampling.min_p:g}")
     name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
     return pair_folder(target, facts["target fingerprint"], draft) / name
 

@@ -26,8 +26,8 @@ class MemoisedRunner:
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
     shapes share outputs. `joins`: the output is the same whether a token before it was generated or drafted. That is not so for
-    EAGLE's and GliDe's heads, which read the target's hidden states of generated tokens. `kept` is the store of outputs, which
-    all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
+    heads, which read the target's hidden states of generated tokens, and for drafters of whole blocks. `kept` is the store of
+    outputs that all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
@@ -78,8 +78,9 @@ class DrawnRunner:
 
     In these logits the drawn token has its probability q, and all others share the rest equally. Their `unpenalised` are the
     draft model's own logits, from which all other signals are computed. A token is drawn once for each context, seed and position
-    in the output. After tokens that equal the beginning of the `reference` output it is drawn given the next token there, as the
-    docstring of `tune.simulator` says, with the probabilities p of `target`; elsewhere it is drawn from q.
+    in the output. After tokens that equal the beginning of the `reference` (plain decoding's output) it is drawn given the next
+    token y there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and otherwise it is drawn
+    from the positive part of q - p. After other tokens it is drawn from q.
     """
 
     def __init__(

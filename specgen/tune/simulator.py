@@ -1,12 +1,13 @@
 """Simulates runs of a method: its real drafter, length policy, verifier and schedule, on models whose outputs are remembered.
 
-A clock adds up the seconds of passes that were measured in real rounds; the models' own time is not counted. All settings see the
-same output on a prompt, the reference: plain decoding's. Where the verifier is one of those that all lossless methods share, a
-draft is checked against it, and the target is not run at all:
+A clock adds up the seconds that passes took in real rounds; the time that the simulation takes is not counted. All settings see
+the same output on a prompt: plain decoding's, called the reference. Where the verifier is one of those that all lossless methods
+share, a draft is checked against the reference, and the target is not run at all:
 
 - A greedy or a fixed draft is accepted as far as it equals the reference.
-- A drawn draft depends on the output: given the reference's token y, it was y with probability min(1, q(y) / p(y)), and otherwise
-  it was drawn from the normalised positive part of q - p. So it is drawn here, with the same random numbers for all settings.
+- A drawn draft depends on the output: given the reference's next token y, the drafted token is y with probability
+  min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of q - p. It is drawn so here, with the same random
+  numbers for all settings.
 
 Other verifiers, and drafters that learn from the target's logits, run on the target's remembered outputs. A path that no earlier
 run has taken runs the model.
@@ -27,8 +28,9 @@ from specgen.decoding.drafting import Setup, derive_seed
 from specgen.decoding.run import Run
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import room
+from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.parts.own_layers import ExitAcceptancePredictor
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import DraftingCosts, Learned
@@ -66,7 +68,8 @@ class _Models(NamedTuple):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by `cost_kind`.
+    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured `costs` of rounds by
+    `Method.cost_kind`.
 
     `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
     simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
@@ -184,20 +187,21 @@ class Simulator:
         if draft is None or not method.runs_model:
             return _Models(setup)
         prefill_seconds = draft_prefill_seconds(target, draft, reference)
-        drafting: Any = MemoisedRunner(draft, self._kept, joins=not method.head)
+        is_model = isinstance(draft, ModelRunner | TranslatedRunner) and not method.head
+        drafting: Any = MemoisedRunner(draft, self._kept, joins=is_model)
         drawn = None
-        if not self._sampling.greedy:
+        if not self._sampling.greedy and getattr(draft, "draws", True):
             drawn = DrawnRunner(drafting, plain, reference, self._sampling, self._sampling.seed or 0)
         context, known = Context(reference.prompt_ids), reference.token_ids
         context.extend(known[:1])
-        if not method.head and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
+        if is_model and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
             for runner in (drafting, memoised):
                 runner.logits(context, known[1:-1])
         return _Models(replace(setup, draft=drafting), prefill_seconds, drawn)
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`, derived from `seed`, so that each prompt has another one."""
+    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs for each prompt."""
     return derive_seed(seed, f"prompt {number}")
 
 

@@ -97,7 +97,8 @@ def worth_rounding(pair: Pair) -> bool:
 
 
 class Tuner:
-    """The steps of one tuning. `left_out` has the reason for each method, or other thing such as `SOME`, that is not tuned."""
+    """The steps of one tuning. `left_out` has the reason for each method that is not tuned, by name, and under `SOME` for
+    settings that were not tried."""
 
     def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver) -> None:
         self.pair, self.request, self.observer = pair, request, observer
@@ -124,7 +125,7 @@ class Tuner:
         method, draft = METHODS[name], self.pair.draft
         if method.skips_layers and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
-        if method.uses_draft_model and draft is None:  # also if copying would do
+        if method.uses_draft_model and draft is None:  # also where the method could draft by prompt lookup instead
             return "there is no draft model"
         refusal = draft.refusal if method.uses_draft_model and draft is not None else None
         error = refusal or obstacle(self.pair, name)
@@ -185,8 +186,8 @@ class Tuner:
     def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
         """Whether decoding is expected to be faster with the draft model's weights rounded to `dtype` than with the stored ones.
 
-        A gain too small to matter (`AS_FAST`) does not count. Tells the observer both expected speedups. `shares` are the shares
-        of drafted tokens that the target accepts, of the rounded and of the stored draft model.
+        A gain of less than 3 % (`AS_FAST`) does not count. Tells the observer both expected speedups. `shares` are the shares of
+        drafted tokens that the target accepts, of the rounded and of the stored draft model.
         """
         speedups = []
         for simulator, share in zip((rounded, stored), shares, strict=True):
@@ -357,7 +358,7 @@ def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: O
 
 
 def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
-    """Searches for about `seconds` for the layers to skip when the target itself drafts, and returns the fastest set found.
+    """Searches for about `seconds` for the layers that Self-SD skips in drafting, and returns it with the fastest set found.
 
     Each set is run on the beginnings of some prompts. Raises SpecgenError if the target's layers cannot be run one by one, or if
     the time is too short to try one set.
@@ -390,6 +391,8 @@ def outcome_of(
     if draft is not None:
         length = min(draft.verification_cost.curves)
         widths = {width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
-        model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
+        in_blocks = "model" in costs and simulator.pair.draft is not None and simulator.pair.draft.drafts_blocks
+        seconds = draft.draft_cost.at(4, length) / (1 if in_blocks else 4)
+        model = SpeedupModel(widths, seconds, length, drafts_blocks=in_blocks)
     saved = {kind: cost.as_dict() for kind, cost in costs.items()}
     return TuningOutcome(candidates, request.sampling, len(simulator.references), saved, model, acceptance, left_out)

@@ -306,5 +306,5 @@ def _posterior(rounds: Sequence[Round]) -> Iterator[Chart]:
 
 
 def span(found: Bin) -> str:
-    """Returns the range of a bin as text."""
+    """Returns the range of a bin as text, such as `0.1–0.25` or `3 and up`."""
     return f"{found['low']:g} and up" if found["high"] is None else f"{found['low']:g}–{found['high']:g}"

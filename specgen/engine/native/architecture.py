@@ -35,6 +35,7 @@ _IRRELEVANT = """
     suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
+    pard_token spd_type
     num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """
 _OPTIONAL_FEATURES = """
@@ -43,8 +44,7 @@ _OPTIONAL_FEATURES = """
     rope_interleaved
     """
 
-# Fields that do not change the logits of any family: they concern training, generation, other tasks, the layers that draft, or
-# the file itself.
+# Fields that do not change the logits of any family: they concern training, generation, other tasks, draft layers or the file.
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 
 # Fields that switch something on which only some families have; switched off, they are harmless in all.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specgen.base.types import Context
+from specgen.engine.block_runner import penalised
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
 from specgen.engine.inference_mode import inference
@@ -33,7 +34,6 @@ from specgen.engine.parts.part import (
     PartRunners,
     native_layers,
     of_all_tokens,
-    penalised,
 )
 from specgen.engine.penalties import PenaltyProcessor
 

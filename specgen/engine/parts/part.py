@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput, draft_nodes
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
@@ -254,19 +253,3 @@ def of_all_tokens(logits: torch.Tensor, vocabulary: torch.Tensor | None, size: i
     if vocabulary is None:
         return logits
     return logits.new_full((logits.shape[0], size), -torch.inf).index_copy_(1, vocabulary, logits)
-
-
-def penalised(
-    output: ModelOutput,
-    penalties: PenaltyProcessor | None,
-    context: Context,
-    draft: Sequence[int],
-    parents: Sequence[int] | None,
-    start: int,
-) -> ModelOutput:
-    """Returns the output of a call of `ModelRunner.logits` with penalties on its logits (None: none)."""
-    if penalties is None:
-        return output
-    nodes = draft_nodes(list(draft), parents)
-    processed = penalties(output.logits, context, nodes.tokens, nodes.parents, start)
-    return output._replace(logits=processed, unpenalised=output.logits)
