@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import NATIVE, make_model, near_copy, prompt, save
+from families import MIXTURES, NATIVE, make_model, near_copy, prompt, save
 
 import specgen
 from specgen.base.errors import SpecgenError
@@ -34,6 +34,7 @@ OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2))
     [
         pytest.param(family, threads, marks=() if (family, threads) in OFTEN else pytest.mark.slow)
         for family in NATIVE
+        if family not in MIXTURES
         for threads in (1, 2)
     ],
 )

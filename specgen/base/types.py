@@ -96,7 +96,8 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """The parameters that change the distributions tokens are chosen from, by name: if greedy, none but the temperature."""
+        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen: if greedy, only the
+        temperature (0)."""
         cuts = {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {"temperature": self.temperature, **cuts}
 

@@ -134,8 +134,8 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            more = {"tuned": self._tuned, "where": self._where, "prompt_tokens": len(self._request.prompt_ids)}
-            self._err.print(footer(figures, notes, theme.width(self._err), **more))
+            width, size = theme.width(self._err), len(self._request.prompt_ids)
+            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=size, where=self._where))
         if self._trace_error is not None:
             raise self._trace_error
 

@@ -29,15 +29,16 @@ class ModelDrafter(DraftModelUser):
 
     The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
     (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. The draft is empty if the context has
-    tokens that the draft model lacks.
+    tokens that the draft model lacks. A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens
+    also where the target samples.
 
     With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et al. 2024), see
-    `with_candidates`. The length policy sees the chain's tokens. Verification is lossless: in sampling, the chain's token is
-    drawn from its distribution and verified first, and the others are fixed tokens, verified against what its rejection leaves of
-    the target's distribution.
-    A draft ends before a token whose distribution has a largest probability below `fallback` (BiLD; temperature 1, no top-k or
-    top-p). This token is dropped, so that the draft may be empty. Not lossless.
-    A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens also where the target samples.
+    `with_candidates`. The length policy sees only the chain's tokens. Verification is lossless, also in sampling: the chain's
+    token is verified as a draw from its distribution; if it is rejected, the target draws a token from the residual distribution,
+    and a candidate that equals this token is accepted.
+
+    With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest probability below `fallback` (at
+    temperature 1, without top-k and top-p); that token is dropped, so that the draft may be empty. This is not lossless.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:

@@ -70,11 +70,11 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
     SpecgenError for an unknown name, and to quantise a model that transformers runs.
     """
     kind, other = name or dtype, "auto" if dtype in QUANTISED else dtype
-    if kind not in QUANTISED or (name is None and draft.architecture is None):
+    if kind not in QUANTISED or (name is None and draft.rounding_refusal is not None):
         return choose_dtype(other if name is None else kind, draft, device)
-    if draft.architecture is None:
+    if draft.rounding_refusal is not None:
         raise SpecgenError(
-            f"--draft-dtype {name} needs the native backend, and {draft.name} runs on transformers: {draft.fallback}",
+            f"--draft-dtype {name} needs the native backend and no experts, and {draft.rounding_refusal}",
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
     if (problem := refusal(kind, device)) is not None:
@@ -85,8 +85,8 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
 
 def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
     """Returns int8 for a target, which computes in float32. Raises SpecgenError where it cannot be rounded."""
-    if target.architecture is None:
-        why: str | None = f"{target.name} runs on transformers: {target.fallback}"
+    if (why := target.rounding_refusal) is not None:
+        pass
     elif device.type != "cpu" or machine.launch() is not None:
         why = f"{target.name} would run on {device}" + (" of several processes" if device.type == "cpu" else "")
     else:
@@ -94,7 +94,9 @@ def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
         if why is None and not rows_are_independent("int8", device):
             why = "its products of one token depend on the other tokens here"
     if why is not None:
-        raise SpecgenError(f"--dtype int8 needs the native backend on a CPU, and {why}", "Leave it out, or take --device cpu")
+        raise SpecgenError(
+            f"--dtype int8 needs the native backend on a CPU and dense layers, and {why}", "Leave it out, or take --device cpu"
+        )
     return DtypeChoice(torch.float32, "chosen by --dtype", "int8")
 
 
@@ -145,7 +147,7 @@ def _faster(narrow: torch.dtype, model: PreparedModel, *, is_drafted_for: bool) 
     tokens that it gives, with or without a draft.
     """
     kinds: list[torch.dtype | str] = [torch.float32, narrow]
-    if model.architecture is not None and refusal("int8", torch.device("cpu")) is None:
+    if model.rounding_refusal is None and refusal("int8", torch.device("cpu")) is None:
         kinds.append("int8")
     work = {(kind, width): _product(model, kind, width) for width in _WIDTHS for kind in kinds}
     flush = torch.ones(min(last_level_cache(), _MAX_FLUSH) // 4)  # weights come from memory, as they do in a whole model's pass
@@ -169,9 +171,15 @@ def _faster(narrow: torch.dtype, model: PreparedModel, *, is_drafted_for: bool) 
 def _product(model: PreparedModel, kind: torch.dtype | str, width: int) -> Callable[[], object]:
     """Returns the first product of an MLP over `width` tokens, as the model's backend computes it; not all rows of large ones.
 
-    `kind` is the dtype, or `int8` for rounded weights.
+    `kind` is the dtype, or `int8` for rounded weights. Tokens are run by different experts where there are as many.
     """
     columns, dtype = model.shape.hidden_size, kind if isinstance(kind, torch.dtype) else torch.float32
+    if model.architecture is not None and (mixture := model.architecture.mixture) is not None:
+        experts = min(mixture.count, width * mixture.per_token)
+        rows = max(8, min(2 * mixture.size, _NUMBERS // (columns * experts) // 8 * 8))
+        weights = torch.full((experts, rows, columns), 1 / 64, dtype=dtype).transpose(1, 2)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32)
+        return partial(torch.nn.functional.grouped_mm, torch.ones(experts, columns, dtype=dtype), weights, offs=ends)
     weight = torch.full((min(model.shape.intermediate_size or 4 * columns, _NUMBERS // columns), columns), 1 / 64, dtype=dtype)
     x = torch.ones(width, columns, dtype=dtype)
     if model.architecture is None:

@@ -95,6 +95,13 @@ class PreparedModel:
     def backend(self) -> str:
         return "transformers" if self.architecture is None else "native"
 
+    @property
+    def rounding_refusal(self) -> str | None:
+        """Why the weights cannot be rounded to int8 or int4 when they are loaded; None if they can."""
+        if self.architecture is None:
+            return f"{self.name} runs on transformers: {self.fallback}"
+        return None if self.architecture.mixture is None else f"{self.name} is a mixture of experts"
+
     @cached_property
     def generation(self) -> GenerationConfig:
         found, penalty = read_generation_config(self.folder, self.raw), self.source.repetition_penalty
@@ -172,6 +179,9 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
+            if source.exact and architecture.mixture is not None:
+                problem = f"--exact: bits of a mixture of experts such as {name} depend on the tokens that are run together"
+                raise SpecgenError(problem, "Leave it out")
             return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)

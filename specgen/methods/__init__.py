@@ -63,7 +63,8 @@ def split(written: str) -> tuple[str, dict[str, str]]:
 
 
 def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
-    """Returns the method `name` with these settings and the defaults of all others. Raises SpecgenError as `resolve`."""
+    """Returns the method `name` with the settings `given`, and default values for all others. Raises SpecgenError as `resolve`
+    does."""
     method = find(name)
     return Choice(method, given, resolve(method, given, has_predictor=has_predictor))
 
@@ -74,9 +75,9 @@ def signals_of(settings: Settings) -> Signals:
 
 
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
-    """Returns the definitions of all settings of `method` with the length policy `policy`, by name.
+    """Returns the definitions of all settings of `method` with the length policy `policy` (None: no policy), by name.
 
-    The setting `policy` itself is not included. Default values are those of this method with this policy.
+    The setting `policy` itself is not included. The default values are those for this combination of method and policy.
     """
     known = dict(method.settings)
     if policy is not None:
@@ -159,9 +160,9 @@ def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -
 
 
 def available_policies(method: Method) -> list[str]:
-    """The names of the length policies that work with the method's drafter: it computes all signals that they always read.
+    """The names of the length policies that work with the method: its drafter computes all signals that they need.
 
-    Signals are numbers about a drafted token, such as its entropy.
+    Signals are numbers about a drafted token, such as its entropy. Signals that a setting can switch off do not count.
     """
     return [name for name, policy in POLICIES.items() if policy.signals <= method.signals]
 

@@ -6,11 +6,11 @@ probability that a drafted token was rejected). After the tokens drafted so far,
     P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`). The pass of a drafter that makes all its tokens in one counts only
-where it is decided whether to draft at all: after that it is paid.
-Costs are learned from the times of the run's own rounds, but for runs
-that draw tokens with a seed, where they stay what they were at the beginning: equal runs give equal tokens.
-Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more.
+in units of a target pass over one token (`DraftingCosts`). If a drafter computes all tokens of a draft in one pass, this pass
+counts only in the decision whether to draft at all.
+Costs are learned from the times of the run's own rounds. In a run that draws tokens with a seed they stay what they were at the
+beginning, so that equal runs give equal tokens.
+Prompt lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to gain more.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _copied_score(match_length: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInputs:
-    """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
+    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
 
-    `learned` changes during the run. `timed` gets the times of the run's rounds, and `costs` are only those at its beginning;
-    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
-    Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
-    nothing.
+    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
+    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
+    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
+    shares nothing.
     """
 
     costs: DraftingCosts
@@ -80,11 +80,12 @@ _Step = tuple[float, float, float]
 
 
 class Adaptive(LengthPolicy):
-    """Drafts another token while it is expected to be worth more than it costs; drafts nothing where no draft is.
+    """Drafts another token while its expected worth is above its cost, and drafts nothing if that holds for no token.
 
-    `inputs` are the costs on this machine and what is known about the drafter; the settings `draft_cost` and `verify_cost`
-    replace the costs. `predictions` are the acceptance probabilities that were predicted for the tokens of the last draft.
-    A token with the signal `match_length` is prompt lookup's; others are a model's.
+    `inputs` has the costs on this machine and what was learned about the drafter; values of the settings `draft_cost` and
+    `verify_cost` other than `auto` replace the costs. `predictions` are the acceptance probabilities that were predicted for the
+    tokens of the last draft. A token with the signal `match_length` is treated as copied by prompt lookup, any other token as
+    drafted by a model.
     """
 
     name = ADAPTIVE
@@ -225,10 +226,11 @@ class Adaptive(LengthPolicy):
 
 
 class HybridDrafter:
-    """Asks the length policy in each round whether to copy text of the context, and if not, whether to run the draft model.
+    """Drafts by prompt lookup or with a draft model, as the length policy decides in each round.
 
-    The policy compares what both are expected to gain (`adaptive` does). `model` is None if there is no draft model. The reason
-    why a draft of prompt lookup ended begins with `lookup:`.
+    The policy is first asked whether to copy text of the context, and if it does not, whether to run the draft model; `adaptive`
+    compares what both are expected to gain. `model` is None if there is no draft model. The reason why a draft of prompt lookup
+    ended begins with `lookup:`.
     """
 
     def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
@@ -245,7 +247,10 @@ class HybridDrafter:
 
 
 def hybrid_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
+    """Makes a drafter that uses prompt lookup or the draft model, whichever is expected to gain more in a round.
+
+    Without a draft model it uses prompt lookup alone; with the setting `lookup` false, the draft model alone.
+    """
     model = None if setup.draft is None else model_drafter(setup, settings)
     if settings.values["lookup"]:
         return HybridDrafter(lookup_drafter(setup, settings), model)

@@ -69,8 +69,9 @@ class CaliTS(ThompsonSampling):
     """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
 
     mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and theta_hat, the share of verified
-    tokens accepted so far. `theta0` counts as one such token (the paper's printed update forgets earlier observations).
-    `model_prediction` and `sampling_prediction` switch theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
+    tokens accepted so far. The prior acceptance rate `theta0` counts as one verified token, of which this share was accepted. The
+    paper's printed update forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction` switch
+    theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
     """
 
     name = "cali-ts"

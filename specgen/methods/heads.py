@@ -1,9 +1,9 @@
 """Methods that draft with a head trained on the target's hidden states. Imports no torch.
 
-Medusa: heads on the last hidden state each predict a later token (Cai et al. 2024, Medusa-1); `medusa_tree` joins them to a tree.
-EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is `decoding.tree.TopKTreeDrafter` with
-`nodes`. MTP: layers in the target's own files draft as EAGLE does (DeepSeek-AI 2024). GliDe: a head that also attends to the
-target's KV cache; CaPE is `cape` (Du et al. 2024).
+Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1); `medusa_tree`
+makes a tree of the predictions. EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is
+`decoding.tree.TopKTreeDrafter` with `nodes`. MTP: layers in the target's own files draft as EAGLE's do (DeepSeek-AI 2024). GliDe:
+a head that also attends to the target's KV cache; its candidates at each position are the setting `cape` (CaPE; Du et al. 2024).
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class PromptLookupDrafter:
     """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
 
-    This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
-    the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
-    not depend on the context's length.
-    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies: all tokens
-    drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from each match whether it was drafted or
-    not.
+    This is prompt lookup (Saxena 2023). If the n-gram occurred several times, the latest occurrence counts. If the copied tokens
+    reach the end of the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost
+    of a draft does not depend on the context's length.
+    The signal `match_length` of a drafted token is the length of its match: how many tokens before it equal the tokens before the
+    one that it copies. It counts all tokens drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from
+    each match, whether it was drafted or not.
     """
 
     LONGEST_MATCH = 32

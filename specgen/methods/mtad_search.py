@@ -54,10 +54,10 @@ class BeamSearchDrafter(DraftModelUser):
     """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
-    With `beam` `sample` it draws them among all continuations of all beams, without replacement, in proportion to their joint
-    likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
-    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; its `prob` is the
-    one that the joint likelihood counts.
+    With `beam` set to `sample`, it draws them among all continuations of all beams, without replacement, in proportion to their
+    joint likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
+    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; the signal `prob`
+    is this token's factor in the beam's joint likelihood.
     """
 
     def __init__(self, setup: Setup, *, beams: int, beam: str) -> None:
@@ -251,9 +251,11 @@ class BlockSearch:
         self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
 
     def found(self, first_phase: str) -> tuple[Draft, tuple[int, ...]]:
-        """Runs the search. Returns the searched tree, with the best block's last token, as a draft, and the block's nodes.
+        """Runs the search. Returns the searched tree as a draft, with the best block's last token added, and the nodes of the
+        best block.
 
-        Adds the time of its passes to the phase `verify`, that of the first to `first_phase`.
+        The time of the first pass is counted in the phase `first_phase`, that of later passes in `verify`. Raises RunError if the
+        exact search needs more than `most_prefixes` prefixes.
         """
         self._search(first_phase)
         tree = self._tree

@@ -44,10 +44,11 @@ _ROUGH_STEPS = 5
 class Window:
     """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
-    the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
-    If `is_flexible`, a draft ends with the target pass, and `size` only limits it. Then `lead` is the number of tokens that the
-    target waits for after a rejection, and verifies in its next pass; in the paper it waits for none.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size` tokens too. `first` is this
+    number while the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on
+    a CPU. If `is_flexible`, a draft ends with the target pass, and `size` only limits its length. In this case `lead` is the
+    number of new tokens that the target waits for after a rejection, and verifies in its next pass; in the paper it waits for
+    none.
     """
 
     size: int
@@ -93,11 +94,11 @@ class ParallelCosts:
 
     @property
     def flexible_window(self) -> Window:
-        """The window of drafts that end with the target pass, with the `lead` of the shortest time.
+        """The window for drafts that end with the target pass. Its `lead` has the shortest expected time between two rejections.
 
-        From one rejection to the next, about the same number of tokens is generated whatever `lead` is. With a lead of n the time
-        is n draft passes, a target pass that verifies n + 1 drafted tokens, and, if it accepts all of them, further passes that
-        verify a whole window each.
+        In this time about the same number of tokens is generated whatever `lead` is. With a lead of n, the time is n draft
+        passes, a target pass that verifies n + 1 drafted tokens, and, if all of them are accepted, further passes that verify a
+        whole window each.
         """
         window = self.window
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)
@@ -148,7 +149,8 @@ class ParallelDrafter(Protocol):
         """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
 
     def cut(self) -> None:
-        """Ends the draft that was started after the token that is being drafted, but not before its first token."""
+        """Ends the draft that was started as soon as the token that is being drafted is complete. The draft has at least one
+        token."""
 
     def finish(self) -> Draft:
         """Waits for the draft that was started, and returns it. Does not wait for the target's pass.

@@ -30,7 +30,8 @@ def make_run(
 ) -> Run:
     """Makes a run of the method, which continues `context` by at most `limit` new tokens.
 
-    `stop_texts` is None without stop strings. For `costs` see `Run`. Raises SpecgenError if what drafts is missing.
+    `stop_texts` is None without stop strings. For `costs` see `Run`. Raises SpecgenError if the method needs a draft model or a
+    trained part that the setup lacks.
     """
     assert setup.target is not None
     schedule = sequential if method.schedule is None else method.schedule(setup, settings)
@@ -86,7 +87,8 @@ def make_policy(settings: Settings, seed: int, adaptive: AdaptiveInputs | None =
 
 
 def make_verifier(method: Method, settings: Settings, setup: Setup) -> Verifier:
-    """Makes the method's verifier: its own, or one of the lossless two for chains and trees, greedy and sampled."""
+    """Makes the method's verifier: its own if it has one; otherwise `GreedyVerifier`, or `RejectionSampling` where the target
+    samples."""
     if method.verifier is not None:
         return method.verifier(setup, settings)
     return GreedyVerifier() if setup.sampling.greedy else RejectionSampling(*setup.for_verifier)

@@ -29,7 +29,8 @@ _TRANSLATION = {
 
 
 def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
-    """The settings of trees with these defaults. A `depth` of `auto` leaves the number of levels to the length policy."""
+    """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number of levels to the length
+    policy."""
     levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
     return {
         "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
@@ -103,7 +104,11 @@ class Confidence(LengthPolicy):
 
 
 def chain_method(policy: str, paper: str, engines: Sequence[str] = ()) -> Method:
-    """The method that has a draft model's chains end by this length policy, of the same name."""
+    """Makes the method that drafts chains with a draft model and ends them by the length policy `policy`. Both have the same
+    name.
+
+    `engines` are the inference engines that `tune --export` knows for it.
+    """
     return Method(
         policy,
         paper,

@@ -1,4 +1,4 @@
-"""Drafts for the runs of a pair of models, as they ask for it: in a process of its own, or in that of the pair."""
+"""The server that drafts for the runs of a pair of models (PEARL), in a worker process or in the process of the pair."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ class _Run:
 class DraftServer:
     """Keeps the draft model and the active runs (outputs being generated) between requests.
 
-    `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory; None without another
-    process. `show` gets each drafted token's number, from 0, and the token; if it returns False, the draft ends.
+    `runner` runs the draft model; None: it is loaded by the request `load`. `memory` is the descriptor of the memory shared with
+    the pair's process; None in that process itself. `show` is called with each drafted token's number, from 0, and the token; if
+    it returns False, the draft ends.
     """
 
     def __init__(self, runner: Any = None, memory: int | None = None) -> None:
@@ -183,7 +184,7 @@ class DraftServer:
         return draft, time.perf_counter() - start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
-        """Ends a run, whose last drafts were verified with these token counts."""
+        """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for the length policy."""
         ended = self._runs.pop(run, None)
         if ended is not None:
             for drafted, accepted in observed:

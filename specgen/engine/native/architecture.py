@@ -16,7 +16,9 @@ from specgen.engine.model import ModelShape
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]
 Mixer = Literal["attention"]
-MLP = Literal["dense"]
+MLP = Literal["dense", "experts"]
+Scores = Literal["softmax", "sigmoid", "logits"]
+ExpertLayout = Literal["separate", "fused", "interleaved"]
 T = TypeVar("T", int, float)
 
 
@@ -34,6 +36,7 @@ _IRRELEVANT = """
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    output_router_logits router_aux_loss_coef router_jitter_noise
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
     pard_token spd_type
     num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings
@@ -93,6 +96,39 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts in place of an MLP: `count` MLPs of `size` hidden numbers, of which `per_token` run each token.
+
+    `scores` says what the experts' scores are, computed from a router's logits. The experts with the highest scores are chosen;
+    `choice_bias`: after a learned bias was added, for the choice alone. Of `groups` groups of experts, only the `chosen_groups`
+    with the largest sum of their two best scores take part. The outputs of the chosen experts are added up, weighted with their
+    scores: divided by their sum plus `epsilon` if they are `normalised`, and multiplied by `scale`. With "logits" the weights
+    are the softmax of the chosen experts' logits.
+
+    `shared_size` is the size of an MLP that runs all tokens, whose output is added; 0: there is none. With `shared_gate` it is
+    multiplied by the sigmoid of a gate. `layout`: the files have each expert's matrices apart, or a tensor of all gate and up
+    matrices [count, 2 size, width] ("fused"), or one [count, width, 2 size] with gate and up in turn, biases and clamped gates
+    ("interleaved", gpt-oss; `alpha` and `limit` are of its activation).
+    """
+
+    count: int
+    per_token: int
+    size: int
+    scores: Scores = "softmax"
+    normalised: bool = True
+    epsilon: float = 0.0
+    scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    shared_size: int = 0
+    shared_gate: bool = False
+    layout: ExpertLayout = "separate"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture(ModelShape):
     """A decoder-only transformer as its config.json describes it; see `ModelShape` for its sizes.
 
@@ -107,6 +143,9 @@ class Architecture(ModelShape):
     Scales: `attention_scale` multiplies the products of queries and keys; `score_cap` c replaces them by c tanh(score / c), and
     `logit_cap` does so with the logits, after these were multiplied by `logit_scale`. `embedding_scale` multiplies the
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
+
+    `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
+    its scores, and has no value (gpt-oss).
     """
 
     intermediate_size: int
@@ -129,6 +168,8 @@ class Architecture(ModelShape):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    mixture: Mixture | None = None
+    sinks: bool = False
 
 
 class Fields:

@@ -24,6 +24,7 @@ def attend(
     values: torch.Tensor,
     mask: torch.Tensor | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     fused: bool = False,
 ) -> torch.Tensor:
@@ -33,7 +34,8 @@ def attend(
     i * group + g belongs to token i and to the g-th query head of its group, and for n from `WIDE` on [n, m]; None if every query
     sees every key; `CAUSAL` only where no scores are capped, on a GPU that `has_causal_kernel`. `score_cap` c
     limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where
-    separate products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on
+    separate products are faster. `sinks` [heads] are logits that are part of each softmax and have no value (gpt-oss); with them,
+    and capped, scores are summed in blocks of keys instead, so that with both a row does not depend on
     how many blocks follow those that it sees.
     """
     tokens, heads, size = query.shape
@@ -43,7 +45,7 @@ def attend(
         mixed = _causal(query.transpose(0, 1)[None], keys[None], values[None])[0]
         return mixed.transpose(0, 1).reshape(tokens, heads * size)
     if tokens >= WIDE:
-        if score_cap is None:
+        if score_cap is None and sinks is None:
             parts = query.transpose(0, 1)[None], *_of_all_heads(keys[None], values[None], group)
             mixed = scaled_dot_product_attention(*parts, mask, scale=1.0, enable_gqa=parts[1].shape[1] < heads)[0]
             return mixed.transpose(0, 1).reshape(tokens, heads * size)
@@ -52,8 +54,9 @@ def attend(
         rows = query.transpose(0, 1)
     else:
         rows = query.view(tokens, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, tokens * group, size)
-    if score_cap is not None:
-        mixed = _capped(rows, keys, values, mask, score_cap, KEY_BLOCK if fused else None)
+    if score_cap is not None or sinks is not None:
+        sinks = sinks if sinks is None else sinks.view(kv_heads, group).repeat(1, tokens)
+        mixed = _written_out(rows, keys, values, mask, score_cap, sinks, KEY_BLOCK if fused else None)
     elif not fused and tokens * group < _WRITTEN_OUT and rows.dtype in (torch.float32, torch.float64) and rows.is_cpu:
         scores = rows @ keys.transpose(1, 2) if mask is None else torch.baddbmm(mask, rows, keys.transpose(1, 2))
         mixed = torch.bmm(scores.softmax(-1), values)
@@ -86,7 +89,12 @@ def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int) 
 
 
 def attend_batch(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, score_cap: float | None = None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns softmax(query keys^T + mask) values of several sequences, [batch, n, heads * head size].
 
@@ -98,12 +106,13 @@ def attend_batch(
         rows, group = query.reshape(batch, -1, group, size), 1
     else:
         rows = query.transpose(1, 2)
-    if score_cap is None:
+    if score_cap is None and sinks is None:
         keys, values = _of_all_heads(keys, values, group)
         mixed = scaled_dot_product_attention(rows, keys, values, mask, scale=1.0, enable_gqa=keys.shape[1] < rows.shape[1])
     else:
         keys, values = (part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values))
-        mixed = _capped(rows, keys, values, mask, score_cap)
+        sinks = sinks if sinks is None else sinks.view(*rows.shape[1:3]) if tokens == 1 else sinks[:, None].expand(-1, tokens)
+        mixed = _written_out(rows, keys, values, mask, score_cap, sinks)
     if tokens > 1:
         mixed = mixed.transpose(1, 2)
     return mixed.reshape(batch, tokens, heads * size)
@@ -120,19 +129,27 @@ def _of_all_heads(keys: torch.Tensor, values: torch.Tensor, group: int) -> tuple
     return keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
 
 
-def _capped(
+def _written_out(
     rows: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    score_cap: float,
+    score_cap: float | None,
+    sinks: torch.Tensor | None,
     block: int | None = None,
 ) -> torch.Tensor:
-    """Returns attention with capped scores. With `block`, the values are added up in float32, this many keys at a time."""
-    scores = torch.tanh((rows @ keys.transpose(-1, -2)) / score_cap) * score_cap
+    """Returns attention with capped scores or with sinks, [..., heads, rows].
+
+    With `block`, the values are added up in float32, this many keys at a time.
+    """
+    scores = rows @ keys.transpose(-1, -2)
+    if score_cap is not None:
+        scores = torch.tanh(scores / score_cap) * score_cap
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[..., None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : keys.shape[-2]]
     if block is None:
         return weights.to(values.dtype) @ values
     parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)

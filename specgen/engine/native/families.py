@@ -7,14 +7,14 @@ known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it ex
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
-from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
+from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, Mixture, UnsupportedConfig
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -28,6 +28,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", *_LAYER_COUNTS)
+_ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
 _MOST_LAYERS = 4096  # the deepest models have some hundreds
 _SLIDING_TYPE = "sliding_attention"
 _LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
@@ -164,6 +165,109 @@ def _windows(fields: Fields, plain: Changes, sliding: Sequence[bool], window: in
     return {"layers": tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds)}
 
 
+def _experts(fields: Fields, plain: Changes, mixture: Mixture, dense: Collection[int] = ()) -> Changes:
+    """Returns the mixture and the kinds of the layers, which all have experts but the `dense` ones."""
+    if mixture.per_token > mixture.count:
+        raise fields.refuse("num_experts_per_tok")
+    if plain["hidden_size"] % _ALIGNMENT or mixture.size % _ALIGNMENT:  # what torch's products of experts need
+        raise fields.refuse("hidden_size")
+    of_experts = (replace(kind, mlp="dense" if index in dense else "experts") for index, kind in enumerate(plain["layers"]))
+    return {"mixture": mixture, "layers": tuple(of_experts)}
+
+
+def _count(fields: Fields, default: int) -> int:
+    """Returns the number of experts, which has two names."""
+    return fields.integer("num_experts", fields.integer("num_local_experts", default))
+
+
+def _qwen3_moe(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("max_window_layers")
+    window = fields.optional(fields.integer, "sliding_window", 4096)
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 8),
+        fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", False),
+    )
+    plain = {**plain, "layers": tuple(replace(kind, window=window) for kind in plain["layers"])}
+    return {**_biases(fields), "qk_norm": "head", **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+
+
+def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
+    """Returns the layers without experts (Qwen)."""
+    listed, step = fields.raw("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or not all(isinstance(index, int) for index in listed):
+        raise fields.refuse("mlp_only_layers")
+    return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
+
+
+def _olmoe(fields: Fields, plain: Changes) -> Changes:
+    if fields.raw("clip_qkv") is not None:
+        raise fields.refuse("clip_qkv")
+    mixture = Mixture(
+        _count(fields, 64),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        normalised=fields.flag("norm_topk_prob", False),
+    )
+    return {**_biases(fields), "qk_norm": "all", **_experts(fields, plain, mixture)}
+
+
+def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    size = fields.integer("moe_intermediate_size")
+    mixture = Mixture(
+        fields.integer("n_routed_experts", 128),
+        fields.integer("num_experts_per_tok", 8),
+        size,
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        groups=fields.integer("n_group", 1),
+        chosen_groups=fields.integer("topk_group", 1),
+        shared_size=size * fields.integer("n_shared_experts", 1),
+    )
+    if mixture.count % mixture.groups or mixture.count < 2 * mixture.groups:
+        raise fields.refuse("n_group")
+    if mixture.chosen_groups > mixture.groups:
+        raise fields.refuse("topk_group")
+    dense = range(fields.integer("first_k_dense_replace", 1, minimum=0))
+    changes = {"qkv_bias": fields.flag("attention_bias", False), **_experts(fields, plain, mixture, dense)}
+    return {**changes, "qk_norm": "head" if fields.flag("use_qk_norm", False) else None}
+
+
+def _minimax_m2(fields: Fields, plain: Changes) -> Changes:
+    mixture = Mixture(
+        _count(fields, 256),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        "sigmoid",
+        choice_bias=True,
+    )
+    return {"qk_norm": "all", **_experts(fields, plain, mixture)}
+
+
+def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
+    bias = fields.flag("attention_bias", True)
+    types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
+    window = fields.optional(fields.integer, "sliding_window", 128)
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 4),
+        plain["intermediate_size"],
+        "logits",
+        layout="interleaved",
+        alpha=fields.positive("swiglu_alpha", 1.702),
+        limit=fields.positive("swiglu_limit", 7.0),
+    )
+    windowed = {**plain, **_windows(fields, plain, types, window, required=True)}
+    return {"qkv_bias": bias, "output_bias": bias, "sinks": True, **_experts(fields, windowed, mixture)}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
@@ -183,6 +287,8 @@ class Family:
 
 
 _HEADS = ("num_key_value_heads", "head_dim")
+_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size")
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
@@ -201,6 +307,11 @@ FAMILIES = {
     "olmo2": Family(_olmo2, 50_279, (), eps=1e-5),
     "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
     "granite": Family(_granite, 2, ()),
+    "qwen3_moe": Family(_qwen3_moe, None, _EXPERTS),
+    "olmoe": Family(_olmoe, 50_279, (), eps=1e-5),
+    "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
+    "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
+    "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
 }
 
 # Models with vision or audio that have a text part of a family: what that part's config has where it is silent.

@@ -82,7 +82,7 @@ class InputMaker:
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        fits = architecture.score_cap is None and not exact
+        fits = architecture.score_cap is None and not architecture.sinks and not exact
         self._has_causal = fits and all(has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:

@@ -14,19 +14,13 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
-from specgen.engine.native.architecture import MLP, Activation, Architecture
+from specgen.engine.native.architecture import MLP, Architecture
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, MLPWeights
+from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights
+from specgen.engine.native.mlp import DenseMLP, Experts
 from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.rotary import rotate
-
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
 
 
 def norm_gain(architecture: Architecture, dtype: torch.dtype, *devices: torch.device) -> float:
@@ -79,7 +73,7 @@ class Attention:
         self._index, self._kind, self._is_wide = index, kind, is_wide
         self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
         self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
-        self._qk_norm, self._norm_over = weights.qk_norm, architecture.qk_norm
+        self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
@@ -107,7 +101,7 @@ class Attention:
         if self._is_wide:
             query, keys, values = query.double(), keys.double(), values.double()
             mask = mask if mask is None else mask.double()
-        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused).to(x.dtype)
+        return attend(query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused).to(x.dtype)
 
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads, head size]."""
@@ -121,7 +115,7 @@ class Attention:
             written, all_keys, all_values = entries[self._index - inputs.first_layer]
             written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
             keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
-        return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
+        return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2)."""
@@ -138,21 +132,7 @@ class Attention:
         return heads
 
 
-class DenseMLP:
-    """The MLP activation(gate) * up. A `Branch`."""
-
-    def __init__(self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct) -> None:
-        self._activation = _ACTIVATIONS[architecture.activation]
-        self.gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
-        self.output = make_product(weights.down, weights.down_bias, architecture.residual_scale)
-
-    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        active = self._activation(gate)
-        return active * up if torch.is_grad_enabled() else active.mul_(up)
-
-
-_MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP}
+_MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP, "experts": Experts}
 
 
 class NativeLayer:

@@ -6,7 +6,7 @@ operations can be differentiated, so an exit layer is trained through them. Name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class LayerTensors(NamedTuple):
     qkv: tuple[str, ...]
     q_norm: str | None
     k_norm: str | None
+    sinks: str | None
     output: str
     gate_up: tuple[str, ...]
     down: str
@@ -45,7 +46,8 @@ class LayerTensors(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
 
-    `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size].
+    `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size], `sinks` [heads] the logits that
+    are part of each softmax.
     """
 
     qkv: torch.Tensor
@@ -53,6 +55,7 @@ class AttentionWeights(NamedTuple):
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class MLPWeights(NamedTuple):
@@ -64,11 +67,42 @@ class MLPWeights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+class ExpertNames(NamedTuple):
+    """The names of a mixture's weights. `experts` has those of each expert's gate, up and down matrix, or one entry with the two
+    tensors of all experts. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
+    """
+
+    router: str
+    choice_bias: str
+    experts: Sequence[tuple[str, ...]]
+    shared: tuple[str, ...]
+    shared_gate: str
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture of experts; [..., in, out] are those of all experts, as `grouped_mm` takes them.
+
+    `norm` [width] are the factors of the norm before the MLP, which are part of the weights that all tokens share, but not of the
+    experts'. `router` [count, width] and its biases are in float32.
+    """
+
+    norm: torch.Tensor
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    shared: MLPWeights | None
+    shared_gate: torch.Tensor | None
+
+
 class LayerWeights(NamedTuple):
     """The weights of one layer."""
 
     mixer: AttentionWeights
-    mlp: MLPWeights
+    mlp: MLPWeights | ExpertWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
 
@@ -92,6 +126,7 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
         qkv=tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))),
         q_norm=f"{attention}q_norm.weight" if architecture.qk_norm else None,
         k_norm=f"{attention}k_norm.weight" if architecture.qk_norm else None,
+        sinks=f"{attention}sinks" if architecture.sinks else None,
         output=f"{attention}o_proj.weight",
         gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
         down=f"{mlp}down_proj.weight",
@@ -103,13 +138,17 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
     qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (heads, kv_heads, kv_heads)
-    inner_rows = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner)
+    inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
+    mlp = (names.gate_up, inner_rows, width, mlp_bias), ((names.down,), (width,), inner, mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {}
+    if is_mixture := architecture.layers[index].mlp == "experts":
+        shapes |= expert_shapes(architecture, index)
+    if names.sinks is not None:
+        shapes[names.sinks] = (architecture.num_heads,)
     for products, rows, columns, has_bias in (
         (names.qkv, qkv_rows, width, architecture.qkv_bias),
         ((names.output,), (width,), heads, architecture.output_bias),
-        (names.gate_up, inner_rows, width, architecture.mlp_bias),
-        ((names.down,), (width,), inner, architecture.mlp_bias),
+        *(() if is_mixture else mlp),
     ):
         shapes |= {name: (count, columns) for name, count in zip(products, rows, strict=True)}
         if has_bias:
@@ -137,10 +176,15 @@ def layer_weights(
 
     before = norm(names.attention_norm if is_normed else None), norm(names.mlp_norm)
     attention_gain, mlp_gain = (None if weight is None else weight * gain for weight in before)
+    if architecture.layers[index].mlp == "dense":
+        mlp: MLPWeights | ExpertWeights = _mlp_weights(architecture, names, take, dtype, mlp_gain)
+    else:
+        assert mlp_gain is not None
+        mlp = _expert_weights(architecture, index, take, dtype, mlp_gain)
     after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
     return LayerWeights(
         _attention_weights(architecture, names, take, dtype, attention_gain),
-        _mlp_weights(architecture, names, take, dtype, mlp_gain),
+        mlp,
         *(None if weight is None else weight.to(dtype) for weight in after),
     )
 
@@ -164,7 +208,8 @@ def _attention_weights(
         key = key.expand(architecture.num_kv_heads, size) if shared else key.view(-1, size)
         qk_norm = torch.cat((query * architecture.attention_scale, key))
         qk_norm = qk_norm[:, head_order(architecture, qk_norm.device)]
-    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm))
+    sinks = None if names.sinks is None else take(names.sinks)
+    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
 
 
@@ -178,6 +223,108 @@ def _mlp_weights(
         gate_up = gate_up * gain
     biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
     return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
+
+
+def expert_names(architecture: Architecture, index: int) -> ExpertNames:
+    """Returns the names of the weights of the mixture in layer `index`."""
+    mixture = architecture.mixture
+    assert mixture is not None
+    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
+    choice_bias = f"{block}gate.e_score_correction_bias"
+    if architecture.model_type == "minimax_m2":
+        block, matrices = f"layers.{index}.block_sparse_moe.", ("w1", "w3", "w2")
+        choice_bias = f"{block}e_score_correction_bias"
+
+    def of(part: str) -> tuple[str, ...]:
+        return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
+
+    experts = [of(f"experts.{number}") for number in range(mixture.count)]
+    if mixture.layout != "separate":
+        experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
+    router = "router" if mixture.layout == "interleaved" else "gate"
+    shared = of("shared_expert" if mixture.shared_gate else "shared_experts")
+    return ExpertNames(
+        router=f"{block}{router}.weight",
+        choice_bias=choice_bias if mixture.choice_bias else "",
+        experts=experts,
+        shared=shared if mixture.shared_size else (),
+        shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
+    )
+
+
+def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of the mixture in layer `index` by name, biases included."""
+    names = expert_names(architecture, index)
+    width = architecture.hidden_size
+    mixture = architecture.mixture
+    assert mixture is not None
+    count = mixture.count
+    size = mixture.size
+    shapes: dict[str, tuple[int, ...]] = {names.router: (count, width)}
+    if mixture.layout == "separate":
+        for gate, up, down in names.experts:
+            shapes[gate] = shapes[up] = (size, width)
+            shapes[down] = (width, size)
+    elif mixture.layout == "fused":
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, 2 * size, width)
+        shapes[down] = (count, width, size)
+    else:
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, width, 2 * size)
+        shapes[down] = (count, size, width)
+        shapes[f"{gate_up}_bias"] = (count, 2 * size)
+        shapes[f"{down}_bias"] = (count, width)
+        shapes[bias_of(names.router)] = (count,)
+    if names.choice_bias:
+        shapes[names.choice_bias] = (count,)
+    if names.shared:
+        gate, up, down = names.shared
+        shapes[gate] = shapes[up] = (mixture.shared_size, width)
+        shapes[down] = (width, mixture.shared_size)
+    if names.shared_gate:
+        shapes[names.shared_gate] = (1, width)
+    return shapes
+
+
+def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor) -> ExpertWeights:
+    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it.
+
+    Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
+    """
+    names = expert_names(architecture, index)
+    mixture = architecture.mixture
+    assert mixture is not None
+    shared = gate = None
+    if mixture.layout == "separate":
+        matrices = [[take(name) for name in expert] for expert in names.experts]
+        gate_up = torch.stack([torch.cat(expert[:2]) for expert in matrices]).to(dtype).transpose(1, 2)
+        down = torch.stack([expert[2] for expert in matrices]).to(dtype).transpose(1, 2)
+        del matrices
+    else:
+        gate_up, down = (take(name).to(dtype) for name in names.experts[0])
+        if mixture.layout == "fused":
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias = down_bias = None
+    if mixture.layout == "interleaved":
+        gate_up_bias, down_bias = (take(f"{name}_bias").to(dtype) for name in names.experts[0])
+    if names.shared:
+        gate_and_up, _ = _stacked(names.shared[:2], take, False)
+        shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
+    if names.shared_gate:
+        gate = (take(names.shared_gate).float() * gain).to(dtype)
+    return ExpertWeights(
+        gain.to(dtype),
+        take(names.router).float() * gain,
+        take(bias_of(names.router)).float() if mixture.layout == "interleaved" else None,
+        take(names.choice_bias).float() if names.choice_bias else None,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        shared,
+        gate,
+    )
 
 
 def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

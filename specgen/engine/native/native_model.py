@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,7 +270,7 @@ def load_native(
     is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files = open_model(folder, name, architecture, device)
+        files, architecture = open_model(folder, name, architecture, device)
         devices = layer_devices or [device] * len(architecture.layers)
         factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
         gain = norm_gain(architecture, dtype, *factories)
@@ -297,10 +298,14 @@ def load_native(
         )
 
 
-def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> WeightFiles:
-    """Returns a model's weight files. Raises SpecgenError unless they have the tensors that the config describes, and no others
-    that may matter."""
-    files = model_files(folder, name, device)
+def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:
+    """Returns a model's weight files, and its architecture with the layout that they have.
+
+    Raises SpecgenError unless they have the tensors that the config describes, and no others that may matter.
+    """
+    files, mixture = model_files(folder, name, device), architecture.mixture
+    if mixture is not None and mixture.layout == "separate" and any(key.endswith("experts.gate_up_proj") for key in files.names):
+        architecture = replace(architecture, mixture=replace(mixture, layout="fused"))
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     for index in range(len(architecture.layers)):
         expected |= layer_shapes(architecture, index)
@@ -308,7 +313,7 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     files.check(expected)
     files.check_no_others(expected, len(architecture.layers))
-    return files
+    return files, architecture
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:

@@ -43,6 +43,7 @@ class RotaryDefaults:
     `theta` is the base of the frequencies; `local_theta` that of layers with a sliding window, in families that rotate these
     differently. `partial` is the share of each head that is rotated; None: the family knows no other share than 1. `original` is
     the context length in pre-training; None: the family has no such field of its own. `aliases` are other names for types.
+    `settings` are those of a config without any.
     """
 
     theta: float = 10_000.0
@@ -50,6 +51,7 @@ class RotaryDefaults:
     partial: float | None = None
     original: int | None = None
     aliases: Mapping[str, str] | None = None
+    settings: Mapping[str, Any] | None = None
 
 
 def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
@@ -76,7 +78,7 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
     scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
     theta = fields.positive("rope_theta", defaults.theta)
     if defaults.local_theta is None:
-        return [(ALL_LAYERS, scaling or parameters or Fields({}, "rope_parameters."), theta)]
+        return [(ALL_LAYERS, scaling or parameters or Fields(defaults.settings or {}, "rope_parameters."), theta)]
     if scaling is not None and (parameters is not None or "rope_type" not in scaling):
         raise fields.refuse("rope_scaling")
     nested = parameters or Fields({})
@@ -91,7 +93,10 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
 
 def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_size: int) -> int:
     """Returns how many numbers of each head are rotated."""
-    share = section.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", defaults.partial or 1.0))
+    default = defaults.partial or 1.0
+    if defaults.partial is not None and "rotary_dim" in fields:  # MiniMax
+        default = fields.integer("rotary_dim") / head_size
+    share = section.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", default))
     if share > 1 or (share != 1 and defaults.partial is None):
         raise UnsupportedConfig("partial_rotary_factor", share)
     size = int(head_size * share)

@@ -75,6 +75,14 @@ def known_architecture(model: Model, feature: str) -> Architecture:
     return model.shape
 
 
+def exit_architecture(model: Model) -> Architecture:
+    """Returns the target's architecture. Raises SpecgenError if no exit layer, which begins as its last one, can be trained."""
+    architecture = known_architecture(model, "early exit")
+    if architecture.mixture is not None:
+        raise SpecgenError("early exit needs a target without experts, as these cannot be trained", "Take -m lookup or svip")
+    return architecture
+
+
 class ExitLayers:
     """The decoder layers of an exit, a norm and an LM head, on the hidden states after the first layers of the target `model`.
 
@@ -83,7 +91,7 @@ class ExitLayers:
     """
 
     def __init__(self, model: Model, count: int, tensors: Mapping[str, Tensor], make_product: MakeProduct | None = None) -> None:
-        self._architecture = architecture = known_architecture(model, "early exit")
+        self._architecture = architecture = exit_architecture(model)
         self._model, dtype, gain = model, torch.float32, 1.0
         if make_product is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
@@ -134,7 +142,7 @@ class ExitLayers:
 
 def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
-    architecture = known_architecture(model, "early exit")
+    architecture = exit_architecture(model)
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
     for index in range(count):

@@ -309,6 +309,9 @@ def load_distributed(prepared: PreparedModel, dtype: torch.dtype, device: torch.
     if prepared.architecture is None:
         problem = f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})"
         raise SpecgenError(problem, "Run it without torchrun, with --device auto-map where it does not fit into one device")
+    if prepared.architecture.mixture is not None:
+        hint = "Run it without torchrun, with --device auto-map where it does not fit into one device"
+        raise SpecgenError(f"{prepared.name} cannot be split over torchrun's processes: it is a mixture of experts", hint)
     check_weight_files(prepared.folder, prepared.name)
     return load_on(joined[0], prepared, dtype, device)
 
@@ -329,7 +332,7 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
     architecture = read_architecture(read_config(folder, name))
     shard = Shard.of(architecture, group.rank, group.size, name)
     with torch.no_grad():
-        files = open_model(folder, name, architecture, device)
+        files, _ = open_model(folder, name, architecture, device)
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()
