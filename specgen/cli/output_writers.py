@@ -66,6 +66,11 @@ class OutputWriter:
                 branches=request.method.drafts_trees(run.settings),
             )
 
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._answer.text
+
     def write(self) -> None:
         """Runs the generation and writes each round as it ends.
 

@@ -87,10 +87,10 @@ def _context(config: Any) -> tuple[int, int | None]:
 
 
 class Model(Protocol):
-    """A model with its weights, on one device, to which outputs are moved if its layers are on several.
+    """A model with its weights. All outputs are on `device`, also if its layers are on several devices.
 
-    `shape` is an `Architecture` if the model's family is one that the native decoder knows. `exact`: a token's logits have the
-    same bits whichever tokens are run with it, in drafts without trees.
+    `shape` is an `Architecture` if the native decoder knows the model's family. `exact`: in drafts without branches, a token's
+    logits have the same bits whichever tokens are run with it.
     """
 
     @property
@@ -117,15 +117,15 @@ class Model(Protocol):
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns the function that runs some of the layers (None: all), then the final norm and the LM head.
+        """Returns a function that runs some of the layers (None: all), then the final norm and the LM head, on a forward pass.
 
-        `inputs` returns the hidden states that enter the first of them; None takes the token embeddings. Without the head
+        `inputs` returns the hidden states that enter the first of the layers; None: the token embeddings enter. Without the head
         (`with_head` False) the output's `hidden_states` are those after the last layer, and its `logits` mean nothing.
 
-        With `taps`, which are for the whole model, the output's `features` [m, len(taps) * width] are, for each of the m tokens
-        of the pass, one hidden state for each number in `taps`: the input of the layer with this index, or with `num_layers` the
-        output of the final norm. These numbers are the indices of transformers' `hidden_states`. Raises SpecgenError if the
-        model's layers cannot be run one by one, which all but the whole model without taps needs.
+        `taps` can be given if all layers are run. The output's `features` [m, len(taps) * width] then have, for each of the m
+        tokens of the pass, one hidden state for each number in `taps`: the input of the layer with this index, or for
+        `num_layers` the output of the final norm. transformers' `hidden_states` have the same indices. Raises SpecgenError if
+        this needs to run layers one by one (all uses but that of the whole model without taps) and the model does not allow it.
         """
         ...
 
@@ -149,7 +149,8 @@ class Model(Protocol):
         ...
 
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] after each of the n tokens `ids`, by one forward pass without a KV cache."""
+        """Returns the logits [n, vocabulary] after each of the n tokens `ids`, computed by one forward pass without a KV
+        cache."""
         ...
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ class Model(Protocol):
         ...
 
     def check_layers(self, feature: str) -> None:
-        """Raises SpecgenError if the layers cannot be run one by one, which `feature` needs."""
+        """Raises SpecgenError if the layers cannot be run one by one. `feature` is what messages say needs this."""
         ...
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
@@ -173,7 +174,8 @@ class Model(Protocol):
         ...
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of the weights, but for the embedding and the first `kept_layers` layers; 0: of all weights.
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers.
 
         After that, the model can only run the layers that it has kept.
         """

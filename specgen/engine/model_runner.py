@@ -72,9 +72,10 @@ def room(runner: DraftRunner, context: Context) -> int:
 
 
 class HiddenStates(NamedTuple):
-    """The hidden states that a call of `ModelRunner.logits` returned: `states` [n, width], those from index `start` on.
+    """The hidden states `states` [n, width] that a call of `ModelRunner.logits` returned, from index `start` on.
 
-    The call's context had `length` tokens, and `draft` followed it.
+    Index 0 is the hidden state at the last token of the call's context, which had `length` tokens; index i + 1 is that at node i
+    of the call's `draft`.
     """
 
     length: int
@@ -98,8 +99,8 @@ class ModelRunner:
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
     Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits from
-    which tokens are chosen (None: no change). `forward` runs some of the layers instead of the whole model. `cache` is another
-    runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
+    which tokens are chosen (None: no change). `forward` is the function that runs the model; None: the whole model. `cache` is
+    another runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
@@ -166,17 +167,19 @@ class ModelRunner:
         return self._feeding is not None
 
     def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule: made by `make`, and the same one for equal rules."""
+        """Returns the object that chooses tokens in `choose_next(rule, ...)`: made by `make` at the first call with this rule,
+        and then kept."""
         assert self._feeding is not None
         return self._feeding.chooser(rule, make)
 
     @inference
     def choose_next(self, rule: Hashable, context: Context, draft: Sequence[int], chosen: int) -> None:
-        """Chooses the next token of a chain after the context and the chain `draft`, and after `chosen` tokens chosen so.
+        """Chooses a further token of a chain on the device, without the host reading it.
 
-        The calls for one draft have the same arguments, but for `chosen`: 0, 1, ... Each first runs the token that the last one
-        chose. They stay on the device: the caller gets them from the chooser, and reports those that were run to `count_chosen`,
-        so that they need not be run again.
+        The chain follows the context and the draft `draft` (a chain too), and has `chosen` tokens already. One chain is made by
+        calls with the same arguments but for `chosen`: 0, 1, ... Each call runs the token that the call before chose. The caller
+        gets the tokens from the chooser of this `rule`, and reports those that were run to `count_chosen`, so that they need not
+        be run again.
         """
         assert self._feeding is not None
         if chosen == 0:
@@ -187,14 +190,16 @@ class ModelRunner:
             self._feeding.feed(rule, self.cache, position, long_rope=is_long)
 
     def count_chosen(self, tokens: Sequence[int]) -> None:
-        """Counts a chain after the context as cached: `draft` of the last calls of `choose_next`, and the tokens they ran."""
+        """Counts a chain of tokens after the context as cached: the `draft` of the last calls of `choose_next`, and the tokens
+        that they ran."""
         self._cached.draft = draft_nodes(list(tokens), None)
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
 
         The other runner shares the cache and may write after these tokens. Returns how many tokens are cached, and a number that
-        changes when this runner writes to the cache again, which invalidates what the other runner has written.
+        differs from that of the last call if this runner has written to the cache since; what the other runner had written is
+        then invalid.
         """
         cached = self._cached
         cached.switch_to(context)
@@ -204,9 +209,10 @@ class ModelRunner:
         return cached.committed, self.forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width], after the norm, from which the last call with `context` predicted its last token.
+        """Returns the hidden state [width], after the norm, from which this runner predicted the last token of `context`.
 
-        `context` has grown since that call. Other contexts may have been run in between. None if that call did not compute it.
+        It was computed by the last call with this context, before the context grew; other contexts may have been run since. None
+        if that call did not compute it.
         """
         last = self._last
         found = last[1] if last is not None and last[0] is context else self._earlier.get(context)

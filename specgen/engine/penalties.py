@@ -113,7 +113,8 @@ def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
 def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str) -> bool:
     """Whether a model's generation config sets penalties, such as a repetition penalty or suppressed tokens.
 
-    `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
+    A minimum length counts only if the model has end-of-sequence tokens (`eos_ids`). `name` is the model's name for the message.
+    Raises SpecgenError for a setting that changes logits and is not supported.
     """
     for setting, value in config.unsupported.items():
         problem = f"{name}'s generation_config.json sets {setting}={value!r}, which specgen does not support"

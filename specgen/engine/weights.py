@@ -1,9 +1,9 @@
 """Reads safetensors files: single tensors of a model, a trained head or an exit layer, sizes, and fingerprints.
 
-Only what is used is read. A fingerprint is a short hash that identifies weights, of a few hundred bytes of each tensor.
+Only what is used is read. A fingerprint is a short hash that identifies weights by a few hundred bytes of each tensor.
 
-Use: open `WeightFiles`, `check` all tensors that there have to be, with their shapes, then `take` them one by one. Every problem
-is a SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
+Use: open `WeightFiles`, `check` the shapes of all tensors that have to be there, then `take` them one by one. Every problem is a
+SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class WeightFiles:
     """The tensors at `path` by name: of a file, or of a folder with the file `single` or an index of several files.
 
-    `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files, its key, into the name that it
-    has here; None leaves it out. `device` is where tensors are put. Only headers are read before `take` is called. Raises
-    SpecgenError for files that are missing or damaged, and for two keys with one name.
+    `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files (its key) into the name by which
+    it is known here, or into None, which leaves it out. `device` is where tensors are put. Only headers are read before `take` is
+    called. Raises SpecgenError for files that are missing or damaged, and for two keys with the same name.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WeightFiles:
         return self._keys.keys()
 
     def key(self, name: str) -> str:
-        """Returns what the files call a tensor, for a message; the name itself if there is none."""
+        """Returns a tensor's name in the files, for a message; `name` itself if the files lack the tensor."""
         return shown(self._keys.get(name, name))
 
     def shape(self, name: str) -> Shape:
@@ -110,7 +110,8 @@ class WeightFiles:
                 raise wrong_shape(self.owner, self.key(name), found, shape)
 
     def check_no_others(self, known: Collection[str], layers: int) -> None:
-        """Raises SpecgenError for tensors that are not known by name and may matter; `layers`: see `check_no_extra`."""
+        """Raises SpecgenError if the files have tensors that are not in `known` and may matter; `layers`: see
+        `check_no_extra`."""
         others = (key for name, key in self._keys.items() if name not in known)
         check_no_extra(others, self.owner, layers, sum(name.endswith(".eh_proj.weight") for name in self._keys))
 
@@ -119,9 +120,10 @@ class WeightFiles:
             raise missing_tensors(self.owner, missing)
 
     def take(self, name: str) -> torch.Tensor:
-        """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the files are small.
+        """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, or a copy if the files are
+        small.
 
-        Raises SpecgenError if it is missing or damaged, or holds no floating-point numbers.
+        Raises SpecgenError if the tensor is missing or damaged, or holds no floating-point numbers.
         """
         tensor = self._stored(name)
         self._check_dtype(name, tensor.dtype)
@@ -144,7 +146,7 @@ class WeightFiles:
         return tensor
 
     def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
-        """Returns some rows (`dimension` 0) or columns (1) of a tensor, those of all `ranges`, as a copy. Reads nothing else."""
+        """Returns those rows (`dimension` 0) or columns (1) of a tensor that are in `ranges`, as a copy. Reads nothing else."""
         self._check_complete([name])
         with reading_weights(self.owner):
             stored, slices = self._slice(name), [slice(part.start, part.stop) for part in ranges]
@@ -187,7 +189,11 @@ def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
 
 
 def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:
-    """Returns the file of each tensor: all of one file, or as the index in a folder says. Call it within `reading_weights`."""
+    """Returns the path of the file that holds each tensor, by the tensor's name in it.
+
+    All tensors are in one file, or the index in a folder says where they are. Call it within `reading_weights`, because it raises
+    the errors of damaged files.
+    """
     file = path if path.is_file() else path / single
     if file.is_file():
         with safe_open(file, framework="pt") as opened:
@@ -225,11 +231,12 @@ def wrong_shape(owner: str, key: str, found: Iterable[int], expected: Iterable[i
 
 
 def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_layers: int = 0) -> None:
-    """Raises SpecgenError if `keys`, of tensors that a model has no use for, contain others than harmless ones: then weights and
-    config do not belong together, and the model would generate nonsense.
+    """Raises SpecgenError if `keys` has tensors that may matter. `keys` are those in a model's files that the model has no use
+    for.
 
-    `layers` is the number of the model's layers, after which its files may have `prediction_layers` further ones that predict
-    several tokens at once (`num_nextn_predict_layers`).
+    Then weights and config do not belong together, and the model would generate nonsense. Harmless are, for instance, vision
+    encoders and buffers. `layers` is the number of the model's layers; its files may have `prediction_layers` further ones that
+    predict several tokens at once (`num_nextn_predict_layers`).
     """
 
     def predicts(key: str) -> bool:

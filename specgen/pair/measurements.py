@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
+from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
@@ -28,7 +29,6 @@ from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
-    from specgen.engine.devices import ThreadChoice
     from specgen.methods.method import Method
     from specgen.methods.pearl import ParallelCosts
     from specgen.pair.request import Request
@@ -101,6 +101,19 @@ class Measurements:
                 stored[kind] = dict([*values.items(), (digest, value)][-_MOST:])
                 write_whole(_path(), json.dumps(stored, indent=1))
 
+    def set_threads(self, work: Callable[[], object], *, remembered: bool) -> None:
+        """Sets torch's number of CPU threads for the whole process: the one in the file if `remembered`, else see `pick_threads`.
+
+        `work` is a round of decoding with these models.
+        """
+        chosen = self.stored("threads", (), _thread_choice) if remembered else None
+        if chosen is None:
+            chosen = pick_threads(work)
+            if chosen.seconds:
+                self.put("threads", (), asdict(chosen))
+        torch.set_num_threads(chosen.threads)
+        self.threads = chosen
+
     def _digest(self, key: Key, *, with_draft: bool) -> str:
         """Returns a hash of the key and of what changes how long passes take: the machine, the versions and the models (the draft
         model only `with_draft`)."""
@@ -118,6 +131,11 @@ class Measurements:
             "machine": machine(),
         }
         return sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _thread_choice(stored: Any) -> ThreadChoice:
+    seconds = {int(threads): float(each) for threads, each in stored["seconds"].items()}
+    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds)
 
 
 def _path() -> Path:

@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.devices import device_timer, pick_threads
+from specgen.engine.devices import device_timer
 from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
@@ -240,14 +240,20 @@ class Pair:
         return runner.log_likelihood(prompt_ids, token_ids)
 
     def warm_up(
-        self, announce: Callable[[str], None] = lambda _: None, *, sequential: bool = False, parallel: bool = False
+        self,
+        announce: Callable[[str], None] = lambda _: None,
+        *,
+        sequential: bool = False,
+        parallel: bool = False,
+        remembered: bool = False,
     ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
         Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
         pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
         description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
-        what suits this pair. So a library that uses specgen should not call it.
+        what suits this pair. So a library that uses specgen should not call it. `remembered`: takes the number of threads that an
+        earlier process has measured for this pair, if any, and then runs no pass.
         """
         needs_draft = sequential or (parallel and self._worker is None)
         if self.draft is not None and self.draft.refusal is None and needs_draft:
@@ -256,7 +262,7 @@ class Pair:
         announce("warming up")
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
-            self.measurements.threads = pick_threads(some_passes)
+            self.measurements.set_threads(some_passes, remembered=remembered)
         else:
             some_passes()
         self.forget()

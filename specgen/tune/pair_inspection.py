@@ -270,7 +270,7 @@ def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], 
         speedup_model=measure(pair, announce),
         threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
-        rounding=rounding_cost(pair.target, announce),
+        rounding=rounding_cost(pair, announce),
         methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
     )
 

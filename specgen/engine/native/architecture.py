@@ -1,6 +1,7 @@
-"""What the native decoder needs to know about a model: the shapes and the variant of each step of its forward pass.
+"""What the native decoder needs to know about a model: the sizes, and the variant of each step of its forward pass.
 
-`families` reads it from config.json, by `Fields`, which keep account of what was read, so that no unknown field is ignored.
+`families` reads this from config.json, by `Fields`, which notice fields that nobody has read, so that none that matters is
+ignored.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class UnsupportedConfig(ValueError):  # noqa: N818  not an error of the user: an
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """One set of rotary frequencies (RoPE). A position's angles are the position times `inverse_frequencies`
-    [rotary size / 2], in float32.
+    """One set of rotary frequencies (RoPE): a position's angles are the position times each of `inverse_frequencies`.
 
-    cos and sin of the angles are multiplied by `factor`. LongRoPE models have a second set of frequencies,
-    `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other models.
+    These are rotary size / 2 numbers, in float32. cos and sin of the angles are multiplied by `factor`. LongRoPE models have a
+    second set of frequencies, `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other
+    models.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -192,11 +193,11 @@ class Fields:
         return self._config.get(name, default)
 
     def ignore(self, *names: str) -> None:
-        """Declares fields that do not change the computation of this family."""
+        """Declares that these fields do not change the computation of this family, so that `refuse_unknown` accepts them."""
         self._known.update(names)
 
     def refuse(self, name: str) -> UnsupportedConfig:
-        """Returns the exception to raise for the field's value."""
+        """Returns the exception to raise because of the field's value."""
         return UnsupportedConfig(self._prefix + name, self._config.get(name))
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 1 << 31) -> int:
@@ -207,7 +208,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns a finite number, an int as it is. If `default` is None, the field has to be there."""
+        """Returns a finite number, an int or a float as it is in the config. If `default` is None, the field has to be there."""
         value = self.raw(name, default)
         if not is_number(value):
             raise self.refuse(name)
@@ -221,7 +222,8 @@ class Fields:
         return value
 
     def optional(self, read: Callable[[str, T | None], T], name: str, default: T | None = None) -> T | None:
-        """Returns what the method `read` does, such as `integer`, or None where the field is null."""
+        """Returns the field `name` as the method `read` (such as `integer`) does; None if it is null, or absent without a
+        default."""
         return None if self.raw(name, default) is None else read(name, default)
 
     def flag(self, name: str, default: bool) -> bool:

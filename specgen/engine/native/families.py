@@ -1,7 +1,8 @@
 """Reads config.json into an `Architecture`: the families of models that the native decoder runs, and how each differs from Llama.
 
 To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Other tensor names: `layer_weights`.
+known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. The names of tensors are in
+`layer_weights`.
 """
 
 from __future__ import annotations
@@ -272,9 +273,10 @@ def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
 
-    `describe` is called with the fields and a Llama without biases, and returns what is different. `eos` is the end-of-sequence
-    id. `required` are fields besides the sizes without which transformers would build a model of a certain size. `eps` is that of
-    the norms, `activation` the name of the field and its default.
+    `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
+    are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
+    transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
+    that of the norms. `activation` is a pair: the name of the field, and its default.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -364,7 +366,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text part of a model with vision or audio; of other models the config itself.
 
-    Tables are tied if one of the two configs says so: a file with both tables has its head nevertheless.
+    `tie_word_embeddings` is true if either of the two configs says so.
     """
     defaults, inner = _TEXT_DEFAULTS.get(str(config.get("model_type"))), config.get("text_config")
     if defaults is None or not isinstance(inner, dict):
@@ -375,11 +377,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns what the config.json of a model describes, of one with vision or audio the text part. Both forms are read: complete
-    ones, and older ones without defaults.
+    """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
-    Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
-    computation.
+    Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
+    a value is impossible, or a field is unknown that may change the computation.
     """
     config = text_config(config)
     model_type = config.get("model_type")

@@ -29,10 +29,10 @@ class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros, one for each device that layers are on.
 
     `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-value heads
-    of all of them, one sequence after the other. `devices` are those of the layers, `first_layer` is the index in the model of
-    the first one; entries are read from outside on `reader`, by default the first device. Layers with a sliding window keep all
-    entries too, so that a rollback is possible. Entries after the first `length` are never read before they are written again:
-    masks hide them, and they are finite, so they do not change what attention computes.
+    of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the model of
+    the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers with a
+    sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used before they
+    are written again: masks hide them, and they are finite, so they do not change what attention computes.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class KVBuffer:
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:
-        """Copies the valid entries to new buffers, with room for `needed` and `capacity` tokens and twice the old ones'.
+        """Copies the valid entries to new buffers with room for `needed` tokens, and at least for `capacity` and twice the old
+        number.
 
-        Static passes of the old buffers become invalid.
+        Static passes that were made for the old buffers become invalid.
         """
         capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])  # doubled: few copies as it grows
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT

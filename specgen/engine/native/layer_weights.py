@@ -23,11 +23,11 @@ Take = Callable[[str], torch.Tensor]
 
 
 class LayerTensors(NamedTuple):
-    """The names of one layer's weights. The bias of a weight is called `bias_of(name)`.
+    """The names of one layer's weights in a model's files. The bias of a weight is called `bias_of(name)`.
 
-    `attention_norm` and `mlp_norm` norm the input, `attention_post_norm` and `mlp_post_norm` the output; None: there is no such
-    norm. `qkv` names the weights of queries, keys and values, or one weight with all their rows in this order; `gate_up` those of
-    gate and up projection, or one with the rows of both.
+    `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
+    those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
+    all their rows in this order; `gate_up` those of gate and up projection, or one with the rows of both.
     """
 
     attention_norm: str | None
@@ -44,10 +44,10 @@ class LayerTensors(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
+    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
+    heads.
 
-    `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size], `sinks` [heads] the logits that
-    are part of each softmax.
+    `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
     """
 
     qkv: torch.Tensor
@@ -59,7 +59,7 @@ class AttentionWeights(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -164,10 +164,10 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
 def layer_weights(
     architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: float = 1.0, *, is_normed: bool = True
 ) -> LayerWeights:
-    """Returns the weights, in `dtype`, of layer `index`.
+    """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
-    `gain` is a factor on the weights of the norms before attention and MLP (see `layer.norm_gain`). `is_normed` False: the
-    attention's input has no norm.
+    `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms before attention and MLP (see
+    `layer.norm_gain`). `is_normed` False: the attention's input has no norm.
     """
     names = layer_tensors(architecture, index)
 
@@ -345,7 +345,10 @@ def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
-    """Returns the index in the model's files of each number of a query or key head, in the native decoder's order."""
+    """Returns the order of the numbers of a query or key head in the native decoder: for each, its index in the model's files.
+
+    Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.
+    """
     order = torch.arange(architecture.head_size, device=device)
     if any(kind.rotary is not None for kind in architecture.layers):
         order[: architecture.rotary_size] = order[: architecture.rotary_size].view(2, -1).t().reshape(-1)

@@ -49,11 +49,11 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that a token's logits
-    have the same bits whichever tokens are run with it, in drafts without trees. `captures` runs the short passes of the
-    functions that the methods return as CUDA graphs, see `graphs`; None: none.
-    `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the norm and the
-    head, whose device is the model's: all outputs are there.
+    `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that in drafts
+    without branches a token's logits have the same bits whichever tokens are run with it. `captures` makes the functions that
+    `forward` returns run short passes as CUDA graphs (see `graphs`); None: no graphs.
+    `layer_devices` has the device of each layer if they are on several. The embedding may be on another device than the norm and
+    the head; the model's `device`, where all outputs are, is that of the norm and the head.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NativeModel:
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer:
-        """Returns an empty KV cache for the layers with these indices (None: all), and for so many sequences."""
+        """Returns an empty KV cache for the layers with these indices (None: all), for this number of sequences."""
         layers = range(len(self.layer_devices)) if layers is None else layers
         made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
         options = {"first_layer": layers.start, "sequences": sequences}
@@ -96,13 +96,14 @@ class NativeModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs layers, or a static one for short passes (see `graphs`); see `engine.model.Model`."""
+        """Returns a function that runs some of the layers, short passes as static ones if there are `captures`; see
+        `engine.model.Model`."""
         forward = NativeForward(self, layers, inputs, taps, with_head=with_head)
         function: ForwardFunction = forward if self.captures is None else self.captures.wrapped(forward)
         return function
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the tokens `ids`, a copy."""
+        """Returns the embeddings [n, width] of the n tokens `ids`, as a new tensor on the embedding's device."""
         if len(ids) > 1:
             return self._embedded(torch.tensor(ids))
         return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))  # 1.5 % of a small draft's pass less
@@ -120,7 +121,8 @@ class NativeModel:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
     def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts) -> ModelOutput:
-        """Returns logits and hidden states after the norm."""
+        """Returns the output for hidden states [n, width] after the last layer: logits, and hidden states after the final
+        norm."""
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
@@ -178,9 +180,10 @@ class NativeModel:
 
 
 class NativeForward:
-    """Runs layers on forward passes of a `ModelRunner`. The arguments are those of `engine.model.Model.forward`.
+    """Runs some layers of a model on the forward passes of a `ModelRunner`. A `ForwardFunction`.
 
-    `parts` has the norm and head after the layers; None: neither.
+    The arguments are those of `engine.model.Model.forward`. `parts` has the norm and the head that follow the layers; None: the
+    function ends after the layers.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class NativeForward:
         return ModelOutput(logits[kept], states[kept], features=None if features is None else features[:count])
 
     def run(self, hidden: torch.Tensor, inputs: PassInputs, first: int = 0) -> ModelOutput:
-        """Runs the hidden states [rows, width] that enter the first layer, and the head for the rows from `first` on.
+        """Runs the layers on the hidden states [rows, width] that enter them, and norm and head on the rows from `first` on.
 
         Its operators can be captured in a CUDA graph. Without a head the output's logits mean nothing.
         """
@@ -218,9 +221,10 @@ class NativeForward:
         return self.model.norm_and_head(hidden[first:], self.parts)._replace(features=features)
 
     def run_layers(self, hidden: torch.Tensor, inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the hidden states after all layers, and the features [rows, ...] that `taps` name, if any.
+        """Runs the layers on `hidden` [rows, width]. Returns the hidden states after them, and the features [rows, ...] for
+        `taps`, or None.
 
-        Without gradients, `hidden` [rows, width] is changed.
+        Without gradients, `hidden` is changed.
         """
         model, found = self.model, dict[int, torch.Tensor]()
         for layer, part in self._layers:
@@ -243,7 +247,7 @@ class NativeForward:
 
 
 def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logits that a model predicts with, from the output of its LM head's product: scaled, then capped."""
+    """Returns the logits that a model predicts with: those of its LM head's product, scaled, then capped."""
     if architecture.logit_scale != 1.0:
         logits = logits * architecture.logit_scale
     if (cap := architecture.logit_cap) is not None:
@@ -263,11 +267,11 @@ def load_native(
     wide_attention: bool = False,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`;
-    `wide_attention`: see `NativeLayer`.
+    """Loads the model in `folder`; messages call it `name`.
 
-    `layer_devices` has the device of each layer, if they are on several: then the embedding is on the first one's, and `device`
-    is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `exact` is as in `NativeModel`, `quantise` as in `ProductFactory`, `wide_attention` as in `NativeLayer`. `layer_devices` has
+    the device of each layer, if they are on several: then the embedding is on the first layer's, and `device` is that of the
+    final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files, architecture = open_model(folder, name, architecture, device)
@@ -317,7 +321,7 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:
-    """Returns the names of the embedding's and of the LM head's table. They are the same if the files have only one table."""
+    """Returns the names of the two tensors with the embedding and the LM head; the same name twice if the files have only one."""
     return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
 
 

@@ -55,10 +55,10 @@ class RotaryDefaults:
 
 
 def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
-    """Reads a config's rotary settings. `length` is its `max_position_embeddings`.
+    """Reads a config's rotary settings. `length` is its `max_position_embeddings`, `head_size` the size of a head.
 
-    Returns the sets of frequencies by key, how many numbers of each head are rotated, and the longest context in tokens. Raises
-    UnsupportedConfig for types that are not known, for keys that are not known and for impossible values.
+    Returns the sets of frequencies by their keys in `Architecture.rotary`, how many numbers of each head are rotated, and the
+    longest context in tokens. Raises UnsupportedConfig for an unknown type or key, and for an impossible value.
     """
     rotary, size, limit = {}, head_size, length
     for key, section, theta in _sections(fields, defaults):
@@ -167,11 +167,11 @@ def _llama3(frequencies: torch.Tensor, settings: Mapping[str, Any]) -> torch.Ten
 
 
 class RotaryTable:
-    """The rotations of all positions for one `Rotary`, as complex numbers factor (cos + i sin), computed when first needed.
+    """The rotations of all positions for one `Rotary`, as complex numbers factor * (cos + i sin), computed when first needed.
 
     `round_to` is the dtype that cos and sin are rounded to, as transformers does in models of that dtype; None leaves them in
-    float32. The tables are ordinary tensors, also if they are first needed in torch's inference mode. `long` in the methods
-    selects LongRoPE's frequencies for long runs.
+    float32. The tables are ordinary tensors, even if they are first needed in torch's inference mode. The methods' argument
+    `long` selects LongRoPE's frequencies for long runs.
     """
 
     def __init__(self, rotary: Rotary, device: torch.device | str, round_to: torch.dtype | None = None) -> None:
@@ -182,13 +182,15 @@ class RotaryTable:
             self._tables = {long: torch.empty((0, width), dtype=torch.complex64, device=device) for long in (False, True)}
 
     def rows(self, first: int, last: int, long: bool = False) -> torch.Tensor:
-        """Returns the rotations [last - first, R / 2], complex64, of positions `first` to `last - 1`: a view."""
+        """Returns the rotations [last - first, R / 2], complex64, of positions `first` to `last - 1`, as a view; see `gather` for
+        R."""
         return self._table(last, long)[first:last]
 
     def gather(self, positions: torch.Tensor, long: bool, end: int) -> torch.Tensor:
-        """Returns the rotations [n, R / 2], complex64, of `positions` [n], which is on the table's device.
+        """Returns the rotations [n, R / 2], complex64, of `positions` [n], a tensor on the table's device; R numbers of a head
+        are rotated.
 
-        `end` is a number above all positions, so that a GPU need not be waited for.
+        `end` is a number above all positions; it is given because finding it would make the host wait for a GPU.
         """
         return self._table(end, long).index_select(0, positions)
 
