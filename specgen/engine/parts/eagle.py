@@ -1,7 +1,8 @@
 """EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840).
 
-Pair i of a text joins the target's feature i with the embedding of token i + 1; it has position i. The layers turn pairs into
-predicted features: row i imitates feature i + 1, and its logits predict token i + 2.
+Features are hidden states of the target. Pair i of a text joins the target's feature at token i with the embedding of token i +
+1, and has position i. The head's layers turn pairs into predicted features: the one of pair i imitates the target's feature at
+token i + 1, and its logits predict token i + 2.
 """
 
 from __future__ import annotations
@@ -43,20 +44,21 @@ FIRST_NORM = "layers.0.input_layernorm.weight"
 
 
 class FirstLayer(NativeLayer):
-    """The first layer of a head, whose attention does not read the residual stream."""
+    """The first layer of an EAGLE head, whose attention reads another vector than the residual stream."""
 
     def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
-        """Returns the residual stream with the outputs of attention, which reads `attended`, and of the MLP added."""
+        """Returns the residual stream `hidden` [rows, width] with the outputs of attention and MLP added. Attention reads
+        `attended`."""
         hidden = self.mixer.output.add_to(hidden, self.mixer(attended, inputs))
         return self.mlp.output.add_to(hidden, self.mlp(self._norm(hidden), inputs))
 
 
 class UnrolledAttention(Attention):
-    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2).
+    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2), in which each call drafts one more
+    token.
 
-    Each call drafts one token after each prefix.
-    The first call has a text's pairs. In call j after it, row i is the pair of the j-th token drafted after pair i, at position
-    i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
+    A draft follows each prefix of a text. The first call has the text's pairs. In call j after it, row i is the pair of the j-th
+    token drafted after pair i, at position i + j. It sees the pairs that pair i sees, and the tokens drafted after pair i.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -90,9 +92,10 @@ class UnrolledLayer(FirstLayer):
 
 
 class EagleLayers:
-    """The layers of a head with their weights on `device`, for drafting and for training.
+    """The layers of an EAGLE head with their weights on `device`, for drafting and for training.
 
-    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`; `norm_gain` is `gain` of
+    `layer.norm_function`. `first_layer` is the class of the first layer.
     """
 
     def __init__(
@@ -125,9 +128,10 @@ class EagleLayers:
         self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
-        """Runs the layers on pairs, and returns the hidden states after them: the predicted features.
+        """Runs the layers on pairs (see the module), and returns the hidden states [n, width] after them: the predicted features.
 
-        `embeddings` and `features` are [n, width]: of version 3, features after `fc`.
+        `embeddings` and `features` are [n, width]; for EAGLE-3 the features have gone through `fc`, which joins three of them to
+        one.
         """
         if self._is_third:
             pairs = self.normed(torch.stack((embeddings, features), dim=1))
@@ -143,20 +147,21 @@ class EagleLayers:
 
 
 class EagleRunner(DecoderRunner):
-    """Drafts with an EAGLE head or a target's own drafting layers. Implements `DraftRunner`; `target` keeps the features read.
+    """Drafts with an EAGLE head, or with the target's own drafting layers. Implements `DraftRunner`; its `target` is a runner of the
+    target that keeps the features for the head.
 
     The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
     logits after the context come from the last of them. A drafted token is paired with the predicted feature of its parent, so
     each level of a draft takes a pass. The cache has the keys, values and predicted features of the context's pairs, made from
-    the target's features, then those of the draft. The latter are dropped when the context grows, also where tokens were
-    accepted: the pass over their pairs with the target's features also computes the next draft's first logits.
+    the target's features, then those of the draft. When the context grows, the draft's are dropped, those of accepted tokens too:
+    these pairs are run again with the target's features, in the pass that also computes the next draft's first logits.
 
     Of several drafting layers, layer k pairs each token with what layer k - 1 predicts at the token before it, so its first pair
     is that of token k + 1. On drafted tokens of level m, from 1, run the layers from m on, and layer m gives their logits: no
     feature after the context's is needed, and `longest_draft` is the number of layers.
 
-    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. A context of
-    one token has no pair; in its place, the token is paired with zeros.
+    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. In a context
+    of one token, which has no pair, the token is paired with zeros.
     """
 
     def __init__(
@@ -268,9 +273,10 @@ def _before(forward_pass: ForwardPass) -> Tensor:
 def make_runners(
     weights: EagleWeights | MtpWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
 ) -> PartRunners:
-    """Returns a target that keeps the head's features, and the head. `penalties` makes the processor for each of the two.
+    """Returns a runner of the target that keeps the features that the head reads, and a runner of the head.
 
-    Raises SpecgenError if the model's layers cannot be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError if the model's layers cannot
+    be run one by one.
     """
     draft = EagleRunner(weights, model, penalties(), penalties())
     return PartRunners(draft.target, draft)
