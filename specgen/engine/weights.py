@@ -112,7 +112,8 @@ class WeightFiles:
     def check_no_others(self, known: Collection[str], layers: int) -> None:
         """Raises SpecgenError if the files have tensors that are not in `known` and may matter; `layers`: see
         `check_no_extra`."""
-        check_no_extra((key for name, key in self._keys.items() if name not in known), self.owner, layers)
+        others = (key for name, key in self._keys.items() if name not in known)
+        check_no_extra(others, self.owner, layers, sum(name.endswith(".eh_proj.weight") for name in self._keys))
 
     def _check_complete(self, names: Iterable[str]) -> None:
         if missing := sorted(name for name in names if name not in self._keys):

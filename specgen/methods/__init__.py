@@ -14,7 +14,7 @@ from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
-from specgen.methods.heads import EAGLE, GLIDE, MEDUSA
+from specgen.methods.heads import EAGLE, GLIDE, MEDUSA, MTP_METHOD
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
@@ -34,7 +34,7 @@ PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_ki
 
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
 _ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
-_ROWS += [MEDUSA, EAGLE, GLIDE, SELFSD]
+_ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, SELFSD]
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
 POLICIES: Mapping[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)

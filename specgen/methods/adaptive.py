@@ -268,6 +268,7 @@ ADAPTIVE_METHOD = Method(
     signals=DRAFT_SIGNALS | {MATCH_LENGTH},
     settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)},
     drafts_without_model=True,
+    stand_in="mtp",
     drafts="model",
     recorded=True,
 )

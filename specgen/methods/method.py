@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
-HEADS = ("medusa", "eagle", "glide")
+MTP = "mtp"  # the kind of a target's own drafting layers
+HEADS = ("medusa", "eagle", "glide", MTP)
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
@@ -41,7 +42,8 @@ class Method:
     method's own, besides the policy's. `defaults` maps the name of a length policy to the default values of settings that differ
     with this policy. `paper` names the method's source.
 
-    If `drafts_without_model`, the method drafts by prompt lookup where there is no draft model. `is_parallel`: drafts are made
+    If `drafts_without_model`, the method drafts by prompt lookup where there is no draft model, and by the trained part of the
+    method that `stand_in` names, where the target has one. `is_parallel`: drafts are made
     during the target's passes. `grows_trees`: all drafts may be trees. `drafts_blocks`: all tokens of a draft are computed in one
     pass. `decodes_greedily`: the method cannot sample. `is_yardstick`: the method is a reference for other methods' outputs and
     always slower than plain decoding, so that `tune` and the default `compare` leave it out.
@@ -69,6 +71,7 @@ class Method:
     is_parallel: bool = False
     is_yardstick: bool = False
     drafts_without_model: bool = False
+    stand_in: str = ""
     grows_trees: bool = False
     drafts_blocks: bool = False
     decodes_greedily: bool = False
@@ -142,6 +145,9 @@ class Method:
             return SpecgenError(message, "Name one with --draft, or take lookup=true")
         if self.uses_draft_model:
             return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        if self.needs == MTP:
+            message = f"{self.name} needs drafting layers in the target's own files, and there are none"
+            return SpecgenError(message, f"Take another target{WITHOUT_A_DRAFT}")
         part, option = ("n exit layer", "--exit-layer FILE") if self.needs_exit_layer else (" head", "--head FOLDER")
         return SpecgenError(
             f"{self.name} needs a{part} trained for the target, and there is none",

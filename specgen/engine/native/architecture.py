@@ -40,6 +40,7 @@ _IRRELEVANT = """
     output_router_logits router_aux_loss_coef router_jitter_noise
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
     pard_token spd_type
+    num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """
 _OPTIONAL_FEATURES = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
@@ -47,7 +48,7 @@ _OPTIONAL_FEATURES = """
     rope_interleaved
     """
 
-# Fields that do not change the logits of any family: they concern training, generation, other tasks or the file itself.
+# Fields that do not change the logits of any family: they concern training, generation, other tasks, draft layers or the file.
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 
 # Fields that switch something on which only some families have; switched off, they are harmless in all.

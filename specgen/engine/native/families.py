@@ -60,6 +60,11 @@ def _qwen2(fields: Fields, plain: Changes) -> Changes:
     return {**_windows(fields, plain, _layer_types(fields, default), window, required=True), "qkv_bias": True}
 
 
+def _mimo(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("auto_map", "attention_bias")  # its own code computes what Qwen2's does
+    return _qwen2(fields, plain)
+
+
 def _qwen3(fields: Fields, plain: Changes) -> Changes:
     return {**_qwen2(fields, plain), **_biases(fields), "qk_norm": "head"}
 
@@ -295,6 +300,7 @@ FAMILIES = {
     "llama": Family(_llama, 2, ()),
     "mistral": Family(_mistral, 2),
     "qwen2": Family(_qwen2, None),
+    "mimo": Family(_mimo, None),
     "qwen3": Family(_qwen3, None, _HEADS),
     "phi3": Family(_phi3, 32_000, (), eps=1e-5, rotary=_PHI3_ROPE),
     "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),

@@ -93,6 +93,21 @@ class GlideWeights(DecoderWeights):
     block_size: int = 5
 
 
+@dataclass(frozen=True)
+class MtpWeights:
+    """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    `architecture` is the target's, with these layers alone. For each layer k, `tensors` has the decoder layer's weights under
+    `layers.k.`, there also `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
+    [width, 2 width], which reads the normed embedding, then the normed state. `final_norm` [width] is the factor of the target's
+    final norm if the layers read the states before it; None: they read those after it.
+    """
+
+    architecture: Architecture
+    tensors: Mapping[str, torch.Tensor]
+    final_norm: torch.Tensor | None = None
+
+
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights
 
 
@@ -136,8 +151,9 @@ class KeptRows:
         end = first + rows.shape[0]
         if end > self.kept.shape[0]:
             larger = rows.new_zeros(max(end, capacity, 2 * self.kept.shape[0]), rows.shape[1])
-            if first:
-                larger[:first] = self.kept[:first]
+            old = self.kept[:first]
+            if len(old):
+                larger[: len(old)] = old
             self.kept = larger
         self.kept[first:end] = rows
 
@@ -196,7 +212,11 @@ class DecoderRunner(ModelRunner):
     """
 
     def __init__(
-        self, weights: DecoderWeights, model: Model, run: ForwardFunction, penalties: PenaltyProcessor | None = None
+        self,
+        weights: DecoderWeights | MtpWeights,
+        model: Model,
+        run: ForwardFunction,
+        penalties: PenaltyProcessor | None = None,
     ) -> None:
         self.architecture, self.target_model = weights.architecture, model
         self.devices = [model.device] * len(self.architecture.layers)

@@ -1,4 +1,4 @@
-"""A trained part of a target (an exit layer of EESD, or a Medusa, EAGLE or GliDe head): its folder, description and weights.
+"""A trained part of a target (an exit layer, a head, or its own drafting layers): its folder, description and weights.
 
 The files of an exit layer are `exit.yaml` and `exit.safetensors`. A head has one of the published layouts (`published_heads`),
 and, if specgen trained it, also `head.yaml`.
@@ -25,8 +25,9 @@ from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
+from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
-from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
+from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights, MtpWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
@@ -97,7 +98,7 @@ class TrainedPart:
         self.warning: str | None = None
         self.version: int | None = None
         self._target = target
-        self._weights: ExitWeights | HeadWeights | None = None
+        self._weights: ExitWeights | HeadWeights | MtpWeights | None = None
         if description is not None and description.fingerprint != weights_fingerprint(target.folder):
             trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
             problem = f"{self.name} was trained for {trained_for}, not for {target.name}"
@@ -115,7 +116,7 @@ class TrainedPart:
     def has_predictor(self) -> bool:
         return isinstance(self.description, ExitDescription) and self.description.predictor
 
-    def load(self) -> ExitWeights | HeadWeights:
+    def load(self) -> ExitWeights | HeadWeights | MtpWeights:
         """Returns the weights, which are read and checked once, and kept until `release`.
 
         Raises SpecgenError, in one line, for files that are damaged or do not fit the target.
@@ -157,7 +158,9 @@ class TrainedPart:
             predictor.to(model.device).requires_grad_(False)
         return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
 
-    def _read_head(self) -> HeadWeights:
+    def _read_head(self) -> HeadWeights | MtpWeights:
+        if self.kind == "mtp":
+            return read_layers(self._target)
         files = PublishedHead(self.path, self._target)
         weights = files.read()
         if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
@@ -186,6 +189,11 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
         problem = f"the weights in {path}, of the kind {part.kind}, and their {HEAD_DESCRIPTION} do not belong together"
         raise SpecgenError(problem, "Train it again, or restore the file")
     return part
+
+
+def own_layers(target: LoadedModel) -> TrainedPart | None:
+    """Returns the drafting layers in the target's own files, None if it has none. Raises SpecgenError as `mtp.find_layers`."""
+    return None if find_layers(target) is None else TrainedPart("mtp", target.folder, target, None)
 
 
 def _training(method: str) -> str:
