@@ -226,7 +226,7 @@ def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:
 
 
 def wrong_shape(owner: str, key: str, found: Iterable[int], expected: Iterable[int]) -> SpecgenError:
-    """Returns the error for a tensor that has another shape than it has to have by the config."""
+    """Returns the error for a tensor whose shape `found` in the files is not the shape `expected` by the config."""
     stored, wanted = (" x ".join(map(str, sizes)) or "a single number" for sizes in (found, expected))
     return SpecgenError(f"{owner}: {key} is {stored} in its file, but has to be {wanted} by its config.json", AGAIN)
 
@@ -254,7 +254,7 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Returns the shape and safetensors' name of the dtype of each tensor in a model's files.
+    """Returns each tensor in a model's files by name: its shape, and its dtype by safetensors' name (such as BF16).
 
     Raises SpecgenError for an unreadable file.
     """
@@ -279,7 +279,11 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def file_fingerprint(file: BinaryIO) -> str:
-    """Returns the fingerprint of the weights in an open safetensors file. Raises OSError and ValueError, among others."""
+    """Returns 16 hexadecimal digits that identify the weights in an open safetensors file, as `weights_fingerprint` does for a
+    folder.
+
+    Raises OSError and ValueError, among others, for a damaged file.
+    """
     return _combined(_digests(file))
 
 
