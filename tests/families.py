@@ -18,6 +18,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
@@ -103,6 +104,23 @@ FAMILIES: dict[str, Any] = {
     "gpt_oss": lambda: GptOssConfig(
         **_LLAMA, **_IDS, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=_WINDOW, swiglu_limit=2.0
     ),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **_LLAMA | {"num_hidden_layers": 4},
+        **_IDS,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=_WINDOW,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    ),
     "starcoder2": lambda: Starcoder2Config(**_LLAMA, **_IDS, sliding_window=_WINDOW),
     "stablelm": lambda: StableLmConfig(**_LLAMA, **_IDS, use_qkv_bias=True, qk_layernorm=True),
     "cohere": lambda: CohereConfig(**_LLAMA, **_IDS, use_qk_norm=True, logit_scale=0.5),
@@ -125,7 +143,9 @@ FAMILIES: dict[str, Any] = {
 
 # the native decoder runs these families
 NATIVE = tuple(
-    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
+    name
+    for name in FAMILIES
+    if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text", "gemma4_text")
 )
 MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss")
 BACKENDS = ("native", "transformers")

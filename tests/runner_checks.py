@@ -157,7 +157,7 @@ TRACED = tuple(
         "block_runner",
         "cached_prefix",
         "model_runner",
-        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
+        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa")),
         "transformers/kv_cache",
         "transformers/transformers_model",
         *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "mlp")),

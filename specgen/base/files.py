@@ -85,8 +85,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a result to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Halves of characters become question
-    marks. Raises RunError if the file cannot be written."""
+    """Writes text to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Lone surrogates become question marks.
+
+    Raises RunError if the file cannot be written.
+    """
     try:
         with whole_file(path) as file:
             file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
@@ -95,8 +97,10 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
-    changed. `what` names the file in messages."""
+    """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
+
+    To be called before long work starts. `what` names the file in messages.
+    """
     named = f"cannot write the {what} {path}"
     if str(path) in _STREAMS:
         return

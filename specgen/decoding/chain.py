@@ -185,7 +185,8 @@ class HostChain:
 
 
 def further_candidates(top_prob: float) -> int:
-    """Returns how many candidates join a drafted token whose distribution has this largest probability (CaPE; temperature 1)."""
+    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the largest probability at
+    temperature 1."""
     return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
 
 

@@ -110,7 +110,8 @@ class Setup:
 
     @property
     def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
-        """The sampling parameters, the device and the seed of a verifier."""
+        """What a verifier is made with: the sampling parameters, the target's device, and a seed for the verifier's random
+        numbers."""
         assert self.target is not None
         return self.sampling, self.target.device, derive_seed(self.seed, "target")
 

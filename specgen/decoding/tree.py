@@ -1,4 +1,4 @@
-"""Token trees: what all drafts with several candidates at a position grow, and the drafter of the likeliest continuations."""
+"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest continuations."""
 
 from __future__ import annotations
 

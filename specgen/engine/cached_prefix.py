@@ -39,7 +39,7 @@ class CachedPrefix:
         self.clear()
 
     def clear(self) -> None:
-        """Counts no token as cached."""
+        """Counts no token as cached any more."""
         self._context = Context(())
         self.committed = 0
         self.draft: TreeNodes = NO_NODES
@@ -68,10 +68,10 @@ class CachedPrefix:
                 self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
-        """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
+        """Counts as cached only tokens with which `context` begins, and the draft nodes after them.
 
-        Draft nodes that have been accepted are part of `context` now, and count as committed. In a tree, their keys and values
-        are moved next to those of the other committed tokens, and the rest of the draft is dropped.
+        Draft nodes that have been accepted are part of `context` now, and become committed tokens. If the draft is a tree, their
+        keys and values are moved next to those of the other committed tokens, and the rest of the draft is dropped.
         """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)

@@ -1,4 +1,4 @@
-"""The interface of a model with its weights, which our own decoder (`native`) and transformers implement, and a model's sizes."""
+"""The interface of a model with its weights, which the native decoder and transformers' models implement, and a model's sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class ModelShape:
     `intermediate_size` is the width of the MLPs, None if the config states none. `vocab_size` is the number of token ids, which
     have an embedding and a logit each. `context_limit` is the longest context in tokens, `NO_LIMIT` if the config states none.
     `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other rotary frequencies, None for other models.
-    `dtype` names the weights' dtype, None if the config does not. `tied`: the head's weights are the embedding's. `default_eos`
-    is the config's end-of-sequence id or ids; where config.json is silent, the family's default.
+    `dtype` names the weights' dtype, None if the config does not. `tied`: the LM head's weights are the embedding's.
+    `default_eos` is the config's end-of-sequence id or ids; where config.json is silent, the family's default. `kv_numbers` is
+    how many numbers the keys and values of one token have in all layers together; `num_kv_heads` and `head_size` are those of the
+    first layer, from which others may differ.
     """
 
     model_type: str
@@ -38,10 +40,11 @@ class ModelShape:
     dtype: str | None
     tied: bool
     default_eos: int | list[int] | None
+    kv_numbers: int
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Returns the bytes that one token's keys and values take in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * bytes_per_number
+        return self.kv_numbers * bytes_per_number
 
 
 def of_transformers(config: Any) -> ModelShape:
@@ -49,21 +52,32 @@ def of_transformers(config: Any) -> ModelShape:
     config = config.get_text_config()
     dtype = getattr(config, "dtype", None)
     limit, boundary = _context(config)
-    heads = config.num_attention_heads
+    heads, count = config.num_attention_heads, config.num_hidden_layers
+    is_uniform = not getattr(config, "is_heterogeneous", False)
+    layers = [config] * count if is_uniform else [config.per_layer_config[index] for index in range(count)]
+    sizes = [
+        (
+            _first_integer(layer, "num_key_value_heads") or heads,
+            _first_integer(layer, "head_dim") or config.hidden_size // heads,
+        )
+        for layer in layers
+    ]
+    owners = sizes[: count - (getattr(config, "num_kv_shared_layers", None) or 0)]  # the others read the keys of these
     return ModelShape(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
         intermediate_size=_first_integer(config, "intermediate_size", "ffn_dim", "n_inner"),
-        num_layers=config.num_hidden_layers,
+        num_layers=count,
         num_heads=heads,
-        num_kv_heads=_first_integer(config, "num_key_value_heads") or heads,
-        head_size=_first_integer(config, "head_dim") or config.hidden_size // heads,
+        num_kv_heads=sizes[0][0],
+        head_size=sizes[0][1],
         vocab_size=config.vocab_size,
         context_limit=limit,
         rope_boundary=boundary,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         default_eos=getattr(config, "eos_token_id", None),
+        kv_numbers=sum(2 * kv_heads * size for kv_heads, size in owners),
     )
 
 
@@ -142,9 +156,10 @@ class Model(Protocol):
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first `layers` layers (None: all) on several sequences, as `forward`'s functions do on one.
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens each. The other arguments are as in
+        `forward`.
 
-        The output's tensors are [batch, n, ...], `logits` those of each sequence's last `logits_to_keep` tokens (None: all).
+        The output's tensors are [batch, n, ...]; `logits` are those of each sequence's last `logits_to_keep` tokens (None: all).
         """
         ...
 

@@ -47,8 +47,8 @@ Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 class GenerationConfig:
     """The fields of a generation config that change which token is generated or when generation ends; None where not set.
 
-    Sampling defaults such as `temperature` are not among them: `SamplingParams` replaces them. `unsupported` are the fields that
-    change logits in ways that are not supported, see `has_penalties`; their values are kept as they are in the file.
+    Sampling defaults such as `temperature` are left out, because `SamplingParams` replaces them. `unsupported` has the fields
+    that change logits in ways that are not supported (see `has_penalties`), with their values in the file.
     """
 
     eos_token_id: Ids | None = None
@@ -94,8 +94,9 @@ def eos_ids(
 ) -> frozenset[int]:
     """Returns the ids of the tokens that end an output.
 
-    They come from `generation`, else from `config` (a config.json), else they are `default_eos` (of the model's family), else
-    `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are no token ids.
+    The first source that names any counts: `generation`, then `config` (a config.json), then `default_eos` (of the model's
+    family), then `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are
+    no token ids.
     """
     found: Any = generation.eos_token_id
     if found is None:
@@ -125,7 +126,7 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
 
 class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in its order.
+    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in transformers' order.
 
     A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
     are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or

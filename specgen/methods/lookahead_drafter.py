@@ -1,6 +1,6 @@
-"""Lookahead decoding (Fu et al. 2024): the target makes n-grams by Jacobi iteration beside its own passes, and verifies them.
+"""Lookahead decoding (Fu et al. 2024): each pass of the target both verifies n-grams and makes new ones by Jacobi iteration.
 
-Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases prolong its drafts.
+Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases of its n-gram pool follow its drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Phrase = tuple[int, ...]
 class NgramPool:
     """A map from a token to at most `size` phrases of `ngram` - 1 tokens that may follow it (Fu et al. 2024, section 3.2).
 
-    A phrase that is added again counts as new. The oldest phrases are removed first.
+    If there are more, the oldest are removed. A phrase that is added again counts as new.
     """
 
     def __init__(self, ngram: int, size: int) -> None:
@@ -55,7 +55,7 @@ class NgramPool:
             del phrases[next(iter(phrases))]
 
     def replace(self, token: int, phrase: Phrase, correct: Sequence[int]) -> None:
-        """Removes a phrase that was thought to follow the token, and adds the one that does."""
+        """Removes `phrase` from those that may follow the token, and adds the phrase `correct`, which does follow it."""
         self._phrases.get(token, {}).pop(phrase, None)
         self.add(token, correct)
 

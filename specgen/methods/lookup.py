@@ -40,7 +40,8 @@ class PromptLookupDrafter:
         self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
-        """Drafts as `Drafter.propose` does. For `is_last` see `LengthPolicy.starts_draft`."""
+        """Drafts at most `limit` tokens after the context; see `Drafter.propose`. `is_last` is passed to
+        `LengthPolicy.starts_draft`."""
         self._index(context)
         self._compare_last(context, policy)
         start = self._match(context)

@@ -1,4 +1,4 @@
-"""What a decoding method is, as a row of the table, and a method with settings. Imports no torch."""
+"""What a decoding method is (a row of the table of methods), and a method with settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
-HEADS = ("medusa", "eagle", "glide")
+MTP = "mtp"  # the kind of a target's own drafting layers
+HEADS = ("medusa", "eagle", "glide", MTP)
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
@@ -41,7 +42,8 @@ class Method:
     method's own, besides the policy's. `defaults` maps the name of a length policy to the default values of settings that differ
     with this policy. `paper` names the method's source.
 
-    If `drafts_without_model`, the method drafts by prompt lookup where there is no draft model. `is_parallel`: drafts are made
+    If `drafts_without_model`, the method drafts by prompt lookup where there is no draft model, and by the trained part of the
+    method that `stand_in` names, where the target has one. `is_parallel`: drafts are made
     during the target's passes. `grows_trees`: all drafts may be trees. `drafts_blocks`: all tokens of a draft are computed in one
     pass. `decodes_greedily`: the method cannot sample. `is_yardstick`: the method is a reference for other methods' outputs and
     always slower than plain decoding, so that `tune` and the default `compare` leave it out.
@@ -69,6 +71,7 @@ class Method:
     is_parallel: bool = False
     is_yardstick: bool = False
     drafts_without_model: bool = False
+    stand_in: str = ""
     grows_trees: bool = False
     drafts_blocks: bool = False
     decodes_greedily: bool = False
@@ -107,7 +110,7 @@ class Method:
         return self.needs != NOTHING
 
     def may_measure(self, settings: Settings) -> bool:
-        """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""
+        """Whether something may have to be measured before decoding with these settings: pass times, or which layers to skip."""
         return self.is_parallel or self.skips_layers or settings.policy == ADAPTIVE
 
     @property
@@ -122,7 +125,8 @@ class Method:
 
     @property
     def k_alone(self) -> bool:
-        """Whether a given `k` without a `policy` selects the policy `fixed`, because the method's own, `adaptive`, has no `k`."""
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the method's own, `adaptive`, has no
+        `k`."""
         return self.any_policy and self.policy == ADAPTIVE
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -142,6 +146,9 @@ class Method:
             return SpecgenError(message, "Name one with --draft, or take lookup=true")
         if self.uses_draft_model:
             return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        if self.needs == MTP:
+            message = f"{self.name} needs drafting layers in the target's own files, and there are none"
+            return SpecgenError(message, f"Take another target{WITHOUT_A_DRAFT}")
         part, option = ("n exit layer", "--exit-layer FILE") if self.needs_exit_layer else (" head", "--head FOLDER")
         return SpecgenError(
             f"{self.name} needs a{part} trained for the target, and there is none",
@@ -149,7 +156,7 @@ class Method:
         )
 
     def without_predictor(self) -> SpecgenError:
-        """Returns the error to raise where the exit layer has no acceptance predictor, and the length policy reads its scores."""
+        """Returns the error to raise if the length policy needs an acceptance predictor and the exit layer has none."""
         instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
         hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
@@ -171,16 +178,17 @@ def imported(path: str, *names: str) -> Callable[[Setup, Settings], Any]:
 
 
 def training_command(part: str, target: str | None) -> str:
-    """Returns the command that trains a part of this kind (`EXIT` or one of `HEADS`) for `target`; None: the bundled one."""
+    """Returns the command that trains a part of the kind `part` (`EXIT` or one of `HEADS`) for `target`; None: the bundled
+    target."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods {'eesd' if part == EXIT else part}{of}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method with settings. `given` are those that the user wrote, `settings` all of them, with the length policy.
+    """A method with settings. `given` are those that the user wrote, `settings` are all, with defaults and the length policy.
 
-    Printed as users write it: `svip:threshold=0.4:max_draft=12`.
+    As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
     """
 
     method: Method

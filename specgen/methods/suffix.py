@@ -119,7 +119,7 @@ class Continuation:
         self._ids, self._length, self._positions = ids, len(ids), positions
 
     def extend(self) -> bool:
-        """Computes one more token. Returns False if nothing follows."""
+        """Computes one more token and its probability. Returns False if no occurrence is followed by a token."""
         drafted = len(self.tokens)
         following = [self._at(position + drafted) for position in self._positions]
         counted = [token for token in following if token != _BORDER]

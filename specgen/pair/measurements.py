@@ -154,13 +154,12 @@ def _stored() -> dict[str, dict[str, Any]]:
 class DraftingKnowledge:
     """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model; without one, methods that can do so
-    draft by prompt lookup.
+    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model. `has_model` says whether a model
+    or a part of the target makes at least some of a method's drafts; otherwise prompt lookup makes all of them.
     """
 
-    def __init__(self, measurements: Measurements, draft: LoadedModel | None) -> None:
-        self._measurements = measurements
-        self._has_draft_model = draft is not None
+    def __init__(self, measurements: Measurements, draft: LoadedModel | None, has_model: Callable[[Method], bool]) -> None:
+        self._measurements, self._has_model = measurements, has_model
         self._drafts_blocks = draft is not None and draft.drafts_blocks
         self._learned: dict[Key, Learned] = {}
         self._timed: dict[Key, LearnedCosts] = {}
@@ -196,7 +195,7 @@ class DraftingKnowledge:
                 costs = timed.costs
         given = (values[name] for name in _COST_SETTINGS)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
-        learned, key = Learned.prior(costs, has_model=self._drafts_with_model(method)), None
+        learned, key = Learned.prior(costs, has_model=self._has_model(method)), None
         if not is_frozen:
             key = _learned_key(request)
             learned = self._learned.setdefault(key, learned)
@@ -225,7 +224,7 @@ class DraftingKnowledge:
         if key not in self._timed:
             method = request.method
             guess = DraftingCosts(0.0, _GUESS.verify)
-            if self._drafts_with_model(method):
+            if self._has_model(method):
                 in_blocks = self._drafts_blocks if method.uses_draft_model else method.drafts_blocks
                 guess = _BLOCK_GUESS if in_blocks else _GUESS
             known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
@@ -240,13 +239,9 @@ class DraftingKnowledge:
         tuned = self._measurements.tuned_costs.get(self._cost_key(request)[0])
         return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
 
-    def _drafts_with_model(self, method: Method) -> bool:
-        """Whether a model makes at least some of the method's drafts. Otherwise prompt lookup makes all of them."""
-        return method.runs_model and (self._has_draft_model or not method.uses_draft_model)
-
     def _cost_key(self, request: Request) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""
-        kind = request.method.cost_kind if self._drafts_with_model(request.method) else COPYING
+        kind = request.method.cost_kind if self._has_model(request.method) else COPYING
         return kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
 
 

@@ -57,7 +57,7 @@ class Pair:
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, draft)
+        self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
 
     # runs
 
@@ -174,8 +174,9 @@ class Pair:
             adaptive=adaptive,
             history=self._history if settings.values.get("history") else None,
         )
-        if method.needs_exit_layer or method.head:
-            parts = self.parts.runners(method, name_in(settings.values))
+        source = (self.parts.stand_in(method) if self.draft is None else None) or method
+        if source.needs_exit_layer or source.head:
+            parts = self.parts.runners(source, name_in(settings.values))
             parts.reserve(setup.capacity)
             setup = replace(setup, target=parts.target, draft=parts.draft, acceptance_predictor=parts.predictor)
         elif method.skips_layers:
@@ -185,6 +186,12 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
         clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+
+    def _has_model(self, method: Method) -> bool:
+        """Whether a model, or a part of the target, makes at least some of the method's drafts."""
+        if not method.uses_draft_model or self.draft is not None:
+            return method.runs_model
+        return self.parts.stand_in(method) is not None
 
     def _trial(self, request: Request) -> None:
         """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its

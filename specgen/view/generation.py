@@ -40,7 +40,8 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = "runs ties shares pass prompt where first name accepted energy perplexity speed".split()
+_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "prompt", "where", "first", "name", "accepted", "energy")
+_DROPPED_NEXT = ("perplexity", "speed")
 
 
 class Piece(NamedTuple):
@@ -297,7 +298,7 @@ def footer(
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
     styles = {"name": "strong", "shares": "quiet"}
-    for left_out in (None, *_DROPPED_FIRST):
+    for left_out in (None, *_DROPPED_FIRST, *_DROPPED_NEXT):
         if left_out is not None and not (left_out == "name" and (notes or tuned)):
             del figures[left_out]
         line = Text("  ").join(Text(text, styles.get(key, "none")) for key, text in figures.items() if text)

@@ -105,9 +105,9 @@ class DraftWorker:
         return WorkerDrafter(self, settings, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves shared memory for it and returns its offset in bytes.
+        """Begins a run (the generation of one output): reserves shared memory for it. Returns where this begins, in bytes.
 
-        The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
+        If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
         end = offset + shared.size
@@ -128,7 +128,8 @@ class DraftWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """Ends a run, if it has begun. When no run is left, the target gets back all CPU threads."""
+        """Ends a run; does nothing if it has not begun. When no run is active, this process gets back its number of CPU
+        threads."""
         if self._region_ends.pop(run, None) is not None and not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
@@ -146,7 +147,7 @@ class DraftWorker:
 class WorkerDrafter:
     """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl.ParallelDrafter`.
 
-    The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
+    The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
     """
 
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:

@@ -1,7 +1,8 @@
 """Reads config.json into an `Architecture`: the families of models that the native decoder runs, and how each differs from Llama.
 
 To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Other tensor names: `layer_weights`.
+known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. The names of tensors are in
+`layer_weights`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def _qwen2(fields: Fields, plain: Changes) -> Changes:
     first = fields.integer("max_window_layers", 28, minimum=0)
     default = [window is not None and index >= first for index in range(plain["num_layers"])]
     return {**_windows(fields, plain, _layer_types(fields, default), window, required=True), "qkv_bias": True}
+
+
+def _mimo(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("auto_map", "attention_bias")  # its own code computes what Qwen2's does
+    return _qwen2(fields, plain)
 
 
 def _qwen3(fields: Fields, plain: Changes) -> Changes:
@@ -267,9 +273,10 @@ def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
 
-    `describe` is called with the fields and a Llama without biases, and returns what is different. `eos` is the end-of-sequence
-    id. `required` are fields besides the sizes without which transformers would build a model of a certain size. `eps` is that of
-    the norms, `activation` the name of the field and its default.
+    `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
+    are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
+    transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
+    that of the norms. `activation` is a pair: the name of the field, and its default.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -293,6 +300,7 @@ FAMILIES = {
     "llama": Family(_llama, 2, ()),
     "mistral": Family(_mistral, 2),
     "qwen2": Family(_qwen2, None),
+    "mimo": Family(_mimo, None),
     "qwen3": Family(_qwen3, None, _HEADS),
     "phi3": Family(_phi3, 32_000, (), eps=1e-5, rotary=_PHI3_ROPE),
     "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),
@@ -358,7 +366,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text part of a model with vision or audio; of other models the config itself.
 
-    Tables are tied if one of the two configs says so: a file with both tables has its head nevertheless.
+    `tie_word_embeddings` is true if either of the two configs says so.
     """
     defaults, inner = _TEXT_DEFAULTS.get(str(config.get("model_type"))), config.get("text_config")
     if defaults is None or not isinstance(inner, dict):
@@ -369,11 +377,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns what the config.json of a model describes, of one with vision or audio the text part. Both forms are read: complete
-    ones, and older ones without defaults.
+    """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
-    Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
-    computation.
+    Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
+    a value is impossible, or a field is unknown that may change the computation.
     """
     config = text_config(config)
     model_type = config.get("model_type")
@@ -421,6 +428,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
         "dtype": _dtype(fields),
         "tied": fields.flag("tie_word_embeddings", family.tied),
         "default_eos": _eos(fields, family.eos),
+        "kv_numbers": 2 * layers * kv_heads * head_size,
         "layers": (LayerKind(None, ALL_LAYERS),) * layers,
         "rotary": rotary,
         "rotary_size": rotary_size,

@@ -23,11 +23,11 @@ Take = Callable[[str], torch.Tensor]
 
 
 class LayerTensors(NamedTuple):
-    """The names of one layer's weights. The bias of a weight is called `bias_of(name)`.
+    """The names of one layer's weights in a model's files. The bias of a weight is called `bias_of(name)`.
 
-    `attention_norm` and `mlp_norm` norm the input, `attention_post_norm` and `mlp_post_norm` the output; None: there is no such
-    norm. `qkv` names the weights of queries, keys and values, or one weight with all their rows in this order; `gate_up` those of
-    gate and up projection, or one with the rows of both.
+    `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
+    those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
+    all their rows in this order; `gate_up` those of gate and up projection, or one with the rows of both.
     """
 
     attention_norm: str | None
@@ -44,10 +44,10 @@ class LayerTensors(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
+    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
+    heads.
 
-    `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size], `sinks` [heads] the logits that
-    are part of each softmax.
+    `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
     """
 
     qkv: torch.Tensor
@@ -59,7 +59,7 @@ class AttentionWeights(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -68,8 +68,10 @@ class MLPWeights(NamedTuple):
 
 
 class ExpertNames(NamedTuple):
-    """The names of a mixture's weights. `experts` has those of each expert's gate, up and down matrix, or one entry with the two
-    tensors of all experts. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
+    """The names of the weights of a mixture of experts.
+
+    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
+    names of the two tensors. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
     """
 
     router: str
@@ -80,10 +82,11 @@ class ExpertNames(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a mixture of experts; [..., in, out] are those of all experts, as `grouped_mm` takes them.
+    """The weights of a mixture of experts. `gate_up` and `down` are [count, in, out], for all experts, as `grouped_mm` takes
+    them.
 
-    `norm` [width] are the factors of the norm before the MLP, which are part of the weights that all tokens share, but not of the
-    experts'. `router` [count, width] and its biases are in float32.
+    `norm` [width] has the factors of the norm before the MLP. They are folded into the weights that run all tokens (`router`,
+    `shared`, `shared_gate`), but not into those of the experts. `router` [count, width] and its biases are in float32.
     """
 
     norm: torch.Tensor
@@ -99,7 +102,7 @@ class ExpertWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer."""
+    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none)."""
 
     mixer: AttentionWeights
     mlp: MLPWeights | ExpertWeights
@@ -164,10 +167,10 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
 def layer_weights(
     architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: float = 1.0, *, is_normed: bool = True
 ) -> LayerWeights:
-    """Returns the weights, in `dtype`, of layer `index`.
+    """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
-    `gain` is a factor on the weights of the norms before attention and MLP (see `layer.norm_gain`). `is_normed` False: the
-    attention's input has no norm.
+    `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms before attention and MLP (see
+    `layer.norm_gain`). `is_normed` False: the attention's input has no norm.
     """
     names = layer_tensors(architecture, index)
 
@@ -345,7 +348,10 @@ def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
-    """Returns the index in the model's files of each number of a query or key head, in the native decoder's order."""
+    """Returns the order of the numbers of a query or key head in the native decoder: for each, its index in the model's files.
+
+    Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.
+    """
     order = torch.arange(architecture.head_size, device=device)
     if any(kind.rotary is not None for kind in architecture.layers):
         order[: architecture.rotary_size] = order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
@@ -353,5 +359,5 @@ def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor
 
 
 def final_norm(architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0) -> torch.Tensor:
-    """Returns the weight [width] of the norm before the LM head, with `gain` as in `layer_weights`."""
+    """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see `layer.norm_gain`)."""
     return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

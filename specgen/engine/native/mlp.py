@@ -39,9 +39,10 @@ def route(
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids and the weights [n, experts per token] of the experts that run n tokens, from the router's float32 logits.
+    """Chooses the experts for n tokens, from the router's float32 `logits` [n, experts], by the rules of `mixture`.
 
-    `logits` are [n, experts], `choice_bias` [experts]; see `Mixture`.
+    Returns the ids of the chosen experts and the weights of their outputs, each [n, experts per token]. `choice_bias` [experts]
+    is added to the scores for the choice alone (None: there is none).
     """
     if mixture.scores == "logits":
         scores = logits
