@@ -72,7 +72,8 @@ def own_stream(path: Path) -> FileIO | None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether `path` names a regular file, or none yet. An open file that has lost its name, such as /dev/fd/3, is none."""
+    """Whether `path` names a regular file, or no file yet. False for an open file whose name was deleted, such as one at
+    /dev/fd/3."""
     target = Path(os.path.realpath(path))
     return not path.exists() or (path.is_file() and target.exists())
 

@@ -153,7 +153,10 @@ class EnergyMeter:
         return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
     def _readings(self) -> list[tuple[float, float]]:
-        """Reads each counter when it changes: the time in seconds, and the counter's joules. None after one cannot be read."""
+        """Reads each counter at the moment when it changes. Returns the time in seconds and the counter's joules for each.
+
+        If a counter cannot be read, drops all counters, sets `reason` and returns no readings.
+        """
         found = []
         try:
             for counter in self.counters:

@@ -140,10 +140,10 @@ class CachedPrefix:
         self.committed = min(self.committed, committed)
 
     def _chunk_size(self, context: Context) -> int:
-        """Returns how many tokens of a prompt to run in one forward pass.
+        """Returns how many tokens of a prompt to run in the next forward pass.
 
-        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
-        longer than this boundary, already its first pass has to reach beyond it.
+        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. If the prompt is
+        longer than this boundary, all its passes have to use them, so the first pass already has to reach beyond the boundary.
         """
         boundary = self._rope_boundary if self.uses_long_rope(context) else None
         return max(chunk_size(self.committed), 0 if boundary is None else boundary + 1 - self.committed)

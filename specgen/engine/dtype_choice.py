@@ -89,7 +89,8 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
 
 
 def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns int8 for a target, which computes in float32. Raises SpecgenError where it cannot be rounded."""
+    """Returns the choice of int8 weights for a target, which then computes in float32. Raises SpecgenError if that is not
+    possible."""
     if (why := target.rounding_refusal) is not None:
         pass
     elif device.type != "cpu" or machine.launch() is not None:

@@ -82,12 +82,13 @@ def of_transformers(config: Any) -> ModelShape:
 
 
 def _first_integer(config: Any, *names: str) -> int | None:
-    """Returns the first of the attributes that is a number; some models have lists with a number for each layer."""
+    """Returns the value of the first of these attributes that is an integer (in some models it is a list with a number per
+    layer)."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def _context(config: Any) -> tuple[int, int | None]:
-    """Returns the longest context and the rope boundary."""
+    """Returns the longest context in tokens, and the rope boundary (see `ModelShape`)."""
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]

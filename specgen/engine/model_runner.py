@@ -220,7 +220,8 @@ class ModelRunner:
         return None if found is None else found.before_last(context)
 
     def _keep_hidden_states(self, context: Context) -> None:
-        """Copies the last call's hidden states, which the next call overwrites, if that call is for another context."""
+        """Copies the hidden states of the last call if it had another context than `context`, because the next call overwrites
+        them."""
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())

@@ -106,7 +106,7 @@ def eos_ids(
 
 
 def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config`; the fields that it leaves unset are those of the language model's config inside it, if there is one."""
+    """Returns `config`, in which fields that are unset are taken from the language model's config inside it, if there is one."""
     nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     return {**config, **{name: value for name, value in nested.items() if config.get(name) is None}}
 
@@ -198,12 +198,14 @@ class PenaltyProcessor:
         return torch.cat(rows)
 
     def _repeated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of tokens that were seen before: times the penalty where they are negative, else divided by it."""
+        """Returns logits of tokens that occurred before, with the repetition penalty: times the penalty if negative, else divided
+        by it."""
         penalty = self._config.repetition_penalty or 1.0
         return torch.where(logits < 0, logits * penalty, logits / penalty)
 
     def _row_bans(self, context: Context, path: list[int]) -> set[int]:
-        """Returns the tokens that may not follow the context and the drafted tokens `path`, whatever these are."""
+        """Returns the tokens that are forbidden after the context and the drafted tokens `path`, by rules that only count
+        tokens."""
         config, new_tokens = self._config, len(context) - context.prompt_length + len(path)
         banned = {*self._always}
         if len(context) + len(path) < (config.min_length or 0) or new_tokens < (config.min_new_tokens or 0):

@@ -242,7 +242,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     def _run(self, context: Context, limit: int) -> bool:
         """Runs the draft model once, on the phrases that may follow the chain and on its window.
 
-        Puts the tokens that it chooses, at most `limit`, into `_drawn`. Returns False, without any, where penalties forbid all
+        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and returns True. Returns False if penalties forbid all
         tokens.
         """
         window, tree = self._window, Tree()
@@ -292,9 +292,10 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
                 self._pool.replace(key, phrase, [said[len(self._chain)], *(said[node + 1] for node in nodes[:-1])])
 
     def _learn_rejected(self, said: list[int], accepted: int) -> None:
-        """Adds the n-grams that the target says after the chain's tokens from number `accepted` on.
+        """Adds the n-grams that begin with a token of the chain, from number `accepted` on, and continue as the target predicts.
 
-        `said` are its tokens after each token of the chain. They follow each other as long as the chain has the same tokens.
+        `said` are the target's predictions after each token of the chain. They form an n-gram only where the chain has the same
+        tokens, except for the last one.
         """
         longest = self._pool.ngram - 1
         for start in range(accepted, len(self._chain) - longest + 1):

@@ -61,7 +61,7 @@ class PromptLookupDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
-        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
         if self._last is None:
             return
         length, start, matched = self._last

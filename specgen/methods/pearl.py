@@ -326,7 +326,8 @@ class _Timed:
         return ParallelCosts(_warm_median(drafts), target_pass, single_pass, width, len(self.context))
 
     def step(self, tokens: int, window: int) -> tuple[float, int]:
-        """Returns the seconds of a target pass over so many tokens, and how many (at most `window`) were drafted meanwhile."""
+        """Returns the seconds of a target pass over `tokens` tokens, and how many tokens (at most `window`) were drafted
+        meanwhile."""
         self.drafter.start(self.context, (), window)
         if self.timer is not None:
             self.timer.start()
@@ -343,7 +344,7 @@ def _warm_median(seconds: list[float]) -> float:
 
 
 def _schedule(setup: Setup, settings: Settings) -> Schedule:
-    """The schedule, with the drafter of the setup's worker. The setup has the measured window for the setting `auto`."""
+    """Makes the schedule, with the drafter of the setup's worker, and for `window=auto` the measured window of the setup."""
     if setup.worker is None:
         raise PEARL.without_part(None)
     size = settings.values["window"]

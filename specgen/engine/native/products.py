@@ -279,7 +279,10 @@ def refusal(kind: str, device: torch.device) -> str | None:
 
 @cache
 def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
-    """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
+    """Returns a function that prepares products with rounded weights on this device (`cpu`, `cuda`), and None.
+
+    If no such products give right results, returns None and the reason why the last one that was tried does not.
+    """
     tried = [with_int8_weights if kind == "int8" else with_int4_weights]
     if (kind, device) == ("int8", "cpu"):
         tried[:0] = with_rounded_activations, partial(with_rounded_activations, steps=63)  # faster

@@ -108,7 +108,7 @@ def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_siz
 def _rotary(
     section: Fields, aliases: Mapping[str, str] | None, theta: float, size: int, original: int, length: int
 ) -> tuple[str, Rotary]:
-    """Returns the type of the frequencies and the frequencies, for `size` rotated numbers per head.
+    """Returns the type of the rotary embedding and its frequencies, for `size` rotated numbers per head.
 
     `original` is the context length in pre-training, `length` is `max_position_embeddings`.
     """
@@ -137,7 +137,8 @@ def _rotary(
 def _frequencies(
     kind: str, settings: Mapping[str, Any], size: int, length: int, tokens: int | None = None
 ) -> tuple[list[float], float]:
-    """Returns the inverse frequencies [`size` / 2] for runs of so many tokens, and the factor of cos and sin."""
+    """Returns the inverse frequencies [`size` / 2] for a run of `tokens` tokens (None: a short run), and the factor of cos and
+    sin."""
     plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)  # arXiv:2104.09864
     if kind == "default":
         return plain.tolist(), 1.0

@@ -148,9 +148,9 @@ class GlideRunner(DecoderRunner):
         return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
 
     def _cross_inputs(self, forward_pass: ForwardPass) -> list[CrossInputs]:
-        """Returns the inputs of each layer's cross-attention: to the keys of the target that are before each token.
+        """Returns the inputs of each layer's cross-attention. A token sees the target's keys of the tokens before it.
 
-        The first token sees its own.
+        The first token of the context, which has none before it, sees its own key.
         """
         cached, _ = self._target.share_prefix(forward_pass.context)
         if cached == 0:

@@ -97,10 +97,10 @@ class GlideWeights(DecoderWeights):
 class MtpWeights:
     """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    `architecture` is the target's, with these layers alone. For each layer k, `tensors` has the decoder layer's weights under
-    `layers.k.`, there also `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
-    [width, 2 width], which reads the normed embedding, then the normed state. `final_norm` [width] is the factor of the target's
-    final norm if the layers read the states before it; None: they read those after it.
+    `architecture` is the target's, but with the drafting layers alone. For each layer k, `tensors` has under `layers.k.` the
+    decoder layer's weights, the norms `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
+    [width, 2 width], which reads the normed embedding, then the normed state. If the layers read the target's states before its
+    final norm, `final_norm` [width] is the factor of that norm; None: they read the states after it.
     """
 
     architecture: Architecture

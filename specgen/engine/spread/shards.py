@@ -132,7 +132,10 @@ class LayerShard:
 
 
 def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -> dict[str | None, _Part]:
-    """Returns a rank's rows of some matrices, or of a single one that has the rows of all, one matrix after the other."""
+    """Returns a rank's rows (`own`) of several matrices by name.
+
+    If there is a single name, its matrix has the rows of all, one matrix after the other, and the ranges are shifted accordingly.
+    """
     if len(names) > 1:
         return {name: (0, [part]) for name, part in zip(names, own, strict=True)}
     starts = accumulate(lengths[:-1], initial=0)

@@ -176,8 +176,11 @@ class Translation:
 
 
 def _matched(source: TokenBytes, other: TokenBytes, ends: AbstractSet[int], other_ends: AbstractSet[int]) -> list[int]:
-    """Returns for each token of `source` the other vocabulary's token that stands for the same, or -1: by its bytes, or without
-    bytes by its role, then by its text. Each of `ends` stands for one of `other_ends`, so that drafts can end."""
+    """Returns for each token of `source` the token of the other vocabulary that stands for the same, or -1.
+
+    Tokens are matched by their bytes; tokens without bytes by their role, then by their text. Each of `ends` is matched with one
+    of `other_ends`, so that drafts can end.
+    """
     found = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
     for role in ("eos", "bos", "unk", "pad"):  # one token may have several roles
         if role in source.special and role in other.special and found[source.special[role]] < 0:
