@@ -147,7 +147,7 @@ class EagleLayers:
 
 
 class EagleRunner(DecoderRunner):
-    """Drafts with an EAGLE head, or with the target's own drafting layers. Implements `DraftRunner`; its `target` is a runner of the
+    """Drafts with an EAGLE head, or with the target's own drafting layers. Implements `DraftRunner`; `target` is a runner of the
     target that keeps the features for the head.
 
     The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
