@@ -99,7 +99,8 @@ class ModelDrafter(DraftModelUser):
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 
     def _device_chain(self, context: Context, policy: LengthPolicy, unverified: Sequence[int]) -> DeviceChain | None:
-        """Begins a draft whose tokens the host reads when it has ended. Returns None if the host needs each token at once."""
+        """Begins a draft whose tokens are chosen on the device. Returns None if the host needs to know each token before the next
+        one."""
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
@@ -185,7 +186,8 @@ class HostChain:
 
 
 def further_candidates(top_prob: float) -> int:
-    """Returns how many candidates join a drafted token whose distribution has this largest probability (CaPE; temperature 1)."""
+    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the largest probability at
+    temperature 1."""
     return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
 
 

@@ -25,7 +25,7 @@ NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 
 def comparison(value: float, sign: str, limit: float) -> str:
-    """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
+    """Returns text such as `0.38 < 0.40`. The numbers have two decimals, or more if they would look equal."""
     for digits in range(2, 9):
         first, second = f"{value:.{digits}f}", f"{limit:.{digits}f}"
         if first != second:

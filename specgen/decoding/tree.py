@@ -1,4 +1,4 @@
-"""Token trees: what all drafts with several candidates at a position grow, and the drafter of the likeliest continuations."""
+"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest continuations."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ class DraftTree(Tree):
 
 
 class _Candidate(NamedTuple):
-    """A token that may be in the draft, after `parent`, and the log-likelihood (nats) of the path to it.
+    """A token that may be in the draft, after `parent`, with the log-likelihood (nats) of the path to it.
 
-    `parent` is a node of the tree that the draft model runs (-1: the context), and so is `node`, the candidate's own; None: the
-    tree does not have the candidate.
+    `parent` is a node of the tree that the draft model runs (-1: the context). `node` is the candidate's own node in that tree;
+    None if it was not added.
     """
 
     parent: int

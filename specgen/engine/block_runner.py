@@ -81,7 +81,7 @@ class BlockRunner(ABC):
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
 
     def clear_cache(self) -> None:
-        """Forgets all that was computed. For measurements."""
+        """Drops the rows that were computed, and empties the KV cache if there is one. For measurements."""
         self._computed = None
 
 

@@ -39,7 +39,7 @@ class CachedPrefix:
         self.clear()
 
     def clear(self) -> None:
-        """Counts no token as cached."""
+        """Counts no token as cached any more."""
         self._context = Context(())
         self.committed = 0
         self.draft: TreeNodes = NO_NODES
@@ -68,10 +68,10 @@ class CachedPrefix:
                 self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
-        """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
+        """Counts as cached only tokens with which `context` begins, and the draft nodes after them.
 
-        Draft nodes that have been accepted are part of `context` now, and count as committed. In a tree, their keys and values
-        are moved next to those of the other committed tokens, and the rest of the draft is dropped.
+        Draft nodes that have been accepted are part of `context` now, and become committed tokens. If the draft is a tree, their
+        keys and values are moved next to those of the other committed tokens, and the rest of the draft is dropped.
         """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
@@ -140,10 +140,10 @@ class CachedPrefix:
         self.committed = min(self.committed, committed)
 
     def _chunk_size(self, context: Context) -> int:
-        """Returns how many tokens of a prompt to run in one forward pass.
+        """Returns how many tokens of a prompt to run in the next forward pass.
 
-        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
-        longer than this boundary, already its first pass has to reach beyond it.
+        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. If the prompt is
+        longer than this boundary, all its passes have to use them, so the first pass already has to reach beyond the boundary.
         """
         boundary = self._rope_boundary if self.uses_long_rope(context) else None
         return max(chunk_size(self.committed), 0 if boundary is None else boundary + 1 - self.committed)

@@ -27,9 +27,8 @@ _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many ti
 def pick_device(name: str) -> torch.device:
     """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then MPS, then the CPU.
 
-    For `auto-map` returns the device that `auto` means: which devices are used is planned when the models' sizes are known.
-
-    Raises SpecgenError if the machine does not have the device.
+    For `auto-map` returns the same as for `auto`; which layers go to other devices is planned later, when the models' sizes are
+    known. Raises SpecgenError for an unknown name, or if the machine does not have the device.
     """
     if name in ("auto", AUTO_MAP):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -73,7 +72,7 @@ def pick_draft_device(name: str | None, target_name: str, target: torch.device) 
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device as text, for a CUDA device with the GPU's product name, because measurements hold for one GPU only."""
+    """Returns the device as text, with the product name of a CUDA GPU, because measurements hold for one type of GPU only."""
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
@@ -140,7 +139,8 @@ class DeviceTimer:
         self._origin, self._started = self._event(), time.perf_counter()
 
     def mark(self) -> Callable[[], float]:
-        """Marks the end of the work queued so far. Returns a function that waits for it, and returns when it ended.
+        """Marks the end of the work queued so far. Returns a function that waits for this work and returns the time when it
+        ended.
 
         The time is in seconds on the clock of `time.perf_counter`.
         """

@@ -89,7 +89,8 @@ def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, devic
 
 
 def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns int8 for a target, which computes in float32. Raises SpecgenError where it cannot be rounded."""
+    """Returns the choice of int8 weights for a target, which then computes in float32. Raises SpecgenError if that is not
+    possible."""
     if (why := target.rounding_refusal) is not None:
         pass
     elif device.type != "cpu" or machine.launch() is not None:
@@ -114,14 +115,15 @@ def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = Fa
 def choose_dtype(
     name: str, model: PreparedModel, device: torch.device, *, is_drafted_for: bool = False, is_draft: bool = False
 ) -> DtypeChoice:
-    """Returns the dtype named `name` to run a model in; `auto` takes the one that its config names.
+    """Returns the dtype named `name` to run a model in. `auto` takes the dtype that the model's config names, with exceptions on
+    a CPU.
 
-    On a CPU, `auto` takes float32 instead of a 16-bit dtype if the model fits into the processor's cache, where operations count
-    and not bytes; a larger model is run in the 16-bit dtype if a token then takes less time, or if its weights might not fit into
-    memory in float32. `is_drafted_for`: a draft model drafts for this one, so that most passes verify drafts. `is_draft`: it
-    drafts for another model, and no hint is wanted. Quantised weights stay as they are stored: the dtype is that of the other
-    weights and of the computation. Raises SpecgenError for an unknown name, and if weights are quantised in a format that cannot
-    be loaded here.
+    There, `auto` takes float32 instead of a 16-bit dtype if the model fits into the processor's cache, where operations count and
+    not bytes. A larger model is run in the 16-bit dtype only if a token then takes less time, or if its weights might not fit
+    into memory in float32. `is_drafted_for`: the model is a target with a draft model, so that most passes verify drafts.
+    `is_draft`: the model is a draft model, for which no hint is wanted. If a checkpoint is quantised, its quantised weights stay
+    as they are stored: the dtype is that of the other weights and of the computation. Raises SpecgenError for an unknown name,
+    and if weights are quantised in a format that cannot be loaded here.
     """
     dequantises = model.dequantises_on(device)
     if name != "auto":

@@ -68,8 +68,8 @@ class Cache(Protocol):
 class ForwardPass(NamedTuple):
     """One forward pass over some of the tokens of a context followed by a draft.
 
-    `first` and `last` say which: the pass runs tokens `first` to `last - 1` and writes their keys and values to the same indices
-    of `cache`. A committed token's position is its index; a draft node's position is the context's length plus its depth.
+    The pass runs the tokens with indices `first` to `last - 1` and writes their keys and values to the same indices of `cache`. A
+    committed token's position is its index; a draft node's position is the context's length plus its depth in the tree.
     `long_rope`: a LongRoPE model uses its frequencies for long contexts.
     """
 
@@ -109,7 +109,7 @@ class BatchPass(NamedTuple):
 
 
 def text_pass(ids: torch.Tensor) -> BatchPass:
-    """Returns the pass over one text from its beginning, without a cache. `ids` [n] are the text's token ids."""
+    """Returns the pass over a single text, from its beginning and without a cache. `ids` [n] are the text's token ids."""
     positions = torch.arange(len(ids), device=ids.device)[None]
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
     return BatchPass(ids[None], positions, causal[None], positions)
@@ -140,7 +140,7 @@ class ModelOutput(NamedTuple):
         return self.logits if self.unpenalised is None else self.unpenalised
 
     def first(self, count: int) -> ModelOutput:
-        """Returns the output for the first `count` tokens."""
+        """Returns the output for the first `count` tokens: the first rows of all tensors."""
         return ModelOutput(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
 
     def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The interface of a model with its weights, which our own decoder (`native`) and transformers implement, and a model's sizes."""
+"""The interface of a model with its weights, which the native decoder and transformers' models implement, and a model's sizes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ModelShape:
     `intermediate_size` is the width of the MLPs, None if the config states none. `vocab_size` is the number of token ids, which
     have an embedding and a logit each. `context_limit` is the longest context in tokens, `NO_LIMIT` if the config states none.
     `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other rotary frequencies, None for other models.
-    `dtype` names the weights' dtype, None if the config does not. `tied`: the head's weights are the embedding's. `default_eos`
-    is the config's end-of-sequence id or ids; where config.json is silent, the family's default. `kv_numbers` is the count of
-    numbers that the keys and values of a token are in all layers, which may differ; `num_kv_heads` and `head_size` are those of
-    the first one.
+    `dtype` names the weights' dtype, None if the config does not. `tied`: the LM head's weights are the embedding's.
+    `default_eos` is the config's end-of-sequence id or ids; where config.json is silent, the family's default. `kv_numbers` is
+    how many numbers the keys and values of one token have in all layers together; `num_kv_heads` and `head_size` are those of the
+    first layer, from which others may differ.
     """
 
     model_type: str
@@ -82,12 +82,13 @@ def of_transformers(config: Any) -> ModelShape:
 
 
 def _first_integer(config: Any, *names: str) -> int | None:
-    """Returns the first of the attributes that is a number; some models have lists with a number for each layer."""
+    """Returns the value of the first of these attributes that is an integer (in some models it is a list with a number per
+    layer)."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def _context(config: Any) -> tuple[int, int | None]:
-    """Returns the longest context and the rope boundary."""
+    """Returns the longest context in tokens, and the rope boundary (see `ModelShape`)."""
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -156,9 +157,10 @@ class Model(Protocol):
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first `layers` layers (None: all) on several sequences, as `forward`'s functions do on one.
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens each. The other arguments are as in
+        `forward`.
 
-        The output's tensors are [batch, n, ...], `logits` those of each sequence's last `logits_to_keep` tokens (None: all).
+        The output's tensors are [batch, n, ...]; `logits` are those of each sequence's last `logits_to_keep` tokens (None: all).
         """
         ...
 

@@ -259,7 +259,7 @@ class LoadedModel:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether the generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens).
+        """Whether the generation config changes logits (repetition penalty, suppressed tokens and the like).
 
         Raises SpecgenError if it does so in a way that is not supported.
         """
@@ -267,7 +267,8 @@ class LoadedModel:
 
     @cached_property
     def transformers_module(self) -> Any:
-        """Transformers' model with this model's weights, dtype and device; loaded again if the native decoder runs it."""
+        """This model as transformers' own object, with the same dtype and device. Its weights are loaded again if the model is
+        native."""
         from specgen.engine.transformers.loading import load_module
         from specgen.engine.transformers.transformers_model import TransformersModel
 

@@ -37,9 +37,9 @@ class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
-    `vocab_size` the number of logits per position. A runner that cannot draft more than some number of tokens (levels, for a
-    tree) has this number as `longest_draft`: see `longest_draft`. One that counts a context's tokens in another way has a
-    method `room`: see `room`.
+    `vocab_size` the number of logits per position. A runner may also have a number `longest_draft`, the most tokens (levels, for
+    a tree) that it can draft, and a method `room(context)`, which replaces the usual rule for how many tokens fit after a
+    context.
     """
 
     context_limit: int
@@ -55,15 +55,15 @@ class DraftRunner(Protocol):
 
 
 def longest_draft(runner: DraftRunner) -> int | None:
-    """Returns the number of tokens that the runner can draft at most; None: as many as its context limit allows."""
+    """Returns the most tokens (levels, for a tree) that the runner can draft; None: as many as its context limit allows."""
     number: int | None = getattr(runner, "longest_draft", None)
     return number
 
 
 def room(runner: DraftRunner, context: Context) -> int:
-    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if that is too long.
+    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if the context is too long.
 
-    0 if the context holds a token that the model has no embedding for. A runner has its own rule if it has a method `room`.
+    0 if the context holds a token that the model has no embedding for. If the runner has a method `room`, this method decides.
     """
     own: Callable[[Context], int] | None = getattr(runner, "room", None)
     if own is not None:
@@ -84,9 +84,10 @@ class HiddenStates(NamedTuple):
     states: torch.Tensor
 
     def before_last(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width] that predicted the last token of `context`, the call's context with more tokens.
+        """Returns the hidden state [width] from which the last token of `context` was predicted.
 
-        The tokens before the last one must be a path of the draft; otherwise returns None.
+        `context` is the context of the call that returned these states, with the tokens added since. The added tokens but the
+        last one must be a path of that call's draft; otherwise returns None.
         """
         tokens = context.ids[self.length : -1]
         path = matching_path(self.draft, tokens)
@@ -140,8 +141,8 @@ class ModelRunner:
 
         Only the logits from index `start` on are returned: [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of
         draft token i's parent in the tree, lower than i (-1: the context); `parents` None means a chain. Runs the model on the
-        tokens that its KV cache lacks: in one pass, and a long prompt in chunks before. Draft tokens of the last call that are
-        part of `context` now (they were accepted) need not be run again.
+        tokens that its KV cache lacks, in one pass; most of a long prompt is run in chunks before this pass. Draft tokens of the
+        last call that have been accepted, and so are part of `context` now, are not run again.
         """
         tokens = list(draft)
         nodes = draft_nodes(tokens, parents)
@@ -162,7 +163,7 @@ class ModelRunner:
     def chooses_on_device(self) -> bool:
         """Whether the tokens of a chain can be chosen on the device, by `chooser`, `choose_next` and `count_chosen`.
 
-        Only where there are CUDA graphs: elsewhere the host is as fast.
+        True only with CUDA graphs and without penalties: elsewhere choosing on the host is as fast, or necessary.
         """
         return self._feeding is not None
 
@@ -219,7 +220,8 @@ class ModelRunner:
         return None if found is None else found.before_last(context)
 
     def _keep_hidden_states(self, context: Context) -> None:
-        """Copies the last call's hidden states, which the next call overwrites, if that call is for another context."""
+        """Copies the hidden states of the last call if it had another context than `context`, because the next call overwrites
+        them."""
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())

@@ -99,7 +99,7 @@ class WeightFiles:
             return self._file(next(iter(self._paths.values()))).metadata() or {} if self._paths else {}
 
     def refuse(self, problem: str, hint: str = AGAIN) -> SpecgenError:
-        """Returns an error that says what is wrong with these files."""
+        """Returns the error to raise for these files: `problem` says what is wrong with them, `hint` what to do."""
         return SpecgenError(f"{self.owner}: {problem}", hint)
 
     def check(self, expected: Mapping[str, Shape]) -> None:
@@ -165,7 +165,7 @@ class WeightFiles:
         return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
 
     def use_device(self, device: torch.device) -> None:
-        """Makes `device` the one that tensors are put on from now on."""
+        """Puts tensors on `device` from now on. Closes the files."""
         self.close()
         self._device = device
         self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
@@ -184,7 +184,8 @@ class WeightFiles:
 
 
 def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
-    """Returns the tensors of a model by their names without the prefix `model.`, or that of a text part."""
+    """Returns the tensors of a model by their names without a prefix such as `model.`, or that of a text part
+    (`language_model.`)."""
     return WeightFiles(folder, owner, device, name_of=lambda key: _PREFIX.sub("", key, count=1))
 
 
@@ -225,7 +226,7 @@ def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:
 
 
 def wrong_shape(owner: str, key: str, found: Iterable[int], expected: Iterable[int]) -> SpecgenError:
-    """Returns the error for a tensor that has another shape than it has to have by the config."""
+    """Returns the error for a tensor whose shape `found` in the files is not the shape `expected` by the config."""
     stored, wanted = (" x ".join(map(str, sizes)) or "a single number" for sizes in (found, expected))
     return SpecgenError(f"{owner}: {key} is {stored} in its file, but has to be {wanted} by its config.json", AGAIN)
 
@@ -253,7 +254,7 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Returns the shape and safetensors' name of the dtype of each tensor in a model's files.
+    """Returns each tensor in a model's files by name: its shape, and its dtype by safetensors' name (such as BF16).
 
     Raises SpecgenError for an unreadable file.
     """
@@ -278,7 +279,11 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def file_fingerprint(file: BinaryIO) -> str:
-    """Returns the fingerprint of the weights in an open safetensors file. Raises OSError and ValueError, among others."""
+    """Returns 16 hexadecimal digits that identify the weights in an open safetensors file, as `weights_fingerprint` does for a
+    folder.
+
+    Raises OSError and ValueError, among others, for a damaged file.
+    """
     return _combined(_digests(file))
 
 

@@ -42,14 +42,17 @@ POLICIES: Mapping[str, type[LengthPolicy]] = {
 
 
 def find(name: str) -> Method:
-    """Returns the method `name`. If there is none, raises SpecgenError with the most similar name."""
+    """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method with a similar name."""
     if name not in METHODS:
         raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
     return METHODS[name]
 
 
 def split(written: str) -> tuple[str, dict[str, str]]:
-    """Splits a method with settings, written like `svip:threshold=0.4:max_draft=12`, into its name and its settings by name."""
+    """Splits text such as `svip:threshold=0.4:max_draft=12` into a method's name and the settings by name, not yet checked.
+
+    Raises SpecgenError for a setting that is not written NAME=VALUE.
+    """
     name, *pairs = (part.strip() for part in written.strip().split(":"))
     given: dict[str, str] = {}
     for pair in pairs:
@@ -90,9 +93,9 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
-    A `k` without a `policy` means `policy=fixed` where the method's own policy is `adaptive` (`Method.k_alone`).
-    `has_predictor` says whether the exit layer has an acceptance predictor, which decides the length policy of some methods if
-    the user names none. With None (not known yet) the settings of both possible policies are accepted.
+    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which has no `k`. `has_predictor` says
+    whether the exit layer has an acceptance predictor; for some methods this decides the length policy if the user names none.
+    With None (not known yet) the settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:

@@ -44,10 +44,11 @@ _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 
 
 def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
-    """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
 
-    p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
-    the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    p is the largest probability of the draft model's distribution and H its entropy (nats), at temperature 1 and without
+    penalties. q is the probability of the token in the distribution that it was chosen from. Probabilities are kept between 0.001
+    and 0.999.
     """
     top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))

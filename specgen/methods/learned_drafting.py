@@ -159,13 +159,15 @@ def _probability(odds: float) -> float:
 
 @dataclass(slots=True)
 class DraftingGuard:
-    """Pauses drafting after it has lost more than a budget: it bounds what drafting can lose, whatever the predictions say.
+    """Pauses drafting after it has lost more than a budget, so that what drafting can lose is bounded, whatever the predictions
+    say.
 
-    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain
-    decoding pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by
-    the budget and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is
-    accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
-    where b is the larger one of the budget and the loss of one round.
+    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain decoding
+    pays one unit for each token. They are summed over rounds with a draft. If the sum is above the budget, drafting pauses, the
+    budget is subtracted from the sum, and the next pause will be twice as long. If the sum is below minus the budget, it is set
+    to 0, and the next pause will be half as long. So whatever is accepted, n rounds lose at most b * (3 + log2(1 + n /
+    `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding, where b is the budget or the loss of one round,
+    whichever is larger.
     """
 
     loss: float = 0.0
@@ -173,14 +175,15 @@ class DraftingGuard:
     left: int = 0  # rounds that are left of this pause
 
     def pauses(self) -> bool:
-        """Whether the next round drafts nothing because of a pause. Counts this round."""
+        """Whether the next round drafts nothing because of a pause. If so, this call counts the round as one of the pause."""
         if not self.left:
             return False
         self.left -= 1
         return True
 
     def count(self, cost: float, tokens: int, budget: float) -> None:
-        """Counts a round with a draft: its cost in units, and the tokens that it gave."""
+        """Adds a round with a draft: its cost, in target passes over one token, and the output tokens that it gave. May begin a
+        pause."""
         self.loss += cost - tokens
         if self.loss > budget:
             self.left, self.loss = self.pause, self.loss - budget
@@ -214,12 +217,13 @@ class Learned:
 
     @classmethod
     def prior(cls, costs: DraftingCosts, *, has_model: bool = True) -> Learned:
-        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model drafts."""
+        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model drafts; otherwise prompt
+        lookup alone."""
         return cls(_COST_TOKENS * costs.time_per_token(_MODEL_RATE if has_model else _LOOKUP_RATE), _COST_TOKENS)
 
     @property
     def worth(self) -> float:
-        """What an output token is worth: the cost per output token so far, at most 1, the cost with plain decoding."""
+        """The worth of an output token: the cost per output token so far. At most 1, which is the cost in plain decoding."""
         return min(1.0, self.cost / self.tokens)
 
     @property

@@ -1,6 +1,6 @@
-"""Lookahead decoding (Fu et al. 2024): the target makes n-grams by Jacobi iteration beside its own passes, and verifies them.
+"""Lookahead decoding (Fu et al. 2024): each pass of the target both verifies n-grams and makes new ones by Jacobi iteration.
 
-Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases prolong its drafts.
+Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases of its n-gram pool follow its drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Phrase = tuple[int, ...]
 class NgramPool:
     """A map from a token to at most `size` phrases of `ngram` - 1 tokens that may follow it (Fu et al. 2024, section 3.2).
 
-    A phrase that is added again counts as new. The oldest phrases are removed first.
+    If there are more, the oldest are removed. A phrase that is added again counts as new.
     """
 
     def __init__(self, ngram: int, size: int) -> None:
@@ -55,7 +55,7 @@ class NgramPool:
             del phrases[next(iter(phrases))]
 
     def replace(self, token: int, phrase: Phrase, correct: Sequence[int]) -> None:
-        """Removes a phrase that was thought to follow the token, and adds the one that does."""
+        """Removes `phrase` from those that may follow the token, and adds the phrase `correct`, which does follow it."""
         self._phrases.get(token, {}).pop(phrase, None)
         self.add(token, correct)
 
@@ -242,7 +242,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     def _run(self, context: Context, limit: int) -> bool:
         """Runs the draft model once, on the phrases that may follow the chain and on its window.
 
-        Puts the tokens that it chooses, at most `limit`, into `_drawn`. Returns False, without any, where penalties forbid all
+        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and returns True. Returns False if penalties forbid all
         tokens.
         """
         window, tree = self._window, Tree()
@@ -292,9 +292,10 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
                 self._pool.replace(key, phrase, [said[len(self._chain)], *(said[node + 1] for node in nodes[:-1])])
 
     def _learn_rejected(self, said: list[int], accepted: int) -> None:
-        """Adds the n-grams that the target says after the chain's tokens from number `accepted` on.
+        """Adds the n-grams that begin with a token of the chain, from number `accepted` on, and continue as the target predicts.
 
-        `said` are its tokens after each token of the chain. They follow each other as long as the chain has the same tokens.
+        `said` are the target's predictions after each token of the chain. They form an n-gram only where the chain has the same
+        tokens, except for the last one.
         """
         longest = self._pool.ngram - 1
         for start in range(accepted, len(self._chain) - longest + 1):

@@ -40,7 +40,8 @@ class PromptLookupDrafter:
         self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
-        """Drafts as `Drafter.propose` does. For `is_last` see `LengthPolicy.starts_draft`."""
+        """Drafts at most `limit` tokens after the context; see `Drafter.propose`. `is_last` is passed to
+        `LengthPolicy.starts_draft`."""
         self._index(context)
         self._compare_last(context, policy)
         start = self._match(context)
@@ -60,7 +61,7 @@ class PromptLookupDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
-        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
         if self._last is None:
             return
         length, start, matched = self._last

@@ -1,4 +1,4 @@
-"""Medusa's fixed tree of candidates (Cai et al. 2024, sections 2.1.2 and 2.3.3): which ranks of which heads it joins."""
+"""Medusa's fixed tree of candidates (Cai et al. 2024, sections 2.1.2 and 2.3.3): which of each head's likeliest tokens it has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _FIRST_ACCURACY, _NEXT_HEAD, _RANK_POWER = 0.6, 0.7, 2.35
 
 
 def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
-    """Returns how often each rank of each head is assumed to be right, where it was not measured."""
+    """Returns for each head and rank how often the token of this rank is assumed to be right. For heads without measured
+    accuracies."""
     return [
         [_FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER for rank in range(_DEFAULT_RANKS)]
         for head in range(heads)

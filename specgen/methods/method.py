@@ -1,4 +1,4 @@
-"""What a decoding method is, as a row of the table, and a method with settings. Imports no torch."""
+"""What a decoding method is (a row of the table of methods), and a method with settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Method:
         return self.needs != NOTHING
 
     def may_measure(self, settings: Settings) -> bool:
-        """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""
+        """Whether something may have to be measured before decoding with these settings: pass times, or which layers to skip."""
         return self.is_parallel or self.skips_layers or settings.policy == ADAPTIVE
 
     @property
@@ -125,7 +125,8 @@ class Method:
 
     @property
     def k_alone(self) -> bool:
-        """Whether a given `k` without a `policy` selects the policy `fixed`, because the method's own, `adaptive`, has no `k`."""
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the method's own, `adaptive`, has no
+        `k`."""
         return self.any_policy and self.policy == ADAPTIVE
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -155,7 +156,7 @@ class Method:
         )
 
     def without_predictor(self) -> SpecgenError:
-        """Returns the error to raise where the exit layer has no acceptance predictor, and the length policy reads its scores."""
+        """Returns the error to raise if the length policy needs an acceptance predictor and the exit layer has none."""
         instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
         hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
@@ -177,16 +178,17 @@ def imported(path: str, *names: str) -> Callable[[Setup, Settings], Any]:
 
 
 def training_command(part: str, target: str | None) -> str:
-    """Returns the command that trains a part of this kind (`EXIT` or one of `HEADS`) for `target`; None: the bundled one."""
+    """Returns the command that trains a part of the kind `part` (`EXIT` or one of `HEADS`) for `target`; None: the bundled
+    target."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods {'eesd' if part == EXIT else part}{of}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method with settings. `given` are those that the user wrote, `settings` all of them, with the length policy.
+    """A method with settings. `given` are those that the user wrote, `settings` are all, with defaults and the length policy.
 
-    Printed as users write it: `svip:threshold=0.4:max_draft=12`.
+    As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
     """
 
     method: Method

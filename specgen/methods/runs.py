@@ -69,9 +69,10 @@ def make_drafter(method: Method, settings: Settings, setup: Setup) -> Drafter:
 
 
 def make_policy(settings: Settings, seed: int, adaptive: AdaptiveInputs | None = None) -> LengthPolicy:
-    """Makes the length policy that the settings name; without one in them, a policy that never ends a draft.
+    """Makes the length policy that the settings name; if they name none, a policy that never ends a draft.
 
-    `seed` is the run's; random policies derive their own from it. `adaptive` is what the policy of this name needs.
+    `seed` is the run's, from which random policies derive their own. `adaptive` has the inputs of the policy `adaptive`; others
+    need none.
     """
     if settings.policy is None:
         return LengthPolicy()

@@ -1,6 +1,6 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023), and transformers' length policies.
 
-Other files take from here how a model drafts, token by token or as a tree, and the settings of that. Imports no torch.
+Also what other methods use: the drafter that runs a model, for chains and trees, and its settings. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> di
 
 
 def model_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
+    """Makes a drafter that runs a model: token by token, level by level if the settings ask for a tree, or by text (SLEM)."""
     if settings.drafts_text:
         from specgen.decoding.chain import TextDrafter
 
@@ -56,9 +56,9 @@ def model_drafter(setup: Setup, settings: Settings) -> Drafter:
 
 
 class Heuristic(LengthPolicy):
-    """The schedule of transformers: after a fully accepted draft the next is two tokens longer, otherwise one shorter.
+    """The rule of transformers: after a fully accepted draft the next one is two tokens longer, otherwise one token shorter.
 
-    The length stays between 1 and `max_draft`.
+    The length stays between 1 and `max_draft`. The first draft has `k` tokens.
     """
 
     name = "heuristic"
@@ -83,7 +83,11 @@ class Heuristic(LengthPolicy):
 
 
 class Confidence(LengthPolicy):
-    """Stops after a token whose draft probability is below the threshold (transformers' dynamic length)."""
+    """Ends a draft after a token whose probability is below the threshold (transformers' dynamic length), or after `max_draft`
+    tokens.
+
+    The probability is the one in the distribution that the token was chosen from (the signal `prob`).
+    """
 
     name = "confidence"
     source = "transformers' dynamic length"

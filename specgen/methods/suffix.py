@@ -89,7 +89,7 @@ class SuffixIndex:
         return found
 
     def _longest(self, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
-        """Returns what follows those of the `positions` before which most tokens equal the last ones of `ids`."""
+        """Returns what follows the longest matches: the `positions` before which most tokens equal the last ones of `ids`."""
         own, tail = self.ids, list(ids[-LONGEST_MATCH:])
         longest, found = length, list[int]()
         for position in positions:
@@ -119,7 +119,7 @@ class Continuation:
         self._ids, self._length, self._positions = ids, len(ids), positions
 
     def extend(self) -> bool:
-        """Computes one more token. Returns False if nothing follows."""
+        """Computes one more token and its probability. Returns False if no occurrence is followed by a token."""
         drafted = len(self.tokens)
         following = [self._at(position + drafted) for position in self._positions]
         counted = [token for token in following if token != _BORDER]
@@ -243,7 +243,7 @@ class SuffixDrafter:
         return found
 
     def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
-        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
         if self._last is None:
             return
         agreed, ended = self._last.agreement(context.ids[known:])

@@ -3,10 +3,11 @@
 A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and its arguments. The answer is a
 pair: serial number, and what the function returned, or a SpecgenError.
 
-A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So both processes first watch
-words at the beginning of shared memory for a moment. Each is an aligned 64-bit number with one writer: the serial numbers of the
-last request, of the last answer and of a draft to be ended, and the tokens drafted so far, each behind the serial number of its
-request. Imports no torch, so that the worker can start while this process still imports torch.
+A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So before they sleep, both
+processes first watch 64-bit numbers ("words") at the beginning of shared memory for a moment. Each word is written by one process
+alone. The words are the serial numbers of the last request, of the last answer and of a draft to be ended, and the tokens drafted
+so far, each of these together with the serial number of its request. Imports no torch, so that the worker can start while this
+process still imports torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def is_possible() -> bool:
 
 
 def shared_words(memory: int) -> memoryview[int]:
-    """Returns the first `SIZE` bytes of a descriptor's memory as 64-bit integers."""
+    """Returns the first `SIZE` bytes of the memory with the file descriptor `memory` as a view of 64-bit integers."""
     return memoryview(mmap(memory, SIZE)).cast("q")
 
 
@@ -166,7 +167,7 @@ class DraftProcess:
             raise
 
     def close(self) -> None:
-        """Kills the worker process. It holds no state that is needed later."""
+        """Kills the worker process, which holds nothing that is needed later."""
         self._close()
 
     def _died(self) -> RunError:

@@ -105,9 +105,9 @@ class DraftWorker:
         return WorkerDrafter(self, settings, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves shared memory for it and returns its offset in bytes.
+        """Begins a run (the generation of one output): reserves shared memory for it. Returns where this begins, in bytes.
 
-        The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
+        If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
         end = offset + shared.size
@@ -128,7 +128,8 @@ class DraftWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """Ends a run, if it has begun. When no run is left, the target gets back all CPU threads."""
+        """Ends a run; does nothing if it has not begun. When no run is active, this process gets back its number of CPU
+        threads."""
         if self._region_ends.pop(run, None) is not None and not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
@@ -146,7 +147,7 @@ class DraftWorker:
 class WorkerDrafter:
     """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl.ParallelDrafter`.
 
-    The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
+    The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
     """
 
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
@@ -204,8 +205,9 @@ class WorkerDrafter:
 class _PolicyMirror(LengthPolicy):
     """A copy of a length policy that decides in the worker.
 
-    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` is None if its state does
-    not follow from them; then its state is `answered`: that before the last draft, from the worker.
+    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` learns from the same
+    numbers; None if its state depends on more than them. Then the state is `answered`, which the worker sends with each draft:
+    the state before it.
     """
 
     def __init__(self, policy: LengthPolicy | None) -> None:
@@ -223,10 +225,11 @@ class _PolicyMirror(LengthPolicy):
 
 
 class _Here:
-    """Runs a `DraftServer` in this process, with the functions that `DraftProcess` has.
+    """Runs a `DraftServer` in this process. Has the functions of `DraftProcess`.
 
-    Python code of two threads takes turns, and the launch of each kernel with it. So there is no thread: where both models share
-    a GPU, the caller queues the target's pass, and a draft is made, on a second stream, when the caller waits for it.
+    Two threads would not draft in parallel, because Python runs one at a time, and launches of kernels wait too. So there is no
+    thread: if both models share a GPU, the caller queues the target's pass, and a draft is made on a second stream when the
+    caller waits for it.
     """
 
     def __init__(self, runner: DraftRunner, *, has_stream: bool) -> None:
@@ -234,7 +237,8 @@ class _Here:
         self._stream = torch.cuda.Stream(runner.device) if has_stream else None  # type: ignore[no-untyped-call]
 
     def send(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Calls a function of the server, or returns the call to be made: a draft is made when it is waited for."""
+        """Calls a function of the server, and returns a function that returns the result. A draft is made only when that is
+        called."""
         request = cache(partial(self._call, name, *arguments))
         if name != "draft":
             request()

@@ -85,9 +85,9 @@ class Rotary:
 class LayerKind:
     """What may differ between the layers of a model.
 
-    `window` is the sliding window in tokens: a query sees the keys with 0 <= its position - the key's position < `window`. None:
-    it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` says
-    how the layer mixes tokens, `mlp` what follows; each has a class in `layer` and its weights in `layer_weights`.
+    `window` is the sliding window in tokens: a query at position p sees the keys at positions p - `window` + 1 to p. None: it
+    sees all keys up to p. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` is how the
+    layer mixes tokens, and `mlp` the kind of its MLP.
     """
 
     window: int | None = None
@@ -100,16 +100,18 @@ class LayerKind:
 class Mixture:
     """A mixture of experts in place of an MLP: `count` MLPs of `size` hidden numbers, of which `per_token` run each token.
 
-    `scores` says what the experts' scores are, computed from a router's logits. The experts with the highest scores are chosen;
-    `choice_bias`: after a learned bias was added, for the choice alone. Of `groups` groups of experts, only the `chosen_groups`
-    with the largest sum of their two best scores take part. The outputs of the chosen experts are added up, weighted with their
-    scores: divided by their sum plus `epsilon` if they are `normalised`, and multiplied by `scale`. With "logits" the weights
-    are the softmax of the chosen experts' logits.
+    A router gives a logit for each expert; `scores` says how scores are computed from the logits. The experts with the highest
+    scores are chosen. With `choice_bias`, a learned bias is added to the scores, but only for this choice. Of `groups` groups of
+    experts, only the `chosen_groups` with the largest sum of their two best scores take part. The outputs of the chosen experts
+    are added up, weighted with their scores. If `normalised`, these are divided by their sum plus `epsilon`. If `scores` is
+    "logits", the weights are the softmax of the chosen experts' logits instead. All weights are multiplied by `scale`.
 
-    `shared_size` is the size of an MLP that runs all tokens, whose output is added; 0: there is none. With `shared_gate` it is
-    multiplied by the sigmoid of a gate. `layout`: the files have each expert's matrices apart, or a tensor of all gate and up
-    matrices [count, 2 size, width] ("fused"), or one [count, width, 2 size] with gate and up in turn, biases and clamped gates
-    ("interleaved", gpt-oss; `alpha` and `limit` are of its activation).
+    `shared_size` is the size of an additional MLP that runs all tokens, and whose output is added; 0: there is none. With
+    `shared_gate` its output is multiplied by the sigmoid of a gate.
+
+    `layout` says how the files store the experts' matrices. "separate": each on its own. "fused": one tensor with the gate and up
+    matrices of all experts [count, 2 size, width]. "interleaved" (gpt-oss): one tensor [count, width, 2 size], in which gate and
+    up take turns; there are also biases, and an activation with the parameters `alpha` and `limit` (gates are clamped).
     """
 
     count: int
@@ -174,10 +176,10 @@ class Architecture(ModelShape):
 
 
 class Fields:
-    """The fields of a config, read by name with a default for an absent one.
+    """The fields of a config, read by name, with a default for a field that is absent.
 
-    All methods raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the names in
-    errors.
+    All methods that read raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the
+    names in errors.
     """
 
     def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:

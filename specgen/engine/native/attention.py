@@ -175,7 +175,8 @@ class Sight(NamedTuple):
     def mask(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
         """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's lowest finite number elsewhere.
 
-        A query sees no keys that are `window` positions or more before it (None: no window).
+        With a sliding `window`, a query does not see keys that are `window` positions or more before it (None: no window). Each
+        row is repeated for the `group` query heads that share keys.
         """
         hidden = self.hidden
         if window is not None:

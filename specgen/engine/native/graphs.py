@@ -207,7 +207,10 @@ class StaticForward:
         return ModelOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
 
     def _run(self, forward_pass: ForwardPass, hidden: torch.Tensor | None, logits_to_keep: int) -> ModelOutput:
-        """Runs a static pass if there is one for so many tokens. `hidden` are the hidden states that enter, if it takes them."""
+        """Runs a static pass if one is wide enough for the pass's tokens, otherwise the eager function.
+
+        `hidden` are the hidden states that enter the first layer; None: token ids enter.
+        """
         first, last, cache = forward_pass.first, forward_pass.last, forward_pass.cache
         base = first if forward_pass.is_chain else min(first, len(forward_pass.context))
         width = next((width for width in self._widths if width >= last - first), None)
@@ -219,7 +222,8 @@ class StaticForward:
         return static.output(logits_to_keep)
 
     def _use(self, cache: KVBuffer, last: int) -> None:
-        """Makes room for `last` tokens, padding, and the entries that attention reads; drops the passes of another buffer."""
+        """Enlarges the cache if it has no room for `last` tokens, padding and a whole bucket. Drops static passes of another
+        buffer."""
         if (needed := bucket_of(last + self._widths[-1])) > cache.parts[0].shape[3]:
             cache.enlarge(max(needed, bucket_of(cache.capacity + SPAN)))  # the last draft's nodes may come after the capacity
         if cache.parts[0] is not self._data:
@@ -233,7 +237,7 @@ class StaticForward:
         return self._passes[key]
 
     def _replay(self, static: StaticPass, rule: Hashable = None) -> None:
-        """Runs a loaded static pass, and the chooser of a rule. At the first time, captures both."""
+        """Runs a loaded static pass, and if a rule is given its chooser. Captures both before the first run."""
         if (static, rule) not in self._replays:
             work: Work = static.run
             state: list[torch.Tensor] = []
@@ -297,10 +301,10 @@ class Captures:
 
 
 class CudaGraphs:
-    """Captures work on a CUDA device, on a stream and in a memory pool of its own. A `Capture`.
+    """Captures work on a CUDA device as graphs, on a stream and in a memory pool of its own. A `Capture`.
 
-    Graphs that are captured on one stream share the workspaces of matrix products. So a stream is for one model, which does one
-    thing at a time.
+    Graphs that are captured on one stream share the workspaces of matrix products. So one object serves one model, which runs one
+    graph at a time.
     """
 
     def __init__(self, device: torch.device) -> None:

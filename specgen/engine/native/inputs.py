@@ -86,7 +86,7 @@ class InputMaker:
         self._has_causal = fits and all(has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
-        """Returns the inputs of a pass of a `ModelRunner`, whose KV cache is a `KVBuffer`."""
+        """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""
         cache, first, last = forward_pass.cache, forward_pass.first, forward_pass.last
         assert isinstance(cache, KVBuffer)
         if forward_pass.is_chain:
@@ -124,11 +124,12 @@ class InputMaker:
         return PassInputs(rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact)
 
     def padded(self, count: int) -> int:
-        """Returns the number of rows that a product for `count` tokens has, padding included."""
+        """Returns the number of rows, padding included, with which `count` tokens are run; `count` itself unless the model is
+        exact."""
         return -(-count // EXACT_ROWS) * EXACT_ROWS if self._exact else count
 
     def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
-        """Returns hidden states [n, width] with zeros after them, [`rows`, width]; the same tensor if there is nothing to add."""
+        """Returns hidden states [n, width] padded with zeros to [`rows`, width]; the same tensor if it has this size already."""
         return hidden if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
 
     def batched(self, batch: BatchPass) -> PassInputs:

@@ -14,10 +14,10 @@ _ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long
 
 
 class LayerEntries(NamedTuple):
-    """What one forward pass writes to and reads from one layer of a KV cache.
+    """The views of one layer's KV cache for one forward pass over n tokens.
 
-    `written` [2, kv heads, n, head size] is the part of the buffer for the keys (index 0) and values (1) of the pass's n
-    tokens. `keys` and `values` [kv heads, m, head size] are the part that attention reads, the n tokens included.
+    `written` [2, kv heads, n, head size] is where the keys (index 0) and values (1) of the n tokens are written. `keys` and
+    `values` [kv heads, m, head size] are what attention reads, the n tokens included.
     """
 
     written: torch.Tensor
@@ -53,7 +53,7 @@ class KVBuffer:
         self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
-        """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
+        """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1 and reads `start` to `end` - 1.
 
         Enlarges the buffers if necessary.
         """
@@ -66,7 +66,11 @@ class KVBuffer:
         return made
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.Cache`."""
+        """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
+        rotated.
+
+        They are views, or copies if the layer is on another device than `reader`.
+        """
         layer -= self.first_layer
         for data in self.parts:
             if layer < data.shape[0]:
@@ -76,14 +80,14 @@ class KVBuffer:
         return keys, values
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
+        """Moves the entries at `indices`, which are ascending, to `start`, `start + 1`, ... in every layer."""
         count = len(indices)
         for data in self.parts:
             moves = upload(torch.tensor([*indices, *range(start, start + count)]), data.device)
             data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        """Drops all sequences but those with the indices `kept`; see `forward_pass.Cache`."""
+        """Drops all sequences but those with the indices `kept`, which are ascending."""
         of_each = [data.view(*data.shape[:2], -1, self._kv_heads, *data.shape[3:]) for data in self.parts]
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 

@@ -34,7 +34,10 @@ def norm_gain(architecture: Architecture, dtype: torch.dtype, *devices: torch.de
 
 
 def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns RMSNorm of hidden states [..., width] without its weights, divided by `gain`: 1 or sqrt(width)."""
+    """Returns a function that computes RMSNorm of hidden states [..., width], without the norm's weights, and divided by `gain`.
+
+    `gain` is 1 or sqrt(width); see `norm_gain`.
+    """
     if gain == 1.0:
         return lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
     with torch.inference_mode(False):
@@ -43,10 +46,10 @@ def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], tor
 
 
 class Branch(Protocol):
-    """What a layer adds to the residual stream: its mixer or its MLP.
+    """A part of a layer whose output is added to the residual stream: the mixer (attention) or the MLP.
 
-    A call returns the input of the product `output`, from the normed stream `x` [batch * rows, width]. What `output` returns is
-    normed, if the model has a norm there, and added.
+    A call computes, from the normed residual stream `x` [batch * rows, width], the input of the branch's last product, `output`.
+    The layer calls `output`, applies a norm if the model has one there, and adds the result.
     """
 
     output: Product

@@ -68,8 +68,10 @@ class MLPWeights(NamedTuple):
 
 
 class ExpertNames(NamedTuple):
-    """The names of a mixture's weights. `experts` has those of each expert's gate, up and down matrix, or one entry with the two
-    tensors of all experts. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
+    """The names of the weights of a mixture of experts.
+
+    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
+    names of the two tensors. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
     """
 
     router: str
@@ -80,10 +82,11 @@ class ExpertNames(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a mixture of experts; [..., in, out] are those of all experts, as `grouped_mm` takes them.
+    """The weights of a mixture of experts. `gate_up` and `down` are [count, in, out], for all experts, as `grouped_mm` takes
+    them.
 
-    `norm` [width] are the factors of the norm before the MLP, which are part of the weights that all tokens share, but not of the
-    experts'. `router` [count, width] and its biases are in float32.
+    `norm` [width] has the factors of the norm before the MLP. They are folded into the weights that run all tokens (`router`,
+    `shared`, `shared_gate`), but not into those of the experts. `router` [count, width] and its biases are in float32.
     """
 
     norm: torch.Tensor
@@ -99,7 +102,7 @@ class ExpertWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer."""
+    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none)."""
 
     mixer: AttentionWeights
     mlp: MLPWeights | ExpertWeights
@@ -356,5 +359,5 @@ def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor
 
 
 def final_norm(architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0) -> torch.Tensor:
-    """Returns the weight [width] of the norm before the LM head, with `gain` as in `layer_weights`."""
+    """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see `layer.norm_gain`)."""
     return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

@@ -39,9 +39,10 @@ def route(
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids and the weights [n, experts per token] of the experts that run n tokens, from the router's float32 logits.
+    """Chooses the experts for n tokens, from the router's float32 `logits` [n, experts], by the rules of `mixture`.
 
-    `logits` are [n, experts], `choice_bias` [experts]; see `Mixture`.
+    Returns the ids of the chosen experts and the weights of their outputs, each [n, experts per token]. `choice_bias` [experts]
+    is added to the scores for the choice alone (None: there is none).
     """
     if mixture.scores == "logits":
         scores = logits
@@ -67,10 +68,10 @@ def route(
 
 
 class Experts:
-    """A mixture of experts. A `Branch`, whose output product does nothing: the experts have their own.
+    """A mixture of experts. A `Branch`, whose last product `output` does nothing, because each expert has its own.
 
-    The experts' products are computed in groups of the tokens that an expert runs, so a pass takes as long as reading the
-    weights of its tokens' experts takes. Router and weighted sum are in float32, whatever the dtype. Not differentiable.
+    The tokens of a pass are grouped by the experts that run them, so each expert's weights are read once for all its tokens.
+    Router and weighted sum are in float32, whatever the dtype. Not differentiable.
     """
 
     def __init__(self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct) -> None:

@@ -109,7 +109,7 @@ class NativeModel:
         return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))  # 1.5 % of a small draft's pass less
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on the model's device."""
         return move(self._embedded(ids), self.device).view(*ids.shape, -1)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class NativeModel:
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits; see `engine.model.Model`."""
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
         return final_logits(self.architecture, self.parts.head(padded))[: hidden.shape[0]]
 
@@ -149,7 +149,8 @@ class NativeModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first layers on several sequences; see `engine.model.Model`."""
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens; arguments and output as
+        `engine.model.Model.batch`."""
         parts = None if layers is None else [LayerPart(index) for index in range(layers)]
         hidden, shape = self._embedded(batch.ids), batch.ids.shape
         hidden, features = NativeForward(self, parts, taps=taps).run_layers(hidden, self.inputs.batched(batch))
@@ -162,7 +163,11 @@ class NativeModel:
         return ModelOutput(logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features)
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the last layers' weights; see `engine.model.Model`."""
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
+        file.
+
+        Raises SpecgenError if they cannot be read from the model's files in `folder`.
+        """
         files, first = model_files(folder, str(folder), self.device), len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
@@ -172,7 +177,8 @@ class NativeModel:
         return {own: files.take(name).to(torch.float32, copy=True) for own, name in taken.items()}
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of weights; see `engine.model.Model`."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers."""
         none = self.parts.norm.new_empty(0, self.shape.hidden_size)
         self.layers = self.layers[:kept_layers]
         embedding = self.parts.embedding if kept_layers else none
@@ -303,9 +309,10 @@ def load_native(
 
 
 def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:
-    """Returns a model's weight files, and its architecture with the layout that they have.
+    """Opens a model's weight files. Returns them, and the architecture with the layout in which they store experts.
 
-    Raises SpecgenError unless they have the tensors that the config describes, and no others that may matter.
+    Raises SpecgenError unless the files have the tensors that the config describes, with the right shapes, and no others that may
+    matter.
     """
     files, mixture = model_files(folder, name, device), architecture.mixture
     if mixture is not None and mixture.layout == "separate" and any(key.endswith("experts.gate_up_proj") for key in files.names):

@@ -110,7 +110,8 @@ def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a weight reordered for oneDNN on a CPU; it keeps no reference to `weight`. Not differentiable.
+    """Returns a product with a copy of `weight` [out, in] that is reordered for oneDNN's fast products on a CPU. Not
+    differentiable.
 
     Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for the weight's dtype.
     """
@@ -269,13 +270,19 @@ def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def refusal(kind: str, device: torch.device) -> str | None:
-    """Returns why there are no `int8` or `int4` products on this device, None if there are. Tries them at the first call."""
+    """Returns why products with weights rounded to `kind` (`int8`, `int4`) do not work on this device; None if they do.
+
+    The first call tries them.
+    """
     return _working(kind, device.type)[1]
 
 
 @cache
 def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
-    """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
+    """Returns a function that prepares products with rounded weights on this device (`cpu`, `cuda`), and None.
+
+    If no such products give right results, returns None and the reason why the last one that was tried does not.
+    """
     tried = [with_int8_weights if kind == "int8" else with_int4_weights]
     if (kind, device) == ("int8", "cpu"):
         tried[:0] = with_rounded_activations, partial(with_rounded_activations, steps=63)  # faster
@@ -319,6 +326,6 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
 
 
 def restored(kind: str, weight: Tensor) -> Tensor:
-    """Returns a weight [out, in] as it is after rounding, in float64."""
+    """Returns what becomes of a weight [out, in] by rounding to `kind` (`int8`, `int4`), as float64."""
     numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
     return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)

@@ -38,12 +38,12 @@ _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RotaryDefaults:
-    """A family's settings where config.json is silent.
+    """A family's rotary settings where config.json is silent.
 
-    `theta` is the base of the frequencies; `local_theta` that of layers with a sliding window, in families that rotate these
-    differently. `partial` is the share of each head that is rotated; None: the family knows no other share than 1. `original` is
-    the context length in pre-training; None: the family has no such field of its own. `aliases` are other names for types.
-    `settings` are those of a config without any.
+    `theta` is the base of the frequencies. `local_theta` is that of layers with a sliding window, in families that rotate these
+    differently. `partial` is the share of each head that is rotated; None: the family always rotates whole heads. `original` is
+    the context length in pre-training; None: the family has no such field of its own. `aliases` maps other names of types to the
+    usual ones. `settings` replace missing `rope_parameters`.
     """
 
     theta: float = 10_000.0
@@ -108,7 +108,7 @@ def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_siz
 def _rotary(
     section: Fields, aliases: Mapping[str, str] | None, theta: float, size: int, original: int, length: int
 ) -> tuple[str, Rotary]:
-    """Returns the type of the frequencies and the frequencies, for `size` rotated numbers per head.
+    """Returns the type of the rotary embedding and its frequencies, for `size` rotated numbers per head.
 
     `original` is the context length in pre-training, `length` is `max_position_embeddings`.
     """
@@ -137,7 +137,8 @@ def _rotary(
 def _frequencies(
     kind: str, settings: Mapping[str, Any], size: int, length: int, tokens: int | None = None
 ) -> tuple[list[float], float]:
-    """Returns the inverse frequencies [`size` / 2] for runs of so many tokens, and the factor of cos and sin."""
+    """Returns the inverse frequencies [`size` / 2] for a run of `tokens` tokens (None: a short run), and the factor of cos and
+    sin."""
     plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)  # arXiv:2104.09864
     if kind == "default":
         return plain.tolist(), 1.0
@@ -215,9 +216,9 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
+    """Rotates the first R numbers of each head in `heads` [rows, heads, head size], as R/2 pairs of neighbours, in place.
 
-    `rotation` [rows, 1, R/2] holds complex numbers.
+    `rotation` [rows, 1, R/2] holds complex numbers, by which the pairs are multiplied.
     """
     size = 2 * rotation.shape[-1]
     part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)

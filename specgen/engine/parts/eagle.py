@@ -86,7 +86,7 @@ class UnrolledAttention(Attention):
 
 
 class UnrolledLayer(FirstLayer):
-    """The first layer of a head in training; see `UnrolledAttention`."""
+    """The first layer of a head in training, where each call drafts one more token after each prefix of a text."""
 
     attention = UnrolledAttention
 
@@ -147,18 +147,18 @@ class EagleLayers:
 
 
 class EagleRunner(DecoderRunner):
-    """Drafts with an EAGLE head, or with the target's own drafting layers. Implements `DraftRunner`; `target` is a runner of the
-    target that keeps the features for the head.
+    """Drafts with an EAGLE head, or with the target's own drafting layers (MTP). Implements `DraftRunner`.
 
-    The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
-    logits after the context come from the last of them. A drafted token is paired with the predicted feature of its parent, so
-    each level of a draft takes a pass. The cache has the keys, values and predicted features of the context's pairs, made from
-    the target's features, then those of the draft. When the context grows, the draft's are dropped, those of accepted tokens too:
-    these pairs are run again with the target's features, in the pass that also computes the next draft's first logits.
+    Its `target` is a runner of the target that keeps the features for the head. The head runs on pairs: feature i of the target
+    and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the logits after the context come from the last of
+    them. A drafted token is paired with the predicted feature of its parent, so each level of a draft takes a pass. The cache has
+    the keys, values and predicted features of the context's pairs, made from the target's features, then those of the draft. When
+    the context grows, the draft's are dropped, those of accepted tokens too: these pairs are run again with the target's
+    features, in the pass that also computes the next draft's first logits.
 
-    Of several drafting layers, layer k pairs each token with what layer k - 1 predicts at the token before it, so its first pair
-    is that of token k + 1. On drafted tokens of level m, from 1, run the layers from m on, and layer m gives their logits: no
-    feature after the context's is needed, and `longest_draft` is the number of layers.
+    With several drafting layers, layer k pairs each token with what layer k - 1 predicts at the token before it, so its first
+    pair is that of token k + 1. Drafted tokens of level m, from 1, are run by the layers from m on, and layer m gives their
+    logits. This needs no features after the context's, and `longest_draft` is the number of layers.
 
     As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. In a context
     of one token, which has no pair, the token is paired with zeros.

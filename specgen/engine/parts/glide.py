@@ -105,9 +105,9 @@ class GlideLayers:
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]) -> torch.Tensor:
-        """Runs a pass on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
+        """Runs the layers on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
 
-        `cross` has the inputs of each layer's cross-attention; empty if there are no keys.
+        `cross` has the inputs of each layer's cross-attention; empty if the target has no cached keys, which leaves it out.
         """
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)
@@ -148,9 +148,9 @@ class GlideRunner(DecoderRunner):
         return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
 
     def _cross_inputs(self, forward_pass: ForwardPass) -> list[CrossInputs]:
-        """Returns the inputs of each layer's cross-attention: to the keys of the target that are before each token.
+        """Returns the inputs of each layer's cross-attention. A token sees the target's keys of the tokens before it.
 
-        The first token sees its own.
+        The first token of the context, which has none before it, sees its own key.
         """
         cached, _ = self._target.share_prefix(forward_pass.context)
         if cached == 0:

@@ -1,12 +1,13 @@
 """The drafting layers in a target's own files (multi-token prediction, MTP): reads their layouts, and runs them.
 
-Layer k, from 0, joins token i + k + 1 with a hidden state of token i: layer 0 with the target's, the others with layer k - 1's.
-With N RMSNorm, E the embedding, and one weight for both parts,
+Layer k, from 0, joins token i + k + 1 with a hidden state at token i: layer 0 with the target's, a later layer with that of layer
+k - 1. With N for RMSNorm, E for the embedding, and `eh_proj` for one weight that reads both parts,
 
     x = eh_proj [N(E(token)); N(state)]     h = N(decoder layer(x))     the target's LM head on h predicts token i + k + 2
 
-(DeepSeek-V3, arXiv:2412.19437, section 2.2). One layer drafts any number of tokens: its h takes the state's place, as in EAGLE.
-Of several, layer k drafts token k after layer k - 1, and each has a KV cache of its own.
+(DeepSeek-V3, arXiv:2412.19437, section 2.2). If there is only one layer, it drafts any number of tokens: h is the state that the
+next token is joined with, as in EAGLE. If there are several, layer k drafts the k-th token of a draft (from 0), and each layer
+has a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ _OTHERS = "Take another method: all others work with this target"
 
 
 def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
-    """Returns the files with the drafting layers' tensors under their names in `MtpWeights`, and its `architecture`.
+    """Looks for drafting layers in the target's files. Returns the files, and the `architecture` for `MtpWeights`; None if there
+    are none.
 
-    None if there are none. Reads no weights. Raises SpecgenError, in one line, for layers of an unknown layout, and for those of
-    a model whose layers the native decoder does not know.
+    The files have the tensors under their names in `MtpWeights`. Reads no weights. Raises SpecgenError, in one line, for layers
+    of an unknown layout, and if the native decoder does not know the model's family.
     """
     count = target.model.shape.num_layers
 
@@ -94,8 +96,10 @@ def _shapes(architecture: Architecture) -> dict[str, Shape]:
 
 
 def read_layers(target: LoadedModel) -> MtpWeights:
-    """Returns the weights of a target's drafting layers, which it has. Raises SpecgenError as `find_layers`, and for damaged
-    files."""
+    """Returns the weights of the drafting layers in the target's files. The files must have such layers (see `find_layers`).
+
+    Raises SpecgenError as `find_layers` does, and for damaged files.
+    """
     found = find_layers(target)
     assert found is not None
     (files, architecture), final_norm = found, None
@@ -110,10 +114,11 @@ def read_layers(target: LoadedModel) -> MtpWeights:
 
 
 def before_final_norm(weights: MtpWeights, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """Returns what turns the target's states into those that the layers read; None: nothing.
+    """Returns a function that turns the target's hidden states after the final norm into those before it; None if they are not
+    needed.
 
-    A state divided by the final norm's weight is the one before that norm but for its length, which the layers' own norm takes
-    out.
+    Some layers (MiMo-7B's) read the states before the norm. The function divides by the norm's weight. The result differs from
+    the original state by a factor, which does not matter because the layers apply a norm of their own.
     """
     if weights.final_norm is None:
         return None
@@ -123,9 +128,10 @@ def before_final_norm(weights: MtpWeights, device: torch.device) -> Callable[[Te
 
 
 class MtpLayer:
-    """Drafting layer `index`, with the projection before it and the norm after it.
+    """Drafting layer number `index`, with the projection before it and the norm after it.
 
-    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`; `norm_gain` is `gain` of
+    `layer.norm_function`.
     """
 
     def __init__(
@@ -152,13 +158,19 @@ class MtpLayer:
         self._norm, self._normed = norm(_OUT_NORM).to(dtype), norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, embeddings: Tensor, states: Tensor, inputs: PassInputs) -> Tensor:
-        """Returns the states h [n, width] of n tokens, from their embeddings and from the states that they are joined with."""
+        """Returns the hidden states h [n, width] of n pairs; see the module.
+
+        `embeddings` [n, width] are those of the pairs' tokens, `states` [n, width] the hidden states that they are joined with.
+        """
         pairs = self._normed(torch.stack((embeddings, states), dim=1)).flatten(1)
         return self._normed(self._layer(self._join(pairs), inputs)) * self._norm
 
 
 def without_first(inputs: PassInputs, count: int, last: int) -> PassInputs:
-    """Returns the inputs of a pass whose tokens do not see the first `count` entries of the cache; it has `last` with theirs."""
+    """Returns `inputs` changed so that the tokens of the pass do not see the first `count` entries of the cache.
+
+    `last` is the number of cache entries, those of the pass's tokens included.
+    """
     kinds = []
     for rotation, mask, entries in inputs.kinds:
         assert entries is not None

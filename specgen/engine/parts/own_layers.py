@@ -67,7 +67,8 @@ def default_exit_depth(layers: int) -> int:
 
 
 def known_architecture(model: Model, feature: str) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
+    """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the native decoder knows the model's
+    family."""
     if not isinstance(model.shape, Architecture):
         raise SpecgenError(
             f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
@@ -76,7 +77,11 @@ def known_architecture(model: Model, feature: str) -> Architecture:
 
 
 def exit_architecture(model: Model) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError if no exit layer, which begins as its last one, can be trained."""
+    """Returns the architecture of a target for an exit layer. Raises SpecgenError if the target has layers that cannot be
+    trained.
+
+    The training of an exit layer begins with the target's last layers.
+    """
     architecture = known_architecture(model, "early exit")
     if architecture.mixture is not None:
         raise SpecgenError("early exit needs a target without experts, as these cannot be trained", "Take -m lookup or svip")
@@ -112,12 +117,13 @@ class ExitLayers:
             self._layers = native_layers(architecture, kinds[len(devices) - count :], take, dtype, make_product, gain)
 
     def new_cache(self) -> KVBuffer:
-        """Returns an empty KV cache for the exit layer."""
+        """Returns an empty KV cache for the exit's decoder layers."""
         made, devices = self._architecture, [self._model.device] * max(len(self._layers), 1)
         return KVBuffer(devices, made.num_kv_heads, made.head_size, self._model.dtype)
 
     def forward(self, source: HiddenSource) -> ForwardFunction:
-        """Returns a function that runs the exit layer on the hidden states [n, width] that `source` returns."""
+        """Returns a function that runs the exit on a forward pass. `source` returns the hidden states [n, width] that enter the
+        exit."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs, hidden = self._inputs(forward_pass), source(forward_pass).clone()

@@ -97,10 +97,10 @@ class GlideWeights(DecoderWeights):
 class MtpWeights:
     """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    `architecture` is the target's, with these layers alone. For each layer k, `tensors` has the decoder layer's weights under
-    `layers.k.`, there also `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
-    [width, 2 width], which reads the normed embedding, then the normed state. `final_norm` [width] is the factor of the target's
-    final norm if the layers read the states before it; None: they read those after it.
+    `architecture` is the target's, but with the drafting layers alone. For each layer k, `tensors` has under `layers.k.` the
+    decoder layer's weights, the norms `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
+    [width, 2 width], which reads the normed embedding, then the normed state. If the layers read the target's states before its
+    final norm, `final_norm` [width] is the factor of that norm; None: they read the states after it.
     """
 
     architecture: Architecture
@@ -125,7 +125,7 @@ class PartRunners(NamedTuple):
     predictor: Any = None  # an `own_layers.ExitAcceptancePredictor`
 
     def reserve(self, capacity: int) -> None:
-        """Makes all buffers large enough for `capacity` tokens."""
+        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
         for runner in self[:3]:
             if runner is not None:
                 runner.reserve(capacity)
@@ -232,7 +232,7 @@ class DecoderRunner(ModelRunner):
             self.num_embeddings = min(self.num_embeddings, len(table))
 
     def embed(self, forward_pass: ForwardPass) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the n tokens of a pass."""
+        """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or the target's."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
         return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
 

@@ -183,9 +183,10 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
 
 
 def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
-    """Returns a config.json with the fields of its parts beside the others, and those that are read here.
+    """Returns a config.json with nested fields moved to the top level, and the fields of it that are read by name.
 
-    Feature layers are named by their inputs then. In `eagle_config` they are named by their outputs if the first is layer 1.
+    The feature layers are then counted by their inputs. In `eagle_config` they are counted by their outputs if the first is layer
+    1.
     """
     flat, layer = dict(config), config.get("transformer_layer_config")
     for part in (layer, config.get("model"), config.get("eagle_config")):
@@ -204,7 +205,7 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
-    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they `are_needed` of all."""
+    """Adds to `shapes` those of `some` tensors that a head may lack: those in its files, or if they `are_needed` all of them."""
     shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
 
 
@@ -248,8 +249,10 @@ def _decoder(
 
 
 def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel) -> torch.Tensor | None:
-    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the target's id of each of the
-    head's ids; None if they are equal."""
+    """Removes the vocabulary maps of an EAGLE-3 head, `d2t` and `t2d`, from `tensors`. `d2t` holds differences of ids.
+
+    Returns the target's id of each of the head's ids; None if they are equal.
+    """
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if offsets is None:
         return None
@@ -267,7 +270,8 @@ def _are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
 
 
 def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
-    """Reads Medusa's heads. How many heads, blocks and LM heads there are is counted: config files state other numbers.
+    """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors, because config files state
+    others.
 
     A single LM head serves all heads.
     """

@@ -192,7 +192,10 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
 
 
 def own_layers(target: LoadedModel) -> TrainedPart | None:
-    """Returns the drafting layers in the target's own files, None if it has none. Raises SpecgenError as `mtp.find_layers`."""
+    """Returns the drafting layers in the target's own files as a trained part; None if the files have none.
+
+    Raises SpecgenError for layers of an unknown layout, and if the native decoder does not know the target's family.
+    """
     return None if find_layers(target) is None else TrainedPart("mtp", target.folder, target, None)
 
 
@@ -294,7 +297,7 @@ def _yaml(description: ExitDescription | HeadDescription) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files, and then moves them into place, the first one last: it is what makes the others be found."""
+    """Writes files completely, and then moves them into place, the first one last: without it the others are not recognised."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as moves:
         for name, data in files.items():

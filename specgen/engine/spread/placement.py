@@ -54,7 +54,10 @@ class ModelMemory:
     working: int
 
     def weights_of(self, layers: range) -> int:
-        """Returns the bytes of some layers that follow one another, with the embedding before and the head after them."""
+        """Returns the bytes of the weights of `layers`, which follow one another.
+
+        With the first layer among them, the embedding is counted too, and with the last layer the norm and the head.
+        """
         is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
         ends = self.embedding * is_first + self.head * is_last
         if is_first and is_last and self.tied:

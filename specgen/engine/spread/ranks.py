@@ -60,11 +60,12 @@ class Group:
     # operations
 
     def sum(self, tensor: Tensor) -> None:
-        """Replaces a contiguous tensor by the sum of all ranks' tensors."""
+        """Replaces the tensor, which has to be contiguous, by the sum of all ranks' tensors. Called on all ranks."""
         self._checked(dist.all_reduce, tensor)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor] | None:
-        """Returns all ranks' tensors, which have the same shape, by rank; None on all ranks but the first."""
+        """Returns on rank 0 all ranks' tensors, by rank; None on the other ranks. All have the same shape. Called on all
+        ranks."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         self._checked(dist.gather, tensor, parts, dst=0)

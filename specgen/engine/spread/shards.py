@@ -132,7 +132,10 @@ class LayerShard:
 
 
 def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -> dict[str | None, _Part]:
-    """Returns a rank's rows of some matrices, or of a single one that has the rows of all, one matrix after the other."""
+    """Returns a rank's rows (`own`) of several matrices by name.
+
+    If there is a single name, its matrix has the rows of all, one matrix after the other, and the ranges are shifted accordingly.
+    """
     if len(names) > 1:
         return {name: (0, [part]) for name, part in zip(names, own, strict=True)}
     starts = accumulate(lengths[:-1], initial=0)
@@ -140,7 +143,7 @@ def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -
 
 
 class ShardedAttention(Attention):
-    """One rank's heads of an attention."""
+    """The part of an attention that one rank holds: some of the query heads and key-value heads."""
 
     def __init__(self, shard: Shard, group: Group, *native: Any, **options: Any) -> None:
         super().__init__(*native, **options)

@@ -55,7 +55,7 @@ class RetokenizedContext:
 
     @property
     def text(self) -> str:
-        """The end of the context's text, without the unfinished character."""
+        """The last 24 characters (`_KEPT`) of the context's text, without a character that is not finished."""
         return (self._before + self._text)[-_KEPT:]
 
     def text_after(self, tokens: list[int]) -> str:

@@ -48,7 +48,7 @@ class TokenBytes:
     pipeline: Pipeline = field(compare=False, repr=False)
 
     def of_ids(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of some tokens. Those without bytes are left out."""
+        """Returns the bytes of the tokens `ids`, joined. Tokens without bytes, such as special ones, are left out."""
         pieces = self.pieces
         return b"".join(pieces[id_] or b"" for id_ in ids if id_ < len(pieces))
 
@@ -59,7 +59,7 @@ class TokenBytes:
 
     @cached_property
     def start(self) -> list[int]:
-        """The special tokens that the tokenizer puts before a text."""
+        """The ids of the special tokens that the tokenizer puts before a text."""
         return list(takewhile(self.names.__contains__, self.pipeline.encode("a", add_special_tokens=True).ids))
 
     @cached_property

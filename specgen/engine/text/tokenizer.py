@@ -94,7 +94,7 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """The special tokens that `encode` puts in front of a text, such as a beginning-of-text token."""
+        """The ids of the special tokens that `encode` puts in front of a text, such as beginning-of-text."""
         ids, plain = self.encode("a"), self.encode("a", special=False)
         return ids[: next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)]
 
@@ -125,7 +125,7 @@ class Tokenizer:
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of some tokens for display, with leading spaces and the names of special tokens.
 
-        Texts of single tokens, joined, can differ from the text of all tokens: a character may consist of several tokens.
+        The text of several tokens can differ from the joined texts of single tokens: a character may consist of several tokens.
         """
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
@@ -226,8 +226,8 @@ class Detokenizer:
     """Turns token ids into text, one id at a time. Returns only complete characters, and keeps the spaces between words.
 
     Each new id is decoded together with ids before it, because tokenizers may strip the first space of a text. An incomplete
-    character decodes to a replacement character (U+FFFD). This is held back until the character is complete, or until
-    `_MAX_CHARACTER_TOKENS` tokens have not completed it, which shows that it is invalid.
+    character decodes to a replacement character (U+FFFD), which is held back until further tokens complete the character. If
+    `_MAX_CHARACTER_TOKENS` tokens do not complete it, it is invalid, and the replacement character is returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:

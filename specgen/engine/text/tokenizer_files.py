@@ -101,7 +101,7 @@ _last: dict[str, Pipeline] = {}  # by digest, the last one: target and draft mod
 
 
 def parse(data: bytes) -> tuple[Pipeline, str]:
-    """Returns the tokenizer with the definition `data`, and its digest."""
+    """Returns the tokenizer that the bytes `data` of a tokenizer.json define, and its digest."""
     digest = sha256(data).hexdigest()
     if digest not in _last:
         _last.clear()

@@ -148,9 +148,9 @@ class TranslatedRunner:
         self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in takewhile(bool, several)]
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens].
+        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + tokens that the target lacks].
 
-        If several draft tokens are one token of the target, its column has their sum (of probabilities).
+        If several draft tokens are one token of the target, their probabilities are added in its column.
         """
         wide = logits.index_select(1, self._origins).index_fill_(1, self._missing, -torch.inf)
         for kept, added in self._again:

@@ -94,10 +94,10 @@ class Translation:
         return draft
 
     def spelling(self, id_: int) -> tuple[int, ...]:
-        """Returns the draft's ids of one target token that follows others: its single token, or those that make up its bytes.
+        """Returns the draft's ids of one target token inside a text: its single token, or the tokens that make up its bytes.
 
-        A special token that the draft lacks is written as text; beginning of text and padding are left out. Bytes that the draft
-        cannot write, and ids without a token, become its token for unknown text, if there is one.
+        A special token that the draft lacks is written as text, but beginning-of-text and padding tokens are left out. Bytes that
+        the draft cannot write, and ids without a token, become its token for unknown text, if there is one.
         """
         if id_ < len(self.target_to_draft) and (single := self.target_to_draft[id_]) >= 0:
             return (single,)
@@ -176,8 +176,11 @@ class Translation:
 
 
 def _matched(source: TokenBytes, other: TokenBytes, ends: AbstractSet[int], other_ends: AbstractSet[int]) -> list[int]:
-    """Returns for each token of `source` the other vocabulary's token that stands for the same, or -1: by its bytes, or without
-    bytes by its role, then by its text. Each of `ends` stands for one of `other_ends`, so that drafts can end."""
+    """Returns for each token of `source` the token of the other vocabulary that stands for the same, or -1.
+
+    Tokens are matched by their bytes; tokens without bytes by their role, then by their text. Each of `ends` is matched with one
+    of `other_ends`, so that drafts can end.
+    """
     found = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
     for role in ("eos", "bos", "unk", "pad"):  # one token may have several roles
         if role in source.special and role in other.special and found[source.special[role]] < 0:
@@ -233,7 +236,7 @@ class TokenOverlap:
 
     @property
     def expected_run(self) -> float | None:
-        """The mean number of covered tokens in a row, kappa / (1 - kappa), as if each were covered independently.
+        """The mean number of covered tokens in a row, kappa / (1 - kappa), if each were covered independently of the others.
 
         None if kappa is None, or 1.
         """
@@ -276,7 +279,8 @@ def covered_tokens(ours: TokenBytes, theirs: TokenBytes, ids: Sequence[int], fir
 
 
 def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:
-    """Counts the covered tokens of the texts in examples.yaml. Raises NoTokenBytes as `token_overlap` does."""
+    """Compares two tokenizers as `token_overlap` does, by the texts of the prompts in examples.yaml. Raises NoTokenBytes as it
+    does."""
     entries = schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]
     return token_overlap(target, draft, (entry["prompt"] for entry in entries))
 

@@ -55,8 +55,8 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 class KVCache(Cache):  # type: ignore[misc]
     """The KV cache of all layers, with one entry per token. Implements `forward_pass.Cache`.
 
-    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
-    after the first `length`, which are never read before they are written again.
+    `length` is set by the runner before each forward pass, and no layer changes it. So an interrupted forward pass has written
+    only entries after the first `length`, which are never read before they are written again.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:

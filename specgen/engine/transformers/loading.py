@@ -47,9 +47,10 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
 
 
 def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: str) -> bool:
-    """Makes transformers check that it can load weights with these quantisation settings onto a device. Loads no weights.
+    """Checks that transformers can load weights with these quantisation settings onto a device. Loads no weights.
 
-    Returns whether it will dequantise them. Raises SpecgenError with its reason if it cannot.
+    Returns whether transformers will dequantise the weights. Raises SpecgenError, with transformers' reason, if it cannot load
+    them.
     """
     try:
         with quiet_transformers():

@@ -51,7 +51,7 @@ class TransformersModel:
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
-        """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
+        """Returns an empty KV cache. `layers` is not needed: a layer's buffers are allocated when it is first run."""
         return KVCache(self.shape.num_layers, self.device)
 
     def batch_cache(self, sequences: int) -> KVCache:
@@ -66,7 +66,11 @@ class TransformersModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs the model by its own `forward`, or layer by layer; see `engine.model.Model`."""
+        """Returns a function that runs the model by transformers' own `forward`, or if `layers` are named, layer by layer.
+
+        Arguments and output are those of `engine.model.Model.forward`; without `layers` and `taps`, the output has no
+        `hidden_states`.
+        """
         if layers is not None:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps:
@@ -180,12 +184,15 @@ class TransformersModel:
         return run
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the first layer."""
         embeddings: torch.Tensor = self.module.get_input_embeddings()(ids)
         return embeddings
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits, with the cap that Gemma 2 has; see `engine.model.Model`."""
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
+
+        They are capped if the config says so (Gemma 2).
+        """
         logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -193,7 +200,11 @@ class TransformersModel:
     # weights
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the last layers' weights; see `engine.model.Model`. Raises SpecgenError as it does."""
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
+        file.
+
+        Raises SpecgenError if the model is on several devices.
+        """
         if len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1:
             raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
         decoder, head = decoder_of(self.module), self.module.lm_head
@@ -224,7 +235,8 @@ class TransformersModel:
                 yield f"{prefix}bias", bias[0]
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of weights; see `engine.model.Model`."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers."""
         if not kept_layers:
             for module in self.module.modules():  # quantised ones cannot be moved to the meta device
                 module._parameters.clear()
@@ -301,7 +313,10 @@ def decoder_of(module: Any) -> Any:
 
 
 def missing_part(module: Any) -> str | None:
-    """Returns the name of a module that `LlamaForCausalLM` has and this model lacks; None if it has all that are needed."""
+    """Returns the name of a module that running layers one by one needs, as in `LlamaForCausalLM`, and that this model lacks.
+
+    None if the model has all of them.
+    """
     decoder = decoder_of(module)
     missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
     return next(iter(missing), None if hasattr(module, "lm_head") else "lm_head")
