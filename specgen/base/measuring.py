@@ -206,7 +206,7 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
         raise OSError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
 
     def joules(handle: Any, index: int) -> float:
-        torch.cuda.synchronize(index)  # it finishes its queued work first
+        torch.cuda.synchronize(index)  # the GPU finishes its queued work first
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
     found = []

@@ -164,7 +164,7 @@ class LengthSweep(LengthPolicy):
         self.levels = 0
 
     def start_run(self) -> None:
-        self._warm_up_left = WARM_UP - 1  # without the pass over the prompt
+        self._warm_up_left = WARM_UP - 1  # the pass over the prompt, which `observe` does not see, is one of them
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes,
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _SMALLEST_CHUNK = 256  # fewer would be slower
-_MASK_NUMBERS = PREFILL_CHUNK << 15  # of a pass over a longer prompt: bounds the mask; smaller chunks take 10 % more time
+_MASK_NUMBERS = PREFILL_CHUNK << 15  # most numbers in a pass's mask: bounds its memory; smaller chunks take 10 % more time
 
 
 def chunk_size(cached: int) -> int:

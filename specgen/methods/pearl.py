@@ -219,7 +219,7 @@ class Parallel:
         both = _joined(unverified, fresh)
         if lead:
             fresh = fresh.part(len(known))
-        # the last logits verify the first fresh token, so there is never a bonus after pending ones
+        # the last logits verify the first fresh token, so no bonus token is drawn
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)

@@ -231,7 +231,7 @@ class ShardedModel(NativeModel):
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()  # which may announce passes of its own
-            context: Any = range(len(forward_pass.context))  # its length is all that is read of it
+            context: Any = range(len(forward_pass.context))  # only its length is read
             cache, sent = forward_pass.cache, forward_pass._replace(context=context, cache=None)
             sizes = cache.length, cache.capacity
             output: ModelOutput = self.group.call(cache, "run", sizes, how, sent, logits_to_keep, source)

@@ -219,7 +219,7 @@ class TransformersModel:
 
         Quantised ones are computed by running the linear modules on an identity matrix, so this works for each format.
         """
-        if not getattr(self.module, "is_quantized", False):  # those that were dequantised on loading are not
+        if not getattr(self.module, "is_quantized", False):  # also False for weights that were dequantised on loading
             yield from module.named_parameters()
             return
         for name, part in module.named_modules():
