@@ -78,8 +78,9 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     kind = next(kind for kind in reversed(whole.layers) if kind.mixer == "attention")
     architecture = replace(whole, num_layers=number, layers=(kind,) * number)
     if whole.mixture is not None and whole.mixture.layout != "interleaved":
-        layout = "fused" if any(name.endswith("experts.gate_up_proj") for name in files.names) else "separate"
-        architecture = replace(architecture, mixture=replace(whole.mixture, layout=layout))
+        is_fused = any(name.endswith("experts.gate_up_proj") for name in files.names)
+        mixture = replace(whole.mixture, layout="fused" if is_fused else "separate")
+        architecture = replace(architecture, mixture=mixture)
     shapes = _shapes(architecture)
     if unknown := sorted(files.names - shapes.keys()):
         raise files.refuse(f"{files.key(unknown[0])} is of no layout that specgen knows", _OTHERS)
