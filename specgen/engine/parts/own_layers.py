@@ -303,7 +303,11 @@ class LayerSkippingRunner(ModelRunner):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`."""
+        """Returns the logits of the model without the skipped layers, after the context (index 0) and each draft token i (index i
+        + 1).
+
+        Only those from index `start` on are returned. The arguments are those of `ModelRunner.logits`.
+        """
         committed, shared_at = self._target.share_prefix(context)
         if shared_at != self._shared_at:
             self._cached.set_committed(context, committed)
