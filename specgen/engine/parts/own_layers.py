@@ -77,10 +77,9 @@ def known_architecture(model: Model, feature: str) -> Architecture:
 
 
 def exit_architecture(model: Model) -> Architecture:
-    """Returns the architecture of a target for an exit layer. Raises SpecgenError if the target has layers that cannot be
-    trained.
+    """Returns the target's architecture, which its exit layer shares.
 
-    The training of an exit layer begins with the target's last layers.
+    Raises SpecgenError if the native decoder does not know the model's family, or if its layers cannot be trained (experts).
     """
     architecture = known_architecture(model, "early exit")
     if architecture.mixture is not None:
