@@ -171,7 +171,7 @@ def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
-    """Returns how many numbers at the beginning of `left` and `right` are equal, at most `limit` (None: no limit)."""
+    """Returns how many numbers at the beginning are the same in `left` and `right`, at most `limit` (None: no limit)."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit
