@@ -97,11 +97,11 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
 
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
-        """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
+        """Yields the forward passes over those tokens of context and draft, before index `last`, that the KV cache lacks.
 
         A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the rest of the context and the
-        draft. The caller must run each pass before it takes the next one: asking for the next one counts the tokens as cached
-        and makes the pass's mask and positions invalid. Raises SpecgenError for a tree on a model with ALiBi.
+        draft. The caller must run each pass before it takes the next one: then the tokens of the pass count as cached, and the
+        cache's length changes.
         """
         length, begin = len(context), self.committed
         missing = min(last, length) - begin
