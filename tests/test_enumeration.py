@@ -84,6 +84,8 @@ TREES = [
     Case("sd", {"policy": "confidence", "max_draft": 3, "cape": True}, 5, eos=(1,), seed=1),
     Case("sd", {"policy": "adaptive", "cape": True, "draft_cost": 0.1, "verify_cost": 0.05, "exploration": 0.1}, 4),
     Case("eesd-tree", {"width": 2, "policy": "adaptive", "draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.1}, 5),
+    Case("mtp", {"k": 2}, 5, THREE),
+    Case("mtp", {"k": 2, "width": 2, "nodes": 3}, 4, THREE, {"top_p": 0.9}),
     Case("specinfer", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.1, "max_draft": 2}, 4),
     Case("specinfer", {"k": 2, "drafts": 2}, 4),
     Case("specinfer", {"k": 1, "drafts": 3}, 4, THREE, {"top_p": 0.9}, zero=True),

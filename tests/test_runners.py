@@ -171,6 +171,8 @@ KINDS = {
     "features": Kind(partial(features, "qwen3")),
     "eagle1": Kind(partial(head, "eagle1", 4, head_layers=2), examples=30),  # its predictions as inputs amplify roundings
     "eagle3": Kind(partial(head, "eagle3", 4)),
+    "mtp": Kind(partial(head, "mtp-deepseek", 4, layers=1)),
+    "mtp of three layers": Kind(partial(head, "mtp-deepseek", 2, layers=3)),
     "glide": Kind(partial(head, "glide", head_layers=2), examples=30),
     "glide on transformers": Kind(partial(head, "glide", head_layers=2, backend="transformers")),
     "medusa": Kind(partial(head, "medusa-v0.1", 3)),

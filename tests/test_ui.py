@@ -121,7 +121,7 @@ def test_footers_show_what_a_run_has() -> None:
     assert "J/token" not in footer(summary, [], 120).plain
     plain = Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
     assert footer(plain, [], 100, prompt_tokens=100, where="cpu float32").plain == (
-        "ar  1 token  2.0 tokens/s  first token 0.5 s  prompt 200/s  cpu float32"
+        "ar  1 token  2.0 tokens/s  first token 0.5 s  cpu float32  prompt 200/s"
     )
 
 

@@ -72,7 +72,8 @@ def own_stream(path: Path) -> FileIO | None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether `path` names a regular file, or none yet. An open file that has lost its name, such as /dev/fd/3, is none."""
+    """Whether `path` names a regular file, or no file yet. False for an open file whose name was deleted, such as one at
+    /dev/fd/3."""
     target = Path(os.path.realpath(path))
     return not path.exists() or (path.is_file() and target.exists())
 
@@ -85,8 +86,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a result to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Halves of characters become question
-    marks. Raises RunError if the file cannot be written."""
+    """Writes text to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Lone surrogates become question marks.
+
+    Raises RunError if the file cannot be written.
+    """
     try:
         with whole_file(path) as file:
             file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
@@ -95,8 +98,10 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
-    changed. `what` names the file in messages."""
+    """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
+
+    To be called before long work starts. `what` names the file in messages.
+    """
     named = f"cannot write the {what} {path}"
     if str(path) in _STREAMS:
         return

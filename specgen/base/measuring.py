@@ -99,9 +99,10 @@ prefill_reports = PrefillReports()
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """The energy used in `seconds` seconds: `joules` beyond what the idle devices use, `gross_joules` in all.
+    """The energy used in `seconds` seconds: `gross_joules` in all, and `joules` without what the devices use when idle
+    (`idle_watts`).
 
-    `source` names the counters. If there is none, all numbers are None and `reason` says why.
+    `source` names the counters. If there are no counters, all numbers are None and `reason` says why.
     """
 
     source: str
@@ -114,7 +115,7 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy. `read` returns joules, or raises an error; after `restart` joules it begins at 0 again."""
+    """A counter of energy. `read` returns joules, or raises an error. After `restart` joules the counter begins at 0 again."""
 
     name: str
     read: Callable[[], float]
@@ -122,12 +123,12 @@ class Counter:
 
 
 class EnergyMeter:
-    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power,
-    which takes some seconds.
+    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power, for
+    2 s.
 
     Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) gives exact
-    results. Without counters nothing is measured, and `reason` says why. A counter that can no longer be read ends the measuring
-    in the same way: the run and those after it have no figure.
+    results. Without counters nothing is measured, and `reason` says why. If a counter can no longer be read, `reason` says so,
+    and this run and all later ones have no figures.
     """
 
     def __init__(self, counters: Sequence[Counter], reason: str | None = None) -> None:
@@ -143,7 +144,7 @@ class EnergyMeter:
         self._begin = self._readings()
 
     def stop(self) -> Energy:
-        """Returns the energy used since `start`, with and without what the idle devices use."""
+        """Returns the energy used since `start`: in all, and without what the idle devices would have used."""
         spans, source = self._since(self._begin), ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
@@ -152,7 +153,10 @@ class EnergyMeter:
         return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
     def _readings(self) -> list[tuple[float, float]]:
-        """Reads each counter when it changes: the time in seconds, and the counter's joules. None after one cannot be read."""
+        """Reads each counter at the moment when it changes. Returns the time in seconds and the counter's joules for each.
+
+        If a counter cannot be read, drops all counters, sets `reason` and returns no readings.
+        """
         found = []
         try:
             for counter in self.counters:
@@ -202,7 +206,7 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
         raise OSError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
 
     def joules(handle: Any, index: int) -> float:
-        torch.cuda.synchronize(index)  # it finishes its queued work first
+        torch.cuda.synchronize(index)  # the GPU finishes its queued work first
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
     found = []

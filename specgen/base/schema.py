@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 LARGEST = 4 << 20  # bytes of a file that `read` takes
 _DEEPEST = 20  # levels of nesting of YAML; specgen's own files need six
-_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64
+_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # text that may be part of a number too large for a float64
 _PLAIN = {"missing": "it is missing", "unexpected_keyword_argument": "there is no such key"}  # for pydantic's words
 T = TypeVar("T")
 
 
 def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LARGEST) -> T:
-    """Reads a JSON file (by its suffix) or else a YAML file, and returns its content as a `kind`.
+    """Reads a file and returns its content as a `kind`: JSON if the file's suffix is .json, otherwise YAML.
 
     `what` is what messages call the file, such as "profile"; `hint` says what to do about a file that is missing or damaged.
     Raises SpecgenError if the file cannot be read, is larger than `largest` bytes, is not UTF-8, JSON or YAML, or does not fit
@@ -44,7 +44,10 @@ def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LA
 
 
 def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> str:
-    """Returns the text of a UTF-8 file or pipe. Raises SpecgenError as `read` does."""
+    """Returns the text of a UTF-8 file or pipe. `what` and `hint` are for messages, as in `read`.
+
+    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(largest + 1)
@@ -61,8 +64,11 @@ def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> 
 
 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
-    """Converts JSON text to a `kind`, with strict types. Raises SpecgenError with the first problem; `where` names the text, for
-    instance `FILE, line 3`."""
+    """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with strict types.
+
+    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` says
+    what to do.
+    """
     from pydantic import ValidationError
 
     try:
@@ -81,7 +87,7 @@ def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) ->
 
     try:
         value = from_json(text, allow_inf_nan=not finite)
-        if finite and _LONG_NUMBER.search(text):  # hooks for each number are slow
+        if finite and _LONG_NUMBER.search(text):  # only then, because calling a hook for each number is slow
             json.loads(text, parse_int=_check_number, parse_float=_check_number)
     except ValueError as error:
         raise SpecgenError(f"{where} is not JSON ({error})", hint) from error
@@ -94,10 +100,10 @@ def _check_number(digits: str) -> None:
 
 
 def parse_yaml(text: str, where: str, hint: str = "") -> Any:
-    """Returns the value of a YAML document, read by a safe loader.
+    """Returns the value of a YAML document, read by a safe loader. `where` names the document in messages.
 
-    Raises SpecgenError, with the line if it is known, for what is not YAML, for a value that does not fit its tag, and for what
-    can take any amount of memory: aliases and deep nesting.
+    Raises SpecgenError, with the line if it is known, for what is not YAML and for a value that does not fit its tag. Aliases and
+    deep nesting are refused too, because they can take any amount of memory.
     """
     import yaml
 

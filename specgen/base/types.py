@@ -59,9 +59,9 @@ _SAMPLING = {  # the bounds of `SamplingParams`
 class SamplingParams:
     """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    `min_p` cuts the tokens with less than this share of the likeliest one's probability. `seed` None stands for a random seed.
-    `stop` are strings that end the generated text; `ignore_eos` generates on after
-    an end-of-sequence token. Raises SpecgenError for a value out of range.
+    `min_p` cuts the tokens whose probability is less than this share of the likeliest token's. `seed` None stands for a random
+    seed. `stop` are strings that end the generated text; `ignore_eos` generates on after an end-of-sequence token. Raises
+    SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = 128
@@ -96,7 +96,8 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """The parameters that change the distributions tokens are chosen from, by name: if greedy, none but the temperature."""
+        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen: if greedy, only the
+        temperature (0)."""
         cuts = {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {"temperature": self.temperature, **cuts}
 
@@ -165,7 +166,8 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
-        """Returns a draft in which each token follows the previous token; `fields` are further fields of `Draft` by name."""
+        """Returns a draft that is a chain: each token follows the one before it. `fields` are further fields of `Draft` by
+        name."""
         return cls(tokens, range(-1, len(tokens) - 1), **fields)
 
     @property
@@ -192,9 +194,10 @@ class Draft:
         return replace(self, tokens=self.tokens[: self.judged], parents=self.parents[: self.judged], judged=None)
 
     def part(self, start: int, stop: int | None = None) -> Draft:
-        """Returns a chain of this chain's tokens `start` to `stop` - 1, with their probabilities and other per-token fields.
+        """Returns a chain of this chain's tokens `start` to `stop` - 1 (None: to the end), with their per-token fields such as
+        `probs`.
 
-        As in a slice, `stop` None means up to the end. Only for chains.
+        Only for chains.
         """
         of_tokens = {name: getattr(self, name) for name in ("probs", "entropies", "top_probs", "logits", "predicted")}
         parts = {name: None if values is None else values[start:stop] for name, values in of_tokens.items()}
@@ -214,10 +217,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DistributionOverlap:
-    """How close the target's probabilities p and the draft's probabilities q are at each drafted token.
+    """How close the target's distribution p and the draft model's distribution q are at each drafted token.
 
-    Both are taken at temperature 1, without penalties, top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary:
-    the acceptance probability at temperature 1 without penalties. `kl` is KL(q||p) in nats.
+    Both are taken at temperature 1, without penalties, top-k, top-p and min-p. `overlap` is the sum of min(p, q) over the
+    vocabulary, which is the acceptance probability at temperature 1. `kl` is KL(q||p) in nats.
     """
 
     overlap: Sequence[float]

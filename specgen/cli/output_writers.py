@@ -66,6 +66,11 @@ class OutputWriter:
                 branches=request.method.drafts_trees(run.settings),
             )
 
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._answer.text
+
     def write(self) -> None:
         """Runs the generation and writes each round as it ends.
 
@@ -134,8 +139,8 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            more = {"tuned": self._tuned, "where": self._where, "prompt_tokens": len(self._request.prompt_ids)}
-            self._err.print(footer(figures, notes, theme.width(self._err), **more))
+            width, size = theme.width(self._err), len(self._request.prompt_ids)
+            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=size, where=self._where))
         if self._trace_error is not None:
             raise self._trace_error
 
@@ -168,7 +173,8 @@ class OutputWriter:
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
-            yield "no draft model"
+            stand_in = self._pair.parts.stand_in(method)
+            yield "no draft model" if stand_in is None else f"{stand_in.name} drafts"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:

@@ -21,7 +21,7 @@ from specgen.engine.text.retokenized_context import RetokenizedContext
 
 _MOST_CANDIDATES = 7
 _BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates
-_PIECES = 4  # of the draft model's tokens that `TextDrafter` drafts for one of the target's, at most
+_PIECES = 4  # `TextDrafter` drafts at most this many of the draft model's tokens for one of the target's
 
 
 class ModelDrafter(DraftModelUser):
@@ -29,15 +29,16 @@ class ModelDrafter(DraftModelUser):
 
     The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
     (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. The draft is empty if the context has
-    tokens that the draft model lacks.
+    tokens that the draft model lacks. A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens
+    also where the target samples.
 
     With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et al. 2024), see
-    `with_candidates`. The length policy sees the chain's tokens. Verification is lossless: in sampling, the chain's token is
-    drawn from its distribution and verified first, and the others are fixed tokens, verified against what its rejection leaves of
-    the target's distribution.
-    A draft ends before a token whose distribution has a largest probability below `fallback` (BiLD; temperature 1, no top-k or
-    top-p). This token is dropped, so that the draft may be empty. Not lossless.
-    A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens also where the target samples.
+    `with_candidates`. The length policy sees only the chain's tokens. Verification is lossless, also in sampling: the chain's
+    token is verified as a draw from its distribution; if it is rejected, the target draws a token from the residual distribution,
+    and a candidate that equals this token is accepted.
+
+    With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest probability below `fallback` (at
+    temperature 1, without top-k and top-p); that token is dropped, so that the draft may be empty. This is not lossless.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:
@@ -73,7 +74,7 @@ class ModelDrafter(DraftModelUser):
 
         def extend(position: int) -> DraftedToken | str:
             nonlocal is_cut
-            if is_cut:  # after the policy has seen the last token, from which it may learn later
+            if is_cut:  # the policy has seen the last token, from which it may learn later
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
             own, score = output.unpenalised_part(self._vocab_size), None
@@ -98,7 +99,8 @@ class ModelDrafter(DraftModelUser):
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 
     def _device_chain(self, context: Context, policy: LengthPolicy, unverified: Sequence[int]) -> DeviceChain | None:
-        """Begins a draft whose tokens the host reads when it has ended. Returns None if the host needs each token at once."""
+        """Begins a draft whose tokens are chosen on the device. Returns None if the host needs to know each token before the next
+        one."""
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
@@ -184,7 +186,8 @@ class HostChain:
 
 
 def further_candidates(top_prob: float) -> int:
-    """Returns how many candidates join a drafted token whose distribution has this largest probability (CaPE; temperature 1)."""
+    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the largest probability at
+    temperature 1."""
     return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
 
 
@@ -222,7 +225,7 @@ class TextDrafter:
     def __init__(self, setup: Setup) -> None:
         runner, tokenizers = setup.draft, setup.tokenizers
         assert runner is not None, "this drafter runs a model"
-        runner = getattr(runner, "own", runner)  # of one that answers in the target's tokens
+        runner = getattr(runner, "own", runner)  # a runner that answers in the target's tokens has one in the draft's own
         assert tokenizers is not None, "this drafter needs the tokenizers of both models"
         target, draft = tokenizers
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})

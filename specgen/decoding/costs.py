@@ -47,8 +47,8 @@ class Curve:
 class CostTable:
     """Seconds as a function of the number of tokens and of the context length.
 
-    `curves` has a curve for each measured context length (one or two). For other context lengths, the cost is linear in the
-    context length; with one curve it does not depend on it.
+    `curves` has one or two measured curves by context length. Between and beyond the two, seconds are linear in the context
+    length; with one curve they do not depend on it.
     """
 
     curves: Mapping[int, Curve]
@@ -133,8 +133,8 @@ class SpeedupModel:
     """Computes the expected speedup over plain decoding of drafting k tokens per round, from the times of forward passes.
 
     `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among the keys. `draft_seconds` is
-    the time of one draft pass (0: there is no draft model). `context_length` is the number of tokens in the caches during these
-    passes. `drafts_blocks`: one draft pass gives all tokens of a draft, otherwise one of them.
+    the time of one draft pass (0: there is no draft model). A draft of k tokens takes k draft passes, or one if `drafts_blocks`.
+    `context_length` is the number of tokens in the caches during these passes.
     """
 
     target_seconds: Mapping[int, float]
@@ -150,7 +150,7 @@ class SpeedupModel:
     def break_even_acceptance(self, k: int) -> float | None:
         """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k tokens beat plain decoding.
 
-        A round yields 1 + rate * k tokens for its draft and one target pass over k + 1 tokens. None: no rate is high enough.
+        A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens. None: no rate is high enough.
         """
         single = self.target_seconds[1]
         rate = (self._drafting(k) + self.target_seconds[k + 1] - single) / (k * single)

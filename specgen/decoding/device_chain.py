@@ -1,4 +1,5 @@
-"""Drafts whose tokens are chosen on a GPU, one after the other, without the host, which reads them once, at the end."""
+"""Chains whose tokens are chosen on a GPU, one after the other. The host reads the tokens at the end of a draft, not one by
+one."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class DeviceChain:
         self._unread = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
 
     def append(self, position: int) -> DraftedToken:
-        """Adds the token at this position (from 1)."""
+        """Lets the device choose the next token, at this position (from 1). The token that is returned has no signals."""
         if self._unread in (0, _ROWS):
             self._read()
             self._chooser.row.zero_()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
-NO_CANDIDATES = "no candidates"  # why a draft ends where penalties forbid every token that the draft model has
+NO_CANDIDATES = "no candidates"  # the reason why a draft ended, if penalties forbid all tokens that the draft model has
 
 
 class Drafter(Protocol):
@@ -110,7 +110,8 @@ class Setup:
 
     @property
     def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
-        """The sampling parameters, the device and the seed of a verifier."""
+        """What a verifier is made with: the sampling parameters, the target's device, and a seed for the verifier's random
+        numbers."""
         assert self.target is not None
         return self.sampling, self.target.device, derive_seed(self.seed, "target")
 
@@ -143,12 +144,16 @@ class DraftModelUser:
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
-        """Returns the reason why a draft of at most `levels` levels ended: the drafter's depth has a reason of its own."""
+        """Returns the reason why a draft ended: `reason`, or `depth N` in place of `length` if the drafter's depth was the
+        limit."""
         return f"depth {levels}" if reason == "length" and levels == self._depth else reason
 
     def _scores(self, policy: LengthPolicy, context: Context) -> Scores | None:
-        """Returns the acceptance predictor's `score` for a draft after the context; None without a predictor, and if the policy
-        does not read its scores. The time that it takes is added to `policy.seconds`: on a GPU that to start its kernels."""
+        """Returns the acceptance predictor's function `score` for a draft after the context.
+
+        None without a predictor, or if the policy does not read its scores. The time that the predictor takes is added to
+        `policy.seconds`; on a GPU, the time to start its kernels.
+        """
         predictor = self._setup.acceptance_predictor
         if predictor is None or "predicted_acceptance" not in policy.signals:
             return None

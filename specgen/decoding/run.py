@@ -70,7 +70,7 @@ class Clock:
         self._laps.append((phase, self._timer.mark() if on_device and self._timer is not None else time.perf_counter()))
 
     def move(self, seconds: float, source: str, phase: str) -> None:
-        """Takes `seconds` from the phase `source` and adds them to `phase`."""
+        """Counts `seconds` of the phase `source` in `phase` instead."""
         self._moves.append((seconds, source, phase))
 
     def seconds(self) -> dict[str, float]:

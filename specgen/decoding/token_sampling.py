@@ -86,7 +86,7 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
         return on_host
     tokens: list[int] = []
     for scores in logits.float().numpy():  # NumPy's argmax takes a tenth of torch's time; one by one, which is faster there
-        token = int(scores.argmax())  # the first NaN of a row that has one
+        token = int(scores.argmax())  # if the row has a NaN, argmax returns the first one's index
         tokens.append(-1 if math.isnan(scores[token]) else token)
     return tokens
 
@@ -111,9 +111,9 @@ def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes entropy (nats) and largest probability, each [...], from logits [..., vocabulary].
+    """Computes the entropy (nats) and the largest probability of distributions, each [...], from logits [..., vocabulary].
 
-    The distributions are taken at temperature 1, without top-k and top-p.
+    The distributions are taken at temperature 1, without top-k, top-p and min-p.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
@@ -122,10 +122,11 @@ def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
-    """Computes the likeliest token of logits [vocabulary], their entropy (nats) and largest probability, for the host.
+    """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest probability of their softmax, for the
+    host.
 
-    Entropy and probability are those of `entropy_and_top_prob`. On a CPU by NumPy, which takes a quarter of torch's time for one
-    row. Returns NaN as entropy if the logits hold a NaN or no finite maximum.
+    On a CPU they are computed by NumPy, which takes a quarter of torch's time for one row. The entropy is NaN if the logits hold
+    a NaN or no finite maximum.
     """
     if not logits.is_cpu:
         token, *numbers = torch.stack((argmax_token(logits).float(), *entropy_and_top_prob(logits))).tolist()  # exact to 2^24

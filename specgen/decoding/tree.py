@@ -1,4 +1,4 @@
-"""Token trees: what all drafts with several candidates at a position grow, and the drafter of the likeliest continuations."""
+"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest continuations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class DraftTree(Tree):
         self._logits: list[torch.Tensor] = []  # without penalties; row i is after node i - 1
 
     def add(self, parent: int, token: int) -> int:
-        """Adds a token, as in any tree. Raises RunError if it is -1, which means that the logits held a NaN."""
+        """Returns the child of node `parent` that has this token, and adds it if there is none.
+
+        Raises RunError if the token is -1, which means that the logits held a NaN.
+        """
         return super().add(parent, token_sampling.valid_token(token, "draft"))
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:
@@ -144,10 +147,10 @@ class DraftTree(Tree):
 
 
 class _Candidate(NamedTuple):
-    """A token that may be in the draft, after `parent`, and the log-likelihood (nats) of the path to it.
+    """A token that may be in the draft, after `parent`, with the log-likelihood (nats) of the path to it.
 
-    `parent` is a node of the tree that the draft model runs (-1: the context), and so is `node`, the candidate's own; None: the
-    tree does not have the candidate.
+    `parent` is a node of the tree that the draft model runs (-1: the context). `node` is the candidate's own node in that tree;
+    None if it was not added.
     """
 
     parent: int

@@ -1,4 +1,4 @@
-"""Drafters that compute a whole block of rows at once, each for one position of the draft: what they share, and PARD."""
+"""Drafters that compute the logits for all positions of a draft at once: what they share, and PARD."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
 
 
 class BlockRunner(ABC):
-    """Drafts with rows that are computed together, once for each context. Implements `DraftRunner`.
+    """Base of drafters that compute the logits for all positions of a draft together. Implements `DraftRunner`.
 
-    Row m predicts the token on level m of a draft, from 0: the logits after the context are row 0, those after a drafted token on
-    level m row m + 1. `longest_draft` is the number of rows. `independent`: no row depends on the tokens drafted before it.
-    `draws`: in sampling, the tokens of a chain are drawn from the rows; otherwise they are the likeliest, of which more are
-    accepted where the rows are independent (drawn tokens need not fit to each other). `like` has the sizes, the vocabulary and
-    the device; `penalties` change the logits from which tokens are chosen.
+    They are computed once for each context, as rows: row m predicts the token on level m of a draft, from 0. So the logits after
+    the context are row 0, and those after a drafted token on level m are row m + 1. `longest_draft` is the number of rows.
+    `independent`: no row depends on the tokens drafted before it. `draws`: in sampling, the tokens of a chain are drawn from the
+    rows; otherwise the likeliest are taken, of which more are accepted where rows are independent (drawn tokens need not fit to
+    each other). `like` is a runner whose context limit, vocabulary and device this one has; `penalties` change the logits from
+    which tokens are chosen.
     """
 
     independent = True
@@ -45,9 +46,10 @@ class BlockRunner(ABC):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits after the context and after each draft token; see `ModelRunner.logits`.
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
 
-        No draft token may be on the level of the last row: the logits after it would need a further row.
+        The arguments are those of `ModelRunner.logits`. No draft token may be on the level of the last row: the logits after it
+        would need a further row.
         """
         levels = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
         count = 1 + max(levels)
@@ -65,10 +67,14 @@ class BlockRunner(ABC):
 
     @abstractmethod
     def rows(self, context: Context, count: int) -> ModelOutput:
-        """Computes the rows after the context, in order: at least `count`."""
+        """Computes the rows after the context: at least the first `count`, in order, as an output with `logits` [rows,
+        vocabulary]."""
 
     def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
-        """Returns the output after the context (index 0) and each draft token, from index `start` on; `levels` are their rows."""
+        """Returns the output after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+
+        `levels` has the row of `rows` for each of these indices.
+        """
         picked = torch.tensor(levels[start:])
         return ModelOutput(rows.logits.index_select(0, upload(picked, self.device)))
 
@@ -76,7 +82,7 @@ class BlockRunner(ABC):
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
 
     def clear_cache(self) -> None:
-        """Forgets all that was computed. For measurements."""
+        """Drops the rows that were computed, and empties the KV cache if there is one. For measurements."""
         self._computed = None
 
 
@@ -88,7 +94,10 @@ def penalised(
     parents: Sequence[int] | None,
     start: int,
 ) -> ModelOutput:
-    """Returns the output of a call of `ModelRunner.logits` with penalties on its logits (None: none)."""
+    """Returns `output` with penalties applied to its logits; unchanged if `penalties` is None.
+
+    The other arguments are those of the call of `ModelRunner.logits` whose output this is.
+    """
     if penalties is None:
         return output
     nodes = draft_nodes(list(draft), parents)
@@ -99,9 +108,9 @@ def penalised(
 class PardRunner(BlockRunner):
     """Runs a PARD draft model (An et al. 2025, arXiv 2504.18583): one pass over the new tokens and mask tokens behind them.
 
-    `mask` is the id of the mask token. The last row of the context and those of the masks are the draft's logits. Accepted tokens
-    are run again as real ones: the masks before them said less. The pass has as many masks as the last drafts were long, since a
-    row does not depend on the masks after it; the rows of a longer draft take another pass.
+    `mask` is the id of the mask token. The logits after the context's last token and after each mask are the rows. When drafted
+    tokens are accepted, they are run as real tokens in place of their masks. The number of masks follows the lengths of the last
+    drafts; if a draft gets longer, its further rows take another pass.
     """
 
     def __init__(self, runner: ModelRunner, mask: int, penalties: PenaltyProcessor | None = None) -> None:

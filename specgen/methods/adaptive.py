@@ -6,11 +6,11 @@ probability that a drafted token was rejected). After the tokens drafted so far,
     P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`). The pass of a drafter that makes all its tokens in one counts only
-where it is decided whether to draft at all: after that it is paid.
-Costs are learned from the times of the run's own rounds, but for runs
-that draw tokens with a seed, where they stay what they were at the beginning: equal runs give equal tokens.
-Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more.
+in units of a target pass over one token (`DraftingCosts`). If a drafter computes all tokens of a draft in one pass, this pass
+counts only in the decision whether to draft at all.
+Costs are learned from the times of the run's own rounds. In a run that draws tokens with a seed they stay what they were at the
+beginning, so that equal runs give equal tokens.
+Prompt lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to gain more.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
 
 AUTO = "auto"
-_UNLIKELY = 0.01  # lookup's draft ends before a token that is worth less than this, even if verification costs nothing
+_UNLIKELY = 0.01  # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
 # Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the weights of `features`. Fitted
 # to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts that
 # `compare` takes from `examples.yaml` and on those for tuning.
 _TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
 _FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
-_COPIED = (-1.2, 0.8)  # that of a copied token: a constant and the weight of ln(match length); for the bundled target
+_COPIED = (-1.2, 0.8)  # score of a copied token: a constant and the weight of ln(match length); fitted to the bundled target
 _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 
 
 def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
-    """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
 
-    p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
-    the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    p is the largest probability of the draft model's distribution and H its entropy (nats), at temperature 1 and without
+    penalties. q is the probability of the token in the distribution that it was chosen from. Probabilities are kept between 0.001
+    and 0.999.
     """
     top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
@@ -60,12 +61,12 @@ def _copied_score(match_length: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInputs:
-    """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
+    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
 
-    `learned` changes during the run. `timed` gets the times of the run's rounds, and `costs` are only those at its beginning;
-    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
-    Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
-    nothing.
+    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
+    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
+    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
+    shares nothing.
     """
 
     costs: DraftingCosts
@@ -80,11 +81,12 @@ _Step = tuple[float, float, float]
 
 
 class Adaptive(LengthPolicy):
-    """Drafts another token while it is expected to be worth more than it costs; drafts nothing where no draft is.
+    """Drafts another token while its expected worth is above its cost, and drafts nothing if that holds for no token.
 
-    `inputs` are the costs on this machine and what is known about the drafter; the settings `draft_cost` and `verify_cost`
-    replace the costs. `predictions` are the acceptance probabilities that were predicted for the tokens of the last draft.
-    A token with the signal `match_length` is prompt lookup's; others are a model's.
+    `inputs` has the costs on this machine and what was learned about the drafter; values of the settings `draft_cost` and
+    `verify_cost` other than `auto` replace the costs. `predictions` are the acceptance probabilities that were predicted for the
+    tokens of the last draft. A token with the signal `match_length` is treated as copied by prompt lookup, any other token as
+    drafted by a model.
     """
 
     name = ADAPTIVE
@@ -106,7 +108,7 @@ class Adaptive(LengthPolicy):
         self.signals = self.preferred_signals
         self.predictions: Sequence[float] = []
         self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
-        self._before: float | None = None  # the following score of the drafted token before them, if there is one
+        self._before: float | None = None  # `_FOLLOWING` score of the drafted token before the first of `_steps`, if there is one
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
         self._copied: list[float] | None = None  # acceptances of the tokens to copy in this round, if prompt lookup drafts
@@ -200,7 +202,7 @@ class Adaptive(LengthPolicy):
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
         levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))  # a tree may leave levels out
-        del self._steps[:drafted]  # what a rejection makes void is deleted when the next draft starts
+        del self._steps[:drafted]  # tokens after a rejected one are deleted when the next draft starts
         tokens = accepted + (was_rejected or not judges_new)
         cost = self._costs.of_draft(levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:
@@ -225,10 +227,11 @@ class Adaptive(LengthPolicy):
 
 
 class HybridDrafter:
-    """Asks the length policy in each round whether to copy text of the context, and if not, whether to run the draft model.
+    """Drafts by prompt lookup or with a draft model, as the length policy decides in each round.
 
-    The policy compares what both are expected to gain (`adaptive` does). `model` is None if there is no draft model. The reason
-    why a draft of prompt lookup ended begins with `lookup:`.
+    The policy is first asked whether to copy text of the context, and if it does not, whether to run the draft model; `adaptive`
+    compares what both are expected to gain. `model` is None if there is no draft model. The reason why a draft of prompt lookup
+    ended begins with `lookup:`.
     """
 
     def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
@@ -245,7 +248,10 @@ class HybridDrafter:
 
 
 def hybrid_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
+    """Makes a drafter that uses prompt lookup or the draft model, whichever is expected to gain more in a round.
+
+    Without a draft model it uses prompt lookup alone; with the setting `lookup` false, the draft model alone.
+    """
     model = None if setup.draft is None else model_drafter(setup, settings)
     if settings.values["lookup"]:
         return HybridDrafter(lookup_drafter(setup, settings), model)
@@ -263,6 +269,7 @@ ADAPTIVE_METHOD = Method(
     signals=DRAFT_SIGNALS | {MATCH_LENGTH},
     settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)},
     drafts_without_model=True,
+    stand_in="mtp",
     drafts="model",
     recorded=True,
 )

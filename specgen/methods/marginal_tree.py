@@ -29,7 +29,8 @@ _FIRST_ACCURACY, _NEXT_HEAD, _RANK_POWER = 0.6, 0.7, 2.35
 
 
 def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
-    """Returns how often each rank of each head is assumed to be right, where it was not measured."""
+    """Returns for each head and rank how often the token of this rank is assumed to be right. For heads without measured
+    accuracies."""
     return [
         [_FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER for rank in range(_DEFAULT_RANKS)]
         for head in range(heads)
@@ -37,7 +38,7 @@ def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
 
 
 def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
-    """Returns the `nodes` rank paths that are likeliest to be right, level by level. Each one's parent is among them.
+    """Returns the `nodes` rank paths that are likeliest to be right, level by level. The parent of each path is among them.
 
     `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value is the product of its ranks'
     accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
@@ -95,7 +96,7 @@ class MarginalTreeDrafter(DraftModelUser):
         if limit < 1:
             return Draft()
         tree = Tree()
-        nodes: dict[RankPath, int] = {(): -1}  # of rank paths that may have children
+        nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
         origins: list[_Head] = []  # the head that each node was chosen from
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
         levels = self._fixed or _by_level(candidate_tree([head.probs for head in heads], self._nodes))

@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.devices import device_timer, pick_threads
+from specgen.engine.devices import device_timer
 from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
@@ -57,7 +57,7 @@ class Pair:
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, draft)
+        self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
 
     # runs
 
@@ -174,8 +174,9 @@ class Pair:
             adaptive=adaptive,
             history=self._history if settings.values.get("history") else None,
         )
-        if method.needs_exit_layer or method.head:
-            parts = self.parts.runners(method, name_in(settings.values))
+        source = (self.parts.stand_in(method) if self.draft is None else None) or method
+        if source.needs_exit_layer or source.head:
+            parts = self.parts.runners(source, name_in(settings.values))
             parts.reserve(setup.capacity)
             setup = replace(setup, target=parts.target, draft=parts.draft, acceptance_predictor=parts.predictor)
         elif method.skips_layers:
@@ -185,6 +186,12 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
         clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+
+    def _has_model(self, method: Method) -> bool:
+        """Whether a model, or a part of the target, makes at least some of the method's drafts."""
+        if not method.uses_draft_model or self.draft is not None:
+            return method.runs_model
+        return self.parts.stand_in(method) is not None
 
     def _trial(self, request: Request) -> None:
         """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its
@@ -233,14 +240,20 @@ class Pair:
         return runner.log_likelihood(prompt_ids, token_ids)
 
     def warm_up(
-        self, announce: Callable[[str], None] = lambda _: None, *, sequential: bool = False, parallel: bool = False
+        self,
+        announce: Callable[[str], None] = lambda _: None,
+        *,
+        sequential: bool = False,
+        parallel: bool = False,
+        remembered: bool = False,
     ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
         Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
         pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
         description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
-        what suits this pair. So a library that uses specgen should not call it.
+        what suits this pair. So a library that uses specgen should not call it. `remembered`: takes the number of threads that an
+        earlier process has measured for this pair, if any, and then runs no pass.
         """
         needs_draft = sequential or (parallel and self._worker is None)
         if self.draft is not None and self.draft.refusal is None and needs_draft:
@@ -249,7 +262,7 @@ class Pair:
         announce("warming up")
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
-            self.measurements.threads = pick_threads(some_passes)
+            self.measurements.set_threads(some_passes, remembered=remembered)
         else:
             some_passes()
         self.forget()

@@ -40,8 +40,8 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("runs", "ties", "shares", "a pass", "prompt", "where", "first", "name", "accepted")
-_DROPPED_FIRST += ("energy", "perplexity", "speed")
+_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "prompt", "where", "first", "name", "accepted", "energy")
+_DROPPED_NEXT = ("perplexity", "speed")
 
 
 class Piece(NamedTuple):
@@ -292,13 +292,13 @@ def footer(
         "first": _figure("first token {:.2g} s", summary.first_token_seconds),
         "where": where,
         "prompt": _figure("prompt {:,.0f}/s", prompt_speed if prompt_tokens else None),
-        "a pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
+        "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
     styles = {"name": "strong", "shares": "quiet"}
-    for left_out in (None, *_DROPPED_FIRST):
+    for left_out in (None, *_DROPPED_FIRST, *_DROPPED_NEXT):
         if left_out is not None and not (left_out == "name" and (notes or tuned)):
             del figures[left_out]
         line = Text("  ").join(Text(text, styles.get(key, "none")) for key, text in figures.items() if text)

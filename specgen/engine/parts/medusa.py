@@ -19,7 +19,7 @@ from specgen.engine.penalties import PenaltyProcessor
 
 
 class MedusaRunner(BlockRunner):
-    """Runs K Medusa heads as a draft model of the target `model`, which `target` runs. Row m is that of head m.
+    """Runs K Medusa heads as a draft model of the target `model`, whose runner is `target`. Row m is computed by head m.
 
     All heads read the hidden state from which `target` predicted the context's last token. `rank_accuracies` is as in
     `MedusaWeights`.
@@ -76,8 +76,9 @@ def make_runners(
 ) -> PartRunners:
     """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of the target's penalties.
 
-    `target` is the target's own runner. It is returned unless it gives no hidden states, as transformers' own forward passes.
-    Raises SpecgenError if such a model's layers cannot be run one by one.
+    `target` is the target's own runner. It is returned unless transformers runs the model: since transformers' forward passes
+    return no hidden states, a runner that runs the layers one by one then takes its place. Raises SpecgenError if the layers of
+    such a model cannot be run so.
     """
     if not isinstance(model, NativeModel):
         model.check_layers("medusa")

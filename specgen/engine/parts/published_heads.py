@@ -6,8 +6,9 @@ same under another architecture), vLLM's first (the Llama's config under `model`
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
 DFlash and DSpark are in `block_layouts`.
 
-The tensors of all layouts get one set of names (`_NAMES`), and their configs are laid flat: what is read then is one layout a
-kind. A head is checked once, here: exactly the expected tensors, with shapes that fit each other and the target.
+The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved to the top level. So from here
+on there is one layout for each kind of head. A head is checked once, here: it has to have exactly the expected tensors, with
+shapes that fit each other and the target.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class HeadFields(BaseModel):
-    """The fields of config.json that are read here; None: missing. Others are ignored, or checked as those of any model."""
+    """The fields of a head's config.json that are read by name; None: missing. The other fields are ignored or checked
+    elsewhere."""
 
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
@@ -94,9 +96,10 @@ class HeadFields(BaseModel):
 
 
 class PublishedHead:
-    """A head's files, opened and recognised: `kind` is known by the names of the tensors.
+    """A head's files, opened and recognised: the names of the tensors decide its `kind` (`medusa`, `eagle` or `glide`).
 
-    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises SpecgenError for other kinds of files.
+    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises SpecgenError if the files are of no such
+    kind.
     """
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
@@ -115,9 +118,10 @@ class PublishedHead:
         self.kind = found[0]
 
     def read(self) -> HeadWeights:
-        """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before.
+        """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before weights are
+        read.
 
-        Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
+        Raises SpecgenError for unsupported variants, for damaged heads and for heads of other targets.
         """
         files, folder, target = self.files, self._folder, self._target
         if self._has_model and weights_fingerprint(folder) != weights_fingerprint(target.folder):
@@ -198,9 +202,10 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
 
 
 def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
-    """Returns a config.json with the fields of its parts beside the others, and those that are read here.
+    """Returns a config.json with nested fields moved to the top level, and the fields of it that are read by name.
 
-    Feature layers are named by their inputs then. In `eagle_config` they are named by their outputs if the first is layer 1.
+    The feature layers are then counted by their inputs. In `eagle_config` they are counted by their outputs if the first is layer
+    1.
     """
     flat, layer = dict(config), config.get("transformer_layer_config")
     for part in (layer, config.get("model"), config.get("eagle_config")):
@@ -254,7 +259,8 @@ def _decoder(
 
 
 def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
-    """Reads Medusa's heads. How many heads, blocks and LM heads there are is counted: config files state other numbers.
+    """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors, because config files state
+    others.
 
     A single LM head serves all heads.
     """
@@ -290,8 +296,9 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
 def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
     """Returns the content of config.json, the tensors to write, and the name of their file, for a head that specgen trained.
 
-    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 SpecForge; Medusa: "version 2", or v0.1
-    if it has LM heads of its own. `target` is the target's name, `sizes` are its own, see `HeadDescription`.
+    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of SpecForge. Medusa heads get
+    "version 2", or v0.1 if they have LM heads of their own. `target` is the target's name; `sizes` are the target's, as in
+    `HeadDescription`.
     """
     config: dict[str, Any] = {"vocab_size": sizes["vocab_size"]}
     if isinstance(weights, MedusaWeights):
