@@ -49,7 +49,7 @@ def of_transformers(config: Any) -> ModelShape:
     config = config.get_text_config()
     dtype = getattr(config, "dtype", None)
     limit, boundary = _context(config)
-    heads = config.num_attention_heads
+    heads = _first_integer(config, "num_attention_heads", "num_heads") or 1  # some models have no attention
     return ModelShape(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
@@ -63,7 +63,7 @@ def of_transformers(config: Any) -> ModelShape:
         rope_boundary=boundary,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        default_eos=config.eos_token_id,
+        default_eos=getattr(config, "eos_token_id", None),
     )
 
 

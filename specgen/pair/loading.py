@@ -139,7 +139,7 @@ def _load(
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    loaded.warning = choices[0].hint
+    loaded.warning = choices[0].hint or loaded.warning
     return Pair(loaded, draft, worker)
 
 
