@@ -27,7 +27,7 @@ _LATER = {"load": "pair.loading", "Pair": "pair.pair", "Result": "pair.request",
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what takes long, torch among it, at the first use."""
+    """Imports the names in `_LATER` at their first use, because their modules, some with torch, take long to import."""
     if name in _LATER:
         return getattr(import_module(f"specgen.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

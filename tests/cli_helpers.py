@@ -31,7 +31,7 @@ Lines = list[dict[str, Any]]
 
 
 def parsed(text: str) -> Lines:
-    """JSON lines as objects. NaN and infinity fail the test."""
+    """The objects in the JSON lines `text`. NaN and infinity fail the test."""
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 

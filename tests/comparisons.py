@@ -1,4 +1,4 @@
-"""Comparisons on the tiny pair and what their traces hold; and the results of a comparison with given figures."""
+"""Runs comparisons on a tiny pair and reads their traces. Also makes the results of comparisons from given figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def compare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
 
 def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
-    """By method and prompt the runs of a trace: the summary line, with its rounds and its start line."""
+    """The runs of a comparison's trace by method and by prompt index, in the order of repeats.
+
+    A run is its summary line, with its start line under `start` and its round lines under `rounds`.
+    """
     runs: dict[str, dict[int, Lines]] = {}
     run: dict[str, Any] = {}
     for line in parsed(trace.read_text(encoding="utf-8")):
@@ -65,7 +68,10 @@ WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=replace(met
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
-    """A run of 100 tokens with one token of the target's own in each round; `more` are other keys of its summary line."""
+    """A run of 100 tokens in `seconds`, of which `accepted` of `drafted` tokens are the draft's.
+
+    Each round has one token of the target's own. `more` replaces or adds keys of the summary line.
+    """
     line = {
         "token_ids": [1] * 100,
         "rounds": 100 - accepted,
@@ -80,7 +86,7 @@ def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run
 
 
 def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
-    """Each method's runs, one a prompt (at least three prompts)."""
+    """The results of a comparison with these runs of each method, one per prompt; there are at least three prompts."""
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
     count = max(3, *map(len, methods.values()))
     prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(count)]
@@ -92,7 +98,7 @@ def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
 
 
 def usual() -> Results:
-    """Three prompts, with a tie, a lossy method, one without phases, and one that failed."""
+    """Results on three prompts, with a tie, a lossy method, a method without times by phase, and a method that failed."""
     results = results_of(
         {
             "ar": [run(2.0), run(2.2), run(2.1)],
@@ -117,7 +123,7 @@ def shown(results: Results, width: int, **options: bool) -> list[str]:
 
 
 def comparison() -> Report:
-    """A comparison with a tie, a broken method, a failed one, predictions, categories and an example of hostile text."""
+    """The report of the comparison `usual`, with predictions, categories, phases, a note, and hostile text in a prompt."""
     results = usual()
     first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
     results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])

@@ -23,12 +23,12 @@ import pytest
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what was imported from garbage collection, which would look at it in vain, a third of a second each time."""
+    """Exclude the imported modules' objects from garbage collection, which would take a third of a second each time for them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the shared fixtures where tests run. pytest-xdist's controller only hands them out: it imports no torch."""
+    """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs none, and so imports no torch."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")

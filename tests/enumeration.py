@@ -31,7 +31,8 @@ Choice = list[tuple[Any, float]]  # the outcomes that are not enumerated yet, th
 
 
 class SmallRunner(TableRunner):
-    """A table for a few tokens; `zero` sets the probability of one of them to 0 in each row, as top-k would."""
+    """A `TableRunner` with a vocabulary of `size` tokens. `zero` gives one token in each row the probability 0, as top-k
+    would."""
 
     def __init__(self, seed: int, size: int = 3, *, zero: bool = False, scale: float = 1.5) -> None:
         self.vocab_size = self.num_embeddings = size
@@ -71,14 +72,15 @@ class Paths:
         monkeypatch.setattr(token_sampling, "draw", self._draw)
 
     def all(self, run: Callable[[], Any]) -> dict[Any, float]:
-        """The probability of each result of `run`, which makes random choices."""
+        """The probability of each result that `run` can return. `run` makes random choices."""
         found: dict[Any, float] = defaultdict(float)
         for result, _ in self._enumerate(run, []):
             found[result] += self.weight
         return dict(found)
 
     def of_rounds(self, begin: Callable[[], Iterator[State]]) -> Distribution:
-        """The probability of each output of the runs that `begin` starts, each of which yields its state after every round.
+        """The probability of each output of a run with random choices. `begin` starts the run anew, and yields its state after
+        every round.
 
         Paths that lead to equal states are merged: later rounds are enumerated only once for each state.
         """
@@ -107,7 +109,8 @@ class Paths:
         return dict(found)
 
     def choose(self, outcomes: Outcomes) -> Any:
-        """One of the `outcomes`, which are given with their probabilities; those with probability 0 are left out."""
+        """The outcome of the next random choice on the current path. `outcomes` returns (outcome, probability) pairs; outcomes
+        with probability 0 are left out."""
         if self._position == len(self._choices):
             self._choices.append([(value, weight) for value, weight in outcomes() if weight > 0])
         value, weight = self._choices[self._position][-1]
@@ -147,10 +150,10 @@ class Paths:
 
 
 class Uniforms:
-    """Uniform random numbers between 0 and 1, for the comparison `uniforms * scale < bound`, and known only as far as it needs.
+    """Uniform random numbers between 0 and 1 for comparisons `uniforms * scale < bound`, whose outcomes are enumerated.
 
-    Each number keeps the interval in which earlier comparisons have placed it, so one number that is compared several times
-    (broadcast, or used again) gives dependent outcomes, as it should.
+    Of each number only the interval is known in which earlier comparisons have placed it. So one number that is compared several
+    times (broadcast, or used again) gives dependent outcomes, as it should.
     """
 
     def __init__(self, paths: Paths, shape: Sequence[int] | int) -> None:
@@ -240,7 +243,7 @@ def states(
     window: Window | None = None,
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Iterator[State]:
-    """A run of a method, as its states after each round. `window` replaces PEARL's."""
+    """Runs a method on these model runners and yields its state after each round. `window` replaces PEARL's."""
     run = scripted_run(
         method,
         settings,
@@ -272,7 +275,8 @@ def states(
 
 
 def learned(drafter: Any) -> Hashable:
-    """The n-gram pool and the window of a drafter that has them."""
+    """What a drafter has learned, to compare states: the n-gram pool and window of lookahead decoding; None for other
+    drafters."""
     if not hasattr(drafter, "_pool"):
         return None
     window = drafter._window
@@ -282,7 +286,8 @@ def learned(drafter: Any) -> Hashable:
 def exact(
     runner: TableRunner, sampling: SamplingParams, length: int, eos: Iterable[int] = (), start: Distribution | None = None
 ) -> Distribution:
-    """The distribution of the outputs when the target alone continues `start` to `length` tokens."""
+    """The distribution of the outputs when the target alone continues `start` (outputs with their probabilities; None: the empty
+    output) to `length` tokens."""
     return output_distribution(
         lambda tokens: token_sampling.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, set(eos), start
     )
@@ -294,7 +299,8 @@ def total_variation(found: Distribution, wanted: Distribution) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A method on two small tables. `sizes` are the vocabularies of target and draft, `warp` the sampling parameters."""
+    """A method with settings on two small tables, for `limit` new tokens. `sizes` are the vocabularies of target and draft,
+    `warp` the sampling parameters. `zero`: some tokens of the target have probability 0. `window` replaces PEARL's."""
 
     method: str
     settings: dict[str, Any]
@@ -322,7 +328,7 @@ class Case:
 
 
 def distance(case: Case, monkeypatch: pytest.MonkeyPatch, draft: Any = None, *, on_gpu: bool = False, **options: Any) -> float:
-    """Total variation between the target's outputs and the method's.
+    """The total variation distance between the exact distributions of the target's outputs and of the method's.
 
     `draft` drafts instead of the case's table. `on_gpu`: the method takes tensors for those of a GPU. `options`: see `states`.
     """

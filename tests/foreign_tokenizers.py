@@ -72,7 +72,7 @@ FILES: dict[str, Callable[[], str]] = {
 
 
 def settings_of(name: str) -> dict[str, str]:
-    """The fields of tokenizer_config.json."""
+    """The fields of tokenizer_config.json for the tokenizer `name`."""
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[SEP]" if name == "word piece" else "</s>"}
 
 

@@ -31,7 +31,7 @@ UNPROMISED = {"self", "announce", "process"}  # parameters that no user is told 
 
 @contextmanager
 def own_folders(**environment: str) -> Iterator[None]:
-    """Sets `environment`, and folders for data and measurements in which nothing is."""
+    """Sets the environment variables `environment` and empty folders for data and measurements while the block runs."""
     with tempfile.TemporaryDirectory() as folder:
         names = {"SPECGEN_DATA": f"{folder}/data", "SPECGEN_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
         with patch.dict(os.environ, {**names, "OMP_NUM_THREADS": "1", **environment}):
@@ -75,7 +75,10 @@ def help_of(name: str) -> tuple[str, dict[str, str]]:
 
 
 def keys(value: dict[str, Any], kind: str, before: str = "") -> list[str]:
-    """The keys of a JSON object, those of inner objects behind a dot, and those of objects in a list behind `[].`."""
+    """The keys of a JSON object, with inner objects' keys as `outer.inner` and those of objects in a list as `outer[].inner`.
+
+    `kind` is the type of the line. Keys of objects in `OPEN` are left out. `before` is the prefix of an inner object's keys.
+    """
     found = []
     for key, inner in value.items():
         name = before + key
@@ -89,14 +92,14 @@ def keys(value: dict[str, Any], kind: str, before: str = "") -> list[str]:
 
 
 def lines(*arguments: str) -> list[dict[str, Any]]:
-    """The JSON lines of a command that succeeds."""
+    """The objects in the JSON lines that a `specgen` command prints. Fails if the command does not succeed."""
     code, out, err = command(*arguments)
     assert code == 0, err
     return [json.loads(line) for line in out.splitlines()]
 
 
 def json_keys(folder: Path) -> dict[str, list[str]]:
-    """The keys of each kind of JSON line, sorted: their order is no promise."""
+    """The keys of each type of JSON line, sorted, because their order is not promised. `folder` is for a trace file."""
     trace = str(folder / "trace.jsonl")
     short = ("-n", "4", "--json")
     generated = lines("generate", "-m", "svip", *short, "--record", "distributions", "--trace", trace, "text")
@@ -111,7 +114,7 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
 
 
 def methods() -> dict[str, Any]:
-    """What `inspect --methods --json` says of each method, but for help texts."""
+    """What `inspect --methods --json` says of each method, without help texts."""
     found = {}
     for line in lines("inspect", "--methods", "--json"):
         settings = {}

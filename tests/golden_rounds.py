@@ -171,7 +171,8 @@ def save(model: Any, folder: Path, merges: list[str] = MERGES, characters: str =
 
 @cache
 def pair_options(pair: str, folder: Path) -> tuple[str, ...]:
-    """The options that name a pair: `demo`, a family or a variant. It is saved in `folder` unless it is the bundled one."""
+    """The options of `generate` for a pair named `demo`, as a family or as a variant. Makes it and saves it in `folder`, unless
+    it is the bundled one."""
     common = ("--device", "cpu", "--dtype", "float32")
     if pair == "demo":
         return common
@@ -194,7 +195,8 @@ def pair_options(pair: str, folder: Path) -> tuple[str, ...]:
 
 
 def cases() -> Iterator[tuple[str, str, list[str]]]:
-    """The name of each case, its pair, and further arguments of `generate`; none: a session. Two thirds ignore `</s>`."""
+    """Yields the name of each case, the name of its pair, and further arguments of `generate`. No arguments stand for a session
+    (see `session`). Two thirds of the cases ignore `</s>`."""
     listed = [("demo", DEMO, PROMPTS, [""], 40), ("demo", ["sd", "svip:threshold=0.3"], PROMPTS[::2], OPTIONS, 24)]
     listed += [(family, FAMILY if family not in ON_TRANSFORMERS[2:] else FEW, PIECES, [""], 24) for family in FAMILIES]
     for pair in VARIANTS:
@@ -220,7 +222,7 @@ def _round(line: dict[str, Any]) -> list[Any]:
 
 
 def run(case: str, pair: str, arguments: list[str], folder: Path) -> Any:
-    """What a case does: its rounds and summary, or its error message."""
+    """Runs a case and returns its rounds and summary, or its exit code and error message."""
     if not arguments:
         return session(float(case[-1]))
     code, out, err = command("generate", *pair_options(pair, folder), "--json", "--quiet", *arguments)

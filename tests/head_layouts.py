@@ -20,7 +20,8 @@ FEATURE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 class Sizes:
     """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a reduced vocabulary has.
 
-    Without `tables`, a GliDe model has no embedding and LM head of its own; `own_embedding` gives one to an EAGLE head.
+    Without `tables`, a GliDe model has no embedding and LM head of its own. With `own_embedding`, an EAGLE head has an embedding
+    other than the target's.
     """
 
     width: int
@@ -47,7 +48,7 @@ class Sizes:
         self.generator = torch.Generator().manual_seed(0)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Returns normal random numbers, the same in each call sequence."""
+        """Returns normal random numbers. Equal sequences of calls give equal numbers."""
         return torch.randn(*shape, generator=self.generator) * (0.5 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
 
     def norm(self, size: int | None = None) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Sizes:
 
     @property
     def features(self) -> list[int]:
-        """The layers that EAGLE-3 reads, by transformers' convention."""
+        """The numbers of the target's hidden states that EAGLE-3 reads; i is the input of layer i, as in transformers."""
         count = self.layers
         return [2, count // 2, count - 3] if count > 6 else [0, 1, 2]
 
@@ -92,7 +93,10 @@ def llama_config(sizes: Sizes, **more: Any) -> Config:
 
 
 def decoder_layer(sizes: Sizes, prefix: str, inputs: int | None = None, *, input_norm: bool = True) -> Tensors:
-    """Returns the weights of a decoder layer whose attention takes `inputs` numbers (None: the width)."""
+    """Returns the weights of a decoder layer, with names that begin with `prefix`.
+
+    Its attention reads `inputs` numbers per token (None: the width). Without `input_norm` it has no norm before the attention.
+    """
     heads = {"q": sizes.head_heads, "k": sizes.head_kv_heads, "v": sizes.head_kv_heads}
     tensors: Tensors = {}
     for name, count in heads.items():
@@ -121,7 +125,8 @@ def medusa_blocks(sizes: Sizes, name: str, *, bias: bool = True) -> Tensors:
 
 
 def medusa_v01(sizes: Sizes, prefix: str = "") -> tuple[Config, Tensors]:
-    """The authors' first layout, with LM heads of its own. Its config states a wrong number of heads, as published ones do."""
+    """The Medusa authors' first layout, with an LM head per Medusa head. The config has a wrong number of heads, as published
+    ones do."""
     config = {"base_model_name_or_path": "some/model", "medusa_num_heads": 2, "medusa_num_layers": sizes.medusa_layers}
     heads = {f"{head}.{sizes.medusa_layers}.weight": sizes.random(sizes.vocab, sizes.width) for head in range(sizes.medusa_heads)}
     return config, {prefix + name: tensor for name, tensor in (medusa_blocks(sizes, "{}.{}.linear") | heads).items()}
@@ -132,7 +137,7 @@ def medusa_v2(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def medusa_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
-    """vLLM's layout with a reduced vocabulary, whose ids are in the order of their frequency."""
+    """vLLM's layout of Medusa with a reduced vocabulary, whose ids are not sorted (published ones are sorted by frequency)."""
     ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab]
     config = {"model_type": "medusa", "num_heads": sizes.medusa_heads, "num_hidden_layers": sizes.medusa_layers}
     config |= {"hidden_size": sizes.width, "vocab_size": sizes.vocab, "truncated_vocab_size": sizes.draft_vocab}
@@ -143,7 +148,7 @@ def medusa_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def eagle1(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The authors' layout, with a frozen copy of the target's embedding."""
+    """The EAGLE authors' layout, with a copy of the target's embedding."""
     tensors = {"embed_tokens.weight": embedding(sizes), "fc.weight": sizes.random(sizes.width, 2 * sizes.width)}
     if sizes.bias:
         tensors["fc.bias"] = sizes.random(sizes.width)
@@ -169,7 +174,7 @@ def eagle1_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def eagle1_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The early layout of speculators, without a copy of the embedding."""
+    """The early EAGLE layout of the library speculators, without a copy of the embedding."""
     _, tensors = eagle1(sizes)
     del tensors["embed_tokens.weight"]
     inner = {**llama_config(sizes), "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
@@ -189,7 +194,8 @@ def eagle3_parts(sizes: Sizes, prefix: str) -> Tensors:
 
 
 def eagle3(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The layout of the authors, SpecForge and SGLang. Feature layers are named by their outputs if the first is not layer 0."""
+    """The EAGLE-3 layout of the authors, SpecForge and SGLang. Its config names layers by the number of the layer whose output is
+    read, unless the head reads the input of layer 0."""
     ids = [each - (sizes.features[0] == 2) for each in sizes.features]
     config = llama_config(sizes, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=sizes.draft_vocab)
     return config | {"eagle_config": {"use_aux_hidden_state": True, FEATURE_LAYERS: ids}}, eagle3_parts(sizes, "midlayer.")
@@ -204,7 +210,7 @@ def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def glide(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The authors' layout: a Llama, by its config, with cross-attention."""
+    """The GliDe authors' layout: the config of a Llama, and a cross-attention in each layer."""
     crossed = sizes.heads * sizes.head_size
     tensors = {"norm.weight": sizes.norm()}
     for index in range(sizes.head_layers):
@@ -234,7 +240,8 @@ LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
 
 
 def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
-    """Writes a random head for the model in the folder `target` into the folder `out`, and returns it. `sizes`: see `Sizes`."""
+    """Writes a random head for the model in the folder `target` into the folder `out`, and returns `out`. `sizes`: see
+    `Sizes`."""
     config, tensors = LAYOUTS[layout](sizes_of(target, **sizes))
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2))
@@ -244,7 +251,11 @@ def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
 
 
 def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Path:
-    """Changes a head's tensors in place, and sets fields of its config; None removes one."""
+    """Changes the head in `folder`: `tensors` changes its tensors in place, `config` sets fields of its config (None removes
+    one).
+
+    Returns the folder.
+    """
     (file,) = folder.glob("*.safetensors")
     stored = load_file(file)
     tensors(stored)

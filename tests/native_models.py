@@ -1,4 +1,4 @@
-"""Tiny models of the native decoder's families with unusual settings and random weights, loaded by both backends."""
+"""Tiny models of the native decoder's families with unusual settings and random weights, for comparing it with transformers."""
 
 from __future__ import annotations
 
@@ -113,6 +113,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 16, "patch_size": 8}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {  # the family of the text part, and the other parts of the config
+    "gemma3": ("gemma3_text", {"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 95}),
+}
+
+
+def wrapped(wrapper: str, index: int = 0, **changes: Any) -> dict[str, Any]:
+    """A config of a model with vision, whose text part is a variant of its family."""
+    family, others = WRAPPERS[wrapper]
+    return deepcopy({"model_type": wrapper, "text_config": variant(family, index), **others, **changes})
 
 
 def sparse(family: str, **changes: Any) -> dict[str, Any]:
@@ -122,12 +133,12 @@ def sparse(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def reference_of(config: dict[str, Any]) -> Any:
-    """Transformers' config."""
+    """The transformers config object of the fields `config`."""
     return CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
 
 
 def make(config: dict[str, Any], seed: int = 0) -> Any:
-    """Transformers' model, in float32, of a config in the older form. All weights are random, those of norms and biases too."""
+    """A float32 transformers model of the config fields `config`. All weights are random, those of norms and biases too."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(reference_of(config), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -142,12 +153,13 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
 
 
 def variant(family: str, index: int = 0, **changes: Any) -> dict[str, Any]:
-    """A config in the older form."""
+    """The config fields (see `sparse`) of variant number `index` of a family, with `changes`."""
     return sparse(family, **{**VARIANTS[family][index], **changes})
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = False, pack: bool = False) -> NativeModel:
-    """Loads a saved model with the native decoder. `pack` replaces what the rules say."""
+    """Loads a saved model with the native decoder. `pack` says whether weights are packed for the processor, whatever the rules
+    would choose."""
     with pytest.MonkeyPatch.context() as patch:
         if pack:
             patch.setattr(products, "_SMALL", 0)
@@ -158,7 +170,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, *, exact: bool = Fals
 
 
 def both(config: dict[str, Any], folder: Path, **options: Any) -> tuple[Any, NativeModel]:
-    """A random model in transformers, and loaded by the native decoder after it was saved in `folder`."""
+    """A random model twice: in transformers, and in the native decoder, which loads it from `folder`. `options` are those of
+    `load`."""
     module = make(config)
     save(module, folder)
     return module, load(folder, **options)

@@ -32,16 +32,19 @@ _FOLDERS: list[TemporaryDirectory[str]] = []  # removed at exit
 
 @cache
 def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Any, LoadedModel]:
-    """A random model as transformers' module and as the engine runs it."""
+    """A random model of a family: the transformers module, and the same model loaded by the engine. `changes` are made to its
+    config."""
     _FOLDERS.append(TemporaryDirectory())
     module = make_model(family, **{name: list(value) if isinstance(value, tuple) else value for name, value in changes})
     return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
 
 
 class Part:
-    """A part with random weights: a head in a published layout with these sizes (see `head_layouts.Sizes`), or an exit layer.
+    """A trained part with random weights: a head in a published layout with these `sizes` (see `head_layouts.Sizes`), or for the
+    layout `exit` an exit layer after the target's first `depth` layers.
 
-    `changes` are the target's (None: those that give it four layers). `row` is the part's definition.
+    `changes` are made to the target's config (None: those that give it four layers). `row` computes the part's logits as the
+    paper defines them.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Part:
 
     @torch.no_grad()
     def row(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
-        """The logits [vocabulary] after a context and a drafted path, without any cache."""
+        """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`, without any cache."""
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
         found: Tensor = {"medusa": medusa, "eagle": eagle, "glide": glide}[self.kind](self, list(ids), list(path))
@@ -81,13 +84,13 @@ class Part:
         return self.model.embeddings(torch.tensor(ids)) if table is None else table[torch.tensor(ids)]
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
-        """Logits [vocabulary] for those of the head's own vocabulary."""
+        """Logits over the target's vocabulary from those over the head's own vocabulary; -inf for tokens that the head lacks."""
         if self.weights.vocabulary is None:
             return logits
         return torch.full((self.module.config.vocab_size,), -torch.inf).index_copy(0, self.weights.vocabulary, logits)
 
     def states(self, ids: Sequence[int]) -> Any:
-        """The target's hidden states [1, n, width], by transformers' numbers."""
+        """The target's hidden states, each [1, n, width], numbered as in transformers: i is the input of layer i."""
         return self.module(torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True).hidden_states
 
 
@@ -115,7 +118,11 @@ def medusa(part: Part, ids: list[int], path: list[int]) -> Tensor:
 
 
 def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
-    """Each drafted token is paired with the prediction before it, the others with the target's features."""
+    """An EAGLE head's logits [vocabulary] after `ids` and `path`, by definition.
+
+    The embedding of each token of the context is paired with the target's features of the token before it, that of a drafted
+    token with the head's own output for the token before it.
+    """
     weights, states = part.weights, part.states(ids[:-1])
     tensors, layer = weights.tensors, DecoderReference(weights)
     features = states[-1][0]
@@ -140,7 +147,10 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
 
 
 def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
-    """Each token sees the target's keys of committed tokens before it, but for the last one. The first sees its own."""
+    """A GliDe model's logits [vocabulary] after `ids` and `path`, by definition.
+
+    Each token attends to the target's keys of the context's tokens before it, without the last one. The first token sees its own.
+    """
     weights, tokens, committed = part.weights, torch.tensor([[*ids, *path]]), len(ids) - 1
     layer, hidden = DecoderReference(weights), part.embedded(tokens[0].tolist())
     cache = part.module(tokens, past_key_values=DynamicCache()).past_key_values  # of all tokens, also where a window slides
@@ -155,7 +165,10 @@ def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
 
 
 def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: Sequence[int]) -> Tensor:
-    """The attention of a GliDe layer to the keys and values of the target's `layer`, whose own code rotates the queries."""
+    """The output [n, width] of the cross-attention in GliDe layer `index`, to the keys and values of the target's `layer`.
+
+    The target's own code rotates the queries. Token i sees the first `seen[i]` keys.
+    """
     module, config = part.module, part.module.config
     heads = config.num_attention_heads
     q_proj, o_proj = (part.weights.tensors[f"layers.{index}.cross_attn.{name}_proj.weight"] for name in "qo")
@@ -173,7 +186,11 @@ def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: 
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, hides: Tensor) -> Tensor:
-    """softmax(query keys^T / sqrt(head size)) values, of [heads, n, head size] as [n, heads * head size]."""
+    """Returns softmax(query keys^T / sqrt(head size)) values as [n, heads * head size].
+
+    `query` is [heads, n, head size], `keys` and `values` are [heads, m, head size]. `hides` [n, m] is True where a token does not
+    see a key.
+    """
     scores = (query @ keys.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(hides, -torch.inf)
     return (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
 

@@ -127,8 +127,8 @@ def _main(out: Connection, err: Connection, arguments: Sequence[str], environmen
 
 
 class Forked(_Process):
-    """`specgen` with these arguments and this process's environment. Standard input is empty. Standard output is a pipe unless it
-    is a given file or `closed`."""
+    """`specgen` with these arguments and this process's environment. Standard input is empty. Standard output is a pipe, unless
+    `stdout` is the file for it, or `closed` says that it is closed."""
 
     def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
         self.stdout, out = (None, Connection(os.dup(stdout.fileno()), readable=False)) if stdout is not None else _pipe()
@@ -155,7 +155,8 @@ def _work(connection: Connection, memory: Connection, log: Connection, environme
 
 
 class ForkedWorker(_Process):
-    """A draft worker, as `specgen.workers.process` starts one. It dies with the server."""
+    """A draft worker in a process forked from the server, made with the arguments with which `specgen.workers.process` calls
+    `subprocess.Popen`. It ends when the server does."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], start_new_session: bool, **_: object

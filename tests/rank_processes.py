@@ -17,7 +17,7 @@ SIZE = 2
 
 
 def environments() -> list[dict[str, str]]:
-    """What torchrun would add to the environment of each process."""
+    """The environment variables that torchrun would add, for each of the `SIZE` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -38,7 +38,7 @@ def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def commands(*arguments: str) -> list[Forked]:
-    """`specgen` with these arguments, as process 0 and as process 1."""
+    """Starts `specgen` with these arguments as process 0 and as process 1 of a torchrun job."""
     started = []
     for environment in environments():
         with changed_environment(environment):
@@ -47,7 +47,10 @@ def commands(*arguments: str) -> list[Forked]:
 
 
 def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
-    """Loads pairs and generates with them as the requests say. Process 1 never gets any: `specgen.load` does not return."""
+    """Runs one process of a torchrun job. Process 0 answers the requests that it receives, until it receives None.
+
+    `requests` is None in process 1, in which `specgen.load` never returns.
+    """
     os.environ.update(environment)
     import torch
 
@@ -82,7 +85,7 @@ class _Answers:
 
     @staticmethod
     def facts(pair: Any) -> dict[str, Any]:
-        """The sizes of rank 0's part."""
+        """The sizes of the target's share that rank 0 holds."""
         model = pair.target.model
         return {
             "kv_heads": model.shard.local.num_kv_heads,
@@ -92,7 +95,8 @@ class _Answers:
 
 
 class RankPair:
-    """Two processes that hold targets together. Each request names the models as (target, draft)."""
+    """Two processes that each hold half of every target. `ask` sends a request for the models (target, draft) to process 0: the
+    name of a function in `_Answers` and its arguments."""
 
     def __init__(self) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, FAMILIES, NATIVE
+from families import BACKENDS, FAMILIES, HYBRIDS, NATIVE
 
 from specgen.base.types import Context
 from specgen.engine.model import Model
@@ -23,15 +23,17 @@ from specgen.engine.transformers.transformers_model import TransformersModel
 RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]
 # which families a backend can run layer by layer: transformers those that compute nothing between the layers
 LAYERED = [pair for pair in RUN_BY if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite"))]
+HYBRID = [(family, backend) for family in HYBRIDS for backend in BACKENDS if family in NATIVE or backend != "native"]
 TOLERANCE = 2e-4
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # torch computes on both alike, and specgen takes them for two devices
 
 
 def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameters that begin with a family and a backend; both backends run a sample of the native families, the rest is slow.
+    """Returns pytest parameters for `cases`, which begin with a family and a backend. Of the native families, each backend runs a
+    sample by default; the others are marked slow.
 
-    For what both backends have in common: that all families give the reference logits on both, and the same greedy output, is
-    tested without this in `test_model_runner.py` and `test_lossless.py`.
+    It is for tests of what the backends have in common. `test_model_runner.py` and `test_lossless.py` test all families on both
+    backends without it.
     """
     often = {
         "native": {"llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3"},
@@ -44,16 +46,17 @@ def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
 
 
 def few(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameters that begin with a family and a backend, for what depends little on the family; most of them are slow.
+    """Returns pytest parameters for `cases`, which begin with a family and a backend, for tests that depend little on the family.
 
-    By default Llama runs on both backends, a family with a sliding window and one with soft caps natively, and GPT-2.
+    By default Llama runs on both backends, a family with a sliding window and one with soft caps on the native one, and GPT-2 on
+    transformers. The others are marked slow.
     """
     often = {("llama", "native"), ("llama", "transformers"), ("phi3", "native"), ("gemma2", "native"), ("gpt2", "transformers")}
     return [pytest.param(*case, marks=() if case[:2] in often else pytest.mark.slow) for case in cases]
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Parameters of which the first of each `step` is run by default; the others are slow."""
+    """Returns pytest parameters for `cases`. The first of each `step` cases runs by default; the others are marked slow."""
     return [pytest.param(case, marks=pytest.mark.slow if number % step else ()) for number, case in enumerate(cases)]
 
 
@@ -73,7 +76,11 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
 
 
 def check(module: Any, logits: torch.Tensor, context: Context, tokens: list[int], parents: list[int], start: int = 0) -> None:
-    """Assert that a runner's logits, from index `start` on, are those of transformers' model `module` without a cache."""
+    """Assert that a runner's logits are those of transformers' model `module` without a cache.
+
+    `logits` [1 + nodes - start, vocabulary] are those after the context and after each node of the tree (`tokens`, `parents`),
+    from row `start` on.
+    """
     assert logits.shape[0] == len(tokens) + 1 - start
     for index in range(start, len(tokens) + 1):
         expected = uncached(module, context.ids + path_to(tokens, parents, index - 1))
@@ -81,12 +88,12 @@ def check(module: Any, logits: torch.Tensor, context: Context, tokens: list[int]
 
 
 def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree."""
+    """The tokens and the parents of a random tree with `size` nodes."""
     return [rng.randrange(3, 40) for _ in range(size)], [rng.randrange(-1, node) for node in range(size)]
 
 
 def random_path(rng: random.Random, parents: list[int]) -> list[int]:
-    """Nodes from a tree's root down, as if they had been accepted."""
+    """The nodes of a random path in a tree, from the root down, as if verification had accepted them."""
     path: list[int] = []
     node = -1
     while children := [child for child, parent in enumerate(parents) if parent == node]:
@@ -99,16 +106,16 @@ def random_path(rng: random.Random, parents: list[int]) -> list[int]:
 
 def four_layers(family: str) -> dict[str, Any]:
     """Changes of a family's config that give it four layers."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **HYBRIDS}[family]()
     lists = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
     four = {name: [entries[index % len(entries)] for index in range(4)] for name, entries in lists.items() if entries}
     return {"num_hidden_layers": 4, **four}
 
 
 class CountedLayers:
-    """Counts the tokens that each layer of a model is run on, and each layer of its exit.
+    """Counts the tokens that each layer of a model, and each layer of its exit layer, is run on: `tokens`, by the layer's name.
 
-    Counts the runners that are made afterwards.
+    Only runners that are made afterwards are counted.
     """
 
     def __init__(self, model: Model, exit_layers: ExitLayers | None = None) -> None:
@@ -152,7 +159,8 @@ TRACED = tuple(
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "glide", "medusa")),
         "transformers/kv_cache",
         "transformers/transformers_model",
-        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer")),
+        "transformers/recurrent_layers",
+        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "recurrence")),
     )
 )
 

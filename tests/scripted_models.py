@@ -49,7 +49,7 @@ COSTS = ("draft_cost", "verify_cost")  # settings of `adaptive`
 
 
 class TableRunner:
-    """A model runner whose logits are a function of the last two tokens."""
+    """A model runner whose logits [vocabulary] depend on the last two tokens alone: a row of a random table."""
 
     vocab_size = num_embeddings = VOCAB
     context_limit = 1000
@@ -72,7 +72,7 @@ class TableRunner:
 
 
 class TopProbPredictor:
-    """An acceptance predictor: the largest softmax value of the draft's hidden state, which is what a `TableRunner` gives."""
+    """An acceptance predictor whose score is the draft's top probability: a `TableRunner` returns its logits as hidden states."""
 
     def begin(self, context: Context) -> None:
         pass
@@ -94,7 +94,7 @@ def scripted_run(
     prompt: Sequence[int] = PROMPT,
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Run:
-    """A run of a method with these model runners."""
+    """A run of a method with these model runners, ready to start."""
     method = methods.find(method) if isinstance(method, str) else method
     setup = Setup(draft, sampling, frozenset(eos), target.vocab_size, seed, target, tokenizers=tokenizers, worker=worker)
     setup = replace(setup, acceptance_predictor=TopProbPredictor())

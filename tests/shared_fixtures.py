@@ -66,7 +66,7 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
 
 @pytest.fixture
 def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
-    """A pair of which nothing is known, with an empty cache of measurements."""
+    """A Llama pair, its draft a near copy of the target, for which nothing has been measured or learned."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
     return Pair(pair.target, pair.draft)
@@ -89,7 +89,7 @@ def demo_pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The options that name a tiny pair whose draft is often right."""
+    """The command-line options that name a tiny pair whose draft is often right."""
     assert len(LETTERS) == VOCAB
     parent = tmp_path_factory.mktemp("cli")
     tokenizer = make_tokenizer(LETTERS)

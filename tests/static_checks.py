@@ -1,4 +1,5 @@
-"""Random models of the native families, and what is checked of a static pass's operators."""
+"""Random models of the native families, and a recorder that stands in for CUDA graphs: it refuses operators that they cannot
+capture."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """Captures work by recording its operators, on any device. A `graphs.Capture`."""
+    """Captures work by recording its operators, on any device, and returns a function that replays it. Implements
+    `graphs.Capture`."""
 
     def __call__(self, work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
         saved = [tensor.clone() for tensor in state]

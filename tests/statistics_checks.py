@@ -38,7 +38,8 @@ def output_distribution(
 ) -> Distribution:
     """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes first.
 
-    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start` has outputs to continue.
+    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start` has the outputs to continue
+    with their probabilities (None: the empty output).
     """
     found: Distribution = defaultdict(float)
     unfinished = [*({(): 1.0} if start is None else start).items()]

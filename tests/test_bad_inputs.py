@@ -23,7 +23,7 @@ from cli_helpers import run_main
 from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
 from processes import one_by_one
 from safetensors.torch import load_file, save_file
-from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.weights import check_no_extra
@@ -103,7 +103,8 @@ LIGHT = [
     # methods and settings
     generate("-m sivp", "'sivp'", "did you mean svip?", "specgen inspect --methods"),
     generate("-m ", "there is no method ''. All of them: specgen inspect --methods"),
-    generate("-m eagle:policy=svip:width=2", "there is no method 'eagle:policy=svip:width=2'"),
+    generate("-m eagel:policy=svip:width=2", "there is no method 'eagel'; did you mean eagle?"),
+    generate("-m eagle:policy=svip:wide=2", "eagle with policy=svip has no setting 'wide'"),
     generate("-m svip --set treshold=1", "svip has no setting 'treshold'", "did you mean threshold?", "max_draft"),
     generate("-m sd --set k=0", "k is 0", "between 1 and 1,000"),
     generate("-m sd --set k", "'k'", "NAME=VALUE"),
@@ -189,7 +190,7 @@ LIGHT = [
     *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
     trace(lambda _: "\n\n", "holds no run"),
     trace(lambda _: "{", "line 1 is not JSON"),
-    trace(lambda text: text + '"round"\n', "line 9: Input should be an object"),
+    trace(lambda text: text + '"round"\n', "line 9: it has to be an object"),
     trace(lambda text: text.encode() + b"\xff\xfe{}\n{}\n", "line 9 is not JSON"),
     trace(lambda text: text + '{"type": "\\ud800"}\n', "line 9 is not JSON"),
     trace(lambda text: text + "[" * (16 << 20), "line 9: it is longer than 16 MiB"),
@@ -279,8 +280,8 @@ MODELS = [
     generate("-t {target}/config.json", "{target}/config.json", "Name the folder"),
     *(row(["generate", "hi", option, LONG], "aaa") for option in ("--exit-layer", "-t")),
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
+    generate("-t {encoder}", "{encoder} (bert) is an encoder", "decoder-only"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
-    generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
     generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),
     generate("-m selfsd --set skip=1+", "skip is '1+'"),
     generate("-m selfsd --set skip=12", "skip names layer 12. The target has the layers 0 to 11"),
@@ -343,7 +344,7 @@ MODELS = [
     profile("", "it is None"),
     profile("a: [", "is not YAML"),
     profile("a: &x 1\nb: *x", "aliases"),
-    profile("version: 2", "version: Input should be 1"),
+    profile("version: 2", "version: it has to be 1"),
     # generation_config.json
     *(
         model(written("generation_config.json", content), "{model}/generation_config.json", "is no")
@@ -426,13 +427,13 @@ def test_a_mistake_is_named_before_torch_is_imported(light: list[tuple[Any, Mapp
 def places(tmp_path_factory: pytest.TempPathFactory, pair: tuple[str, ...]) -> Mapping[str, str]:
     parent = tmp_path_factory.mktemp("places")
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
+    bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=VOCAB)
     return {
         "target": pair[1],
         "draft": pair[3],
         "other-ids": save(make_model("llama"), parent / "other-ids", make_tokenizer()),
         "encoder-decoder": save(t5, parent / "encoder-decoder"),
-        "recurrent": save(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)), parent / "recurrent"),
+        "encoder": save(BertForMaskedLM(bert), parent / "encoder"),
     }
 
 

@@ -26,7 +26,7 @@ from specgen.pair.pair import Pair
 
 
 def test_models_that_cannot_be_rolled_back_are_refused(tmp_path: Path) -> None:
-    """Others are in `test_bad_inputs.py`: a recurrent one, an encoder-decoder."""
+    """Others are in `test_bad_inputs.py`: an encoder, an encoder-decoder."""
     from transformers import BertConfig, BertLMHeadModel, Qwen3NextConfig
 
     shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

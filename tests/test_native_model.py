@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
@@ -12,14 +13,32 @@ from typing import Any
 
 import pytest
 import torch
-from native_models import BOUNDARY, CASES, ROPES, VARIANTS, both, expected, load, longrope, reference_of, sparse, variant
+from families import BACKENDS, plain
+from native_models import (
+    BOUNDARY,
+    CASES,
+    ROPES,
+    VARIANTS,
+    WRAPPERS,
+    both,
+    expected,
+    load,
+    longrope,
+    reference_of,
+    sparse,
+    variant,
+    wrapped,
+)
 from runner_checks import path_to, random_tree
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specgen.base.types import Context
+import specgen
+from specgen import demo
+from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.model import of_transformers
+from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, read_architecture
@@ -80,6 +99,33 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
             start = max(0, len(tokens) - 6)
             check(module, runner.logits(context, tokens, parents, start=start).logits, context, tokens, parents, start)
             context.extend([tokens[0], 8])
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@torch.no_grad()
+def test_text_parts_of_models_with_vision(tmp_path: Path, wrapper: str) -> None:
+    """On both backends; end-of-sequence ids and tied tables may stand in the text part's config or outside."""
+    module, native = both(wrapped(wrapper), tmp_path)
+    ids, path = random_ids(40), tmp_path / "config.json"
+    assert_close(native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0])
+    shutil.copytree(demo.folder("target"), tmp_path / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "tokenizer" / name).rename(tmp_path / name)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads(path.read_text())
+    moved = {"eos_token_id": [7, 9], "tie_word_embeddings": True}
+    inside, outside = (
+        {key: value for key, value in part.items() if key not in moved} for part in (config["text_config"], config)
+    )
+    for parts in (inside | moved, outside), (inside, outside | moved):
+        path.write_text(json.dumps({**parts[1], "text_config": parts[0]}))
+        for backend in BACKENDS:
+            found = describe(tmp_path, ModelSource(str(tmp_path), backend=backend))
+            assert (found.backend, found.eos_ids, found.shape.vocab_size) == (backend, {7, 9}, 96)
+            assert found.shape.tied or backend == "transformers"
+    pair = specgen.load(str(tmp_path), device="cpu", dtype="float32")
+    assert pair.generate(ids, "lookup", SamplingParams(5, ignore_eos=True)).token_ids == plain(module, ids, 5, eos_token_id=-1)
+    assert not any("vision" in name for name in pair.target.prepared.parameters)
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(VARIANTS)))

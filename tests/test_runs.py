@@ -143,10 +143,19 @@ def test_the_python_interface(demo_pair: Pair) -> None:
         rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
         assert all(isinstance(round_, Round) for round_ in rounds)
         assert pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"] == "adaptive"
+        one, other = pair.generate("hi", "sd", k=2, max_new_tokens=4), pair.generate("hi", "sd:k=2", SamplingParams(4))
+        assert [round_.draft.tokens for round_ in one.rounds] == [round_.draft.tokens for round_ in other.rounds]
+        answer = pair.generate([{"role": "user", "content": "Where is Oslo?"}])
+        assert answer.summary["finish_reason"] == "stop"  # before the next question that the model would write
+        assert "User" not in answer.text
     bad: list[tuple[dict[str, Any], str]] = [
         ({"prompt": ""}, "empty"),
         ({"prompt": "x", "method": "sd", "kk": 3}, "no setting 'kk'; did you mean k"),
         ({"prompt": [1, 9999]}, "token id 9999"),
+        ({"prompt": None}, "the prompt is None"),
+        ({"prompt": [{"role": "user"}]}, "a message without role and content"),
+        ({"prompt": "x", "method": 3}, "no method '3'"),
+        ({"prompt": "x", "sampling": {}}, "sampling is a mapping"),
     ]
     for arguments, message in bad:
         with pytest.raises(specgen.SpecgenError, match=message):

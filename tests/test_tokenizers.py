@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from specgen.base.errors import SpecgenError
 from specgen.engine import model_loading
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.pair.request import messages as conversation
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> None:
@@ -199,16 +200,13 @@ def test_chat_templates_give_what_transformers_gives(tmp_path: Path) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         tokenizer = load(folder)
         for prompt, system, before in CHATS:
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            for question, answer in before:
-                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            messages.append({"role": "user", "content": prompt})
+            messages = conversation(prompt, system, before)
             expected = outcome(
                 partial(
                     reference.apply_chat_template, messages, None, None, template, add_generation_prompt=True, return_dict=False
                 )
             )
-            assert outcome(partial(tokenizer.chat, prompt, system, before)) == expected, (name, prompt)
+            assert outcome(partial(tokenizer.conversation, messages)) == expected, (name, prompt)
             refused |= {name} if expected[1] else set()
     assert {"alternation", "syntax", "mutation", "import", "range"} <= refused < TEMPLATES.keys() - {"chatml", "json"}
 
@@ -232,12 +230,14 @@ def test_sources_of_chat_templates(tmp_path: Path, configured: Any, file: str | 
     reference, tokenizer = AutoTokenizer.from_pretrained(folder), load(folder)
     if not reference.chat_template:
         with pytest.raises(SpecgenError, match="no chat template"):
-            tokenizer.chat("Hi", None)
+            tokenizer.conversation([{"role": "user", "content": "Hi"}])
         return
     try:
         text = reference.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     except ValueError:
         with pytest.raises(SpecgenError, match="none is called default: other, tool_use"):
-            tokenizer.chat("Hi", None)
+            tokenizer.conversation([{"role": "user", "content": "Hi"}])
     else:
-        assert tokenizer.chat("Hi", None) == reference(text, add_special_tokens=False)["input_ids"]
+        assert (
+            tokenizer.conversation([{"role": "user", "content": "Hi"}]) == reference(text, add_special_tokens=False)["input_ids"]
+        )

@@ -109,11 +109,11 @@ def changed(position: int, **changes: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda lines: lines[0].pop("versions"), "line 1: start.versions: Field required"),
+        (lambda lines: lines[0].pop("versions"), "line 1: start.versions: it is missing"),
         (lambda lines: lines.pop(0), "line 1: a round comes before any start line"),
         (lambda lines: lines.pop(2), "line 3: this is round 2, where round 1 is expected"),
         (lambda lines: lines.append(lines[3]), "line 9: a round comes after the run's summary"),
-        (changed(2, draft_ids=[1, "x"]), "line 3: round.draft_ids.1: Input should be a valid integer (it is 'x')"),
+        (changed(2, draft_ids=[1, "x"]), "line 3: round.draft_ids.1: it has to be a valid integer (it is 'x')"),
         (changed(2, parents=[-1, 0]), "line 3: parents has 2 values for 3 drafted tokens"),
         (changed(2, parents=[-1, 5, 0]), "line 3: parents has 5 for node 1"),
         (changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]), "line 3: accepted_ids has tokens that were not drafted"),

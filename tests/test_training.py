@@ -72,7 +72,7 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
     bad = {"bad.jsonl": b"{", "b.jsonl": b'{"prompt": "x"}', "bad.txt": b"\xff\xfe\xff", "empty.txt": b" "}
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(SpecgenError, match=r"line 1 is not JSON|line 1: text: Field required|not UTF-8|contains no text"):
+        with pytest.raises(SpecgenError, match=r"line 1 is not JSON|line 1: text: it is missing|not UTF-8|contains no text"):
             read_corpus(tmp_path / name, encode)
     with pytest.raises(SpecgenError, match="cannot read"):
         read_corpus(tmp_path, encode)

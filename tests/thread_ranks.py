@@ -12,7 +12,10 @@ from specgen.engine.spread.ranks import Group
 
 
 class ThreadRanks(Group):
-    """One of several threads that share `shared`."""
+    """A rank that is one of `size` threads. They exchange messages through `shared`, the same objects in all of them.
+
+    `sums` counts the calls of `sum`.
+    """
 
     def __init__(self, rank: int, size: int, shared: tuple[threading.Barrier, dict[int, Any]]) -> None:
         super().__init__(rank, size, rank)

@@ -63,7 +63,10 @@ def byte_level(normalizer: str = "", ignore_merges: bool = False, with_template:
 
 @cache
 def metaspace(kind: str = "first") -> str:
-    """A BPE tokenizer made like SentencePiece's, with bytes for unknown characters; `kind` as in files of several ages."""
+    """The tokenizer.json of a BPE tokenizer as converted from SentencePiece, with bytes for unknown characters.
+
+    `kind` says how it treats spaces: `first` and `prepend` as newer and older files of Llama, `gemma` as files of Gemma.
+    """
     trained = Pipeline(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, show_progress=False))
@@ -89,7 +92,8 @@ def metaspace(kind: str = "first") -> str:
 
 
 def write(folder: Path, tokenizer: str, settings: dict[str, Any] | None, config: dict[str, Any], **files: Any) -> Path:
-    """Writes a model's folder without weights; `files` are other files by their names before the dot."""
+    """Writes a model's folder without weights, and returns it. `files` has the contents of further JSON files by their names
+    without `.json`."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -123,7 +127,7 @@ CASES = [  # file, declared class, model type
 
 @cache
 def other_model(kind: str) -> str:
-    """A tokenizer whose model is none of byte pairs."""
+    """The tokenizer.json of a tokenizer whose model is not BPE: `WordLevel`, `WordPiece` or `Unigram`."""
     words = dict.fromkeys(" ".join(CORPUS).split())
     pipeline = Pipeline(models.WordLevel({word: id_ for id_, word in enumerate([*NAMES, *words])}, unk_token="<unk>"))
     pipeline.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -36,7 +36,7 @@ def start_line(method: str = "svip", **changes: Any) -> Line:
 def round_line(
     index: int, draft: Sequence[int] = (), accepted: int = 0, token: int | None = 10, source: str | None = None, **changes: Any
 ) -> Line:
-    """A chain's round; `accepted` counts."""
+    """The line of a round whose draft is a chain of the tokens `draft`, of which the first `accepted` are accepted."""
     return {
         "type": "round",
         "index": index,
@@ -58,7 +58,7 @@ def round_line(
 
 
 def summary_line(rounds: Sequence[Line], finish_reason: str = "length") -> Line:
-    """The summary that these rounds add up to."""
+    """The summary line of a run with these round lines."""
     own = [[line["token_id"]] if line["token_id"] is not None else [] for line in rounds]
     token_ids = [token for line, last in zip(rounds, own, strict=True) for token in (*line["accepted_ids"], *last)]
     text = "".join(WORDS[token] for token in token_ids).removesuffix(WORDS[0])
@@ -66,7 +66,7 @@ def summary_line(rounds: Sequence[Line], finish_reason: str = "length") -> Line:
 
 
 def a_run(method: str = "svip", **changes: Any) -> list[Line]:
-    """Six rounds: a whole draft, corrections, a discarded tail, an end-of-sequence inside the draft."""
+    """The lines of a run with six rounds: a whole draft, corrections, a discarded tail, an end-of-sequence inside the draft."""
     rounds = [
         round_line(0, token=10),
         round_line(1, (1, 2, 3), 3, 4, "bonus"),
@@ -84,7 +84,7 @@ def write(path: Path, *lines: Line) -> Path:
 
 
 def a_recorded_run(rounds: int, seed: int = 0, method: str = "beta-ts", **changes: Any) -> list[Line]:
-    """Random rounds with everything that a trace can tell: entropies, both distributions' figures, the bandit's state."""
+    """The lines of a run of random rounds with all that a trace can have: entropies, `overlap` and `kl`, the bandit's state."""
     rng = random.Random(seed)
     alpha, beta = 1.0, 1.0
     made = [round_line(0, token=10)]

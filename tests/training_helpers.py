@@ -25,7 +25,7 @@ TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 
 
 
 class Recorder:
-    """Records what a training shows, and requests a stop when it has shown a stage so often."""
+    """Records what a training shows, and requests a stop once it has shown the stage `stage` `stop_after` times (0: never)."""
 
     def __init__(self, stage: str = "", stop_after: int = 0) -> None:
         self._stage, self._stop_after = stage, stop_after
@@ -52,13 +52,13 @@ def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
 
 
 def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: Any) -> Any:
-    """The objective that trains what `--methods KIND` does."""
+    """The objective of `specgen tune --train --methods KIND`. `arguments` are further ones of its constructor."""
     module, name = TRAINABLE[kind].objective.split(".")
     return getattr(import_module(f"specgen.train.{module}"), name)(task, target, *arguments)
 
 
 def written(target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part) -> list[Text]:
-    """Texts that the target generates."""
+    """Texts of at most `length` tokens that the target generates after the prompts, to be used for `part`."""
     texts = continuations(target, prompts, length, greedy=greedy, seed=1)
     return [Text(text, len(prompt), greedy, part) for prompt, text in zip(prompts, texts, strict=True)]
 
@@ -90,7 +90,7 @@ def invoke(arguments: list[str]) -> Result:
 
 
 def refused(arguments: list[str]) -> str:
-    """The one line with which the command refuses its options."""
+    """Runs the command, which has to refuse its options with exit code 2 and one line on stderr. Returns this line."""
     result = invoke(arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()

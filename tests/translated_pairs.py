@@ -21,7 +21,7 @@ _ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def permuted(folder: Path) -> Path:
-    """Writes the bundled draft model with its tokens in another order."""
+    """Writes the bundled draft model with its tokens in another order, that is with other ids. Returns the folder."""
     shutil.copytree(demo.folder("draft"), folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     order = list(range(len(tokenizer["model"]["vocab"])))
@@ -83,7 +83,7 @@ def _save(folder: Path, rows: Callable[[torch.Tensor], torch.Tensor], fields: di
 
 
 def other_merges(folder: Path) -> Path:
-    """The bundled draft model with a byte-level tokenizer of other merges, trained on other text."""
+    """Writes the bundled draft model with a byte-level tokenizer whose merges were trained on other text. Returns the folder."""
     return retokenized(folder, byte_level(with_template=True))
 
 

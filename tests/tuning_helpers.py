@@ -1,4 +1,4 @@
-"""A pair's prompts, round costs, real runs and a tuning's outcome, for the tests of tuning."""
+"""Prompts, costs of rounds, real runs and the outcome of a tuning, for the tests of tuning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012
 
 
 def outcome() -> TuningOutcome:
-    """Of a tuning in which svip and plain decoding were really run."""
+    """The outcome of a tuning in which svip and plain decoding were run on the real models."""
     methods = [
         Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 118.0, 1.4, 1.2, 1.6),
         Candidate("sd", {"k": 3}, 100.0),

@@ -11,6 +11,10 @@ from types import FrameType
 from typing import Any
 
 
+class ReportedInterrupt(KeyboardInterrupt):
+    """A Ctrl-C that a command has already told the user about."""
+
+
 class Interrupts:
     """The handler of SIGINT, which raises KeyboardInterrupt. Where the caller ignores or handles SIGINT, it does nothing."""
 

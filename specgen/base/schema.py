@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LARGEST = 4 << 20  # bytes of a file that `read` takes
 _DEEPEST = 20  # levels of nesting of YAML; specgen's own files need six
 _LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64
+_PLAIN = {"missing": "it is missing", "unexpected_keyword_argument": "there is no such key"}  # for pydantic's words
 T = TypeVar("T")
 
 
@@ -130,8 +131,9 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return f" is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
-    what = first["msg"].removeprefix("Value error, ")
-    if first["type"] not in ("missing", "value_error"):
+    what = first["msg"].removeprefix("Value error, ").replace("Input should be", "it has to be")
+    what = _PLAIN.get(first["type"], what)
+    if first["type"] not in ("value_error", *_PLAIN):
         what += f" (it is {shown(first['input'])})"
     return "".join(f": {text}" for text in (".".join(map(str, first["loc"])), what) if text)
 

@@ -70,6 +70,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop, Iterable | None):
+            raise SpecgenError(f"stop is {self.stop!r}", "Give the texts that end the output, as strings")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         for name, setting in _SAMPLING.items():
             if name != "seed" or self.seed is not None:  # NumPy's numbers become Python's, which can be written as JSON

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import WAIT_PASSIVELY, __version__, launch
 from specgen.base.text import one_line
 from specgen.cli.commands import command
@@ -33,20 +33,23 @@ _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno
 
 
 def program() -> None:
-    """Runs `main` as a program of its own: sets what suits this process, and may not be called in another program's."""
+    """Runs `main` as the whole process: sets environment variables and switches garbage collection off until the models are
+    loaded. So another program should call `main` instead."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
     gc.disable()  # until the models are loaded: it would take a tenth of the time of the imports, and free nothing
     try:
         main()
     finally:
-        gc.freeze()  # else Python searches torch's objects for garbage as it ends, which takes 0.4 seconds
+        # Python does not search frozen objects for garbage as it ends, which would take 0.4 seconds; triton prints what is left
+        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
 
 
 def main() -> None:
-    """Runs the `specgen` command. Errors of the command-line parser are printed in the same form as errors of subcommands.
+    """Runs the `specgen` command and exits with its code. Errors of the command-line parser are printed in the same form as
+    errors of subcommands.
 
-    Of the processes that torchrun starts, the first one runs it, and the others do what it tells them.
+    Of the processes that torchrun starts, the first one runs the command, and the others compute their shares of its passes.
     """
     sys.exit(_main() if launch() is None else _main_of_ranks())
 
@@ -100,9 +103,10 @@ def _prepare_streams() -> None:
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the command so that it ends the program with an exit code.
+    """Returns a function that runs `command` and then raises typer.Exit with the exit code.
 
-    If it raises an error that users can cause, one message goes to stderr and the exit code is the error's.
+    If the command raises an error that users can cause, one message goes to stderr and the exit code is the error's. Other
+    errors are not caught.
     """
 
     @wraps(command)
@@ -114,8 +118,10 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()
         except SpecgenError as error:
             code = _report(error, no_color=bool(options.get("no_color")))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             code = INTERRUPTED
+            if not isinstance(error, ReportedInterrupt) and not options.get("quiet"):
+                print("interrupted", file=sys.stderr)
         except OSError as error:
             code = _system_error(error)
         except Exception as error:
@@ -170,8 +176,10 @@ def _usage_error(error: Exception) -> int:
 
 
 def _system_error(error: OSError) -> int:
-    """Reports an error of the operating system. Returns its exit code: 2 if it is about a path that cannot be right, 0 if the
-    reader of the output has closed the pipe, which is no error, otherwise 1."""
+    """Reports an error of the operating system on stderr. Returns the exit code: 2 if a path cannot be right, otherwise 1.
+
+    If the reader of the output has closed the pipe, nothing is reported and the code is 0.
+    """
     if error.filename is not None:
         kind = SpecgenError if error.errno in _WRONG_PATH else RunError
         return _report(kind(f"{error.filename}: {error.strerror}", "Check the path"))
@@ -194,7 +202,8 @@ _SHARED["context_settings"] = {"help_option_names": ["--help", "-h"]}
 
 
 class CommandGroup(TyperGroup):
-    """The four commands. A command's options are made when it is called: making those of all would take a third of --help."""
+    """The group of the four commands. It makes a command's options only when that command is called, because making the options
+    of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:

@@ -22,10 +22,9 @@ _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is s
 
 
 def command(name: str) -> Callable[..., None]:
-    """Returns the command `name` for typer. Each field of its option groups is an option.
+    """Returns the command `name` as a function for typer. Each field of the command's groups in `COMMANDS` is an option.
 
-    The command calls the function `name` of the module `specgen.cli.NAME` with its option groups. The module is imported by the
-    call, since its imports take long.
+    When it is called, the function imports `specgen.cli.NAME`, which takes long, and calls NAME in it with one object per group.
     """
     _, own, groups = COMMANDS[name]
     parameters = [
@@ -43,7 +42,10 @@ def command(name: str) -> Callable[..., None]:
 
 
 def _parameter(field: Field[Any], kind: Any, row: tuple[str, str], panel: str | None) -> inspect.Parameter:
-    """Returns the option or argument of a field for typer, with a check of paths and models."""
+    """Returns a field of an option group as an option or argument for typer, which refuses empty and `-` as a path or a model.
+
+    `kind` is the field's type, `row` its names with the value and its help text, `panel` the heading in the help.
+    """
     words = row[0].split()
     names = [word for word in words if word.startswith("-")]
     metavar = " ".join(word for word in words if word not in names) or None
@@ -67,7 +69,7 @@ def option_of(name: str) -> str:
 
 
 def given(group: Any) -> list[str]:
-    """The options of a group that do not have their default."""
+    """Returns the options of a group whose values differ from their defaults, as on the command line, such as `--top-k`."""
     return [option_of(each.name) for each in fields(group) if getattr(group, each.name) != each.default]
 
 
@@ -82,10 +84,11 @@ def _name(text: str) -> str:
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], models: ModelOptions | None = None
 ) -> None:
-    """Raises SpecgenError if a file to write cannot be written, or is the same file as another output, an input or redirected
-    standard input. All links are followed.
+    """Raises SpecgenError if an output cannot be written, or is the same file as another output, an input or redirected standard
+    input. All links are followed.
 
-    `outputs` and `inputs` have the path of each option; None: not given. An input is a file or a folder. `models` are inputs too.
+    `outputs` are paths by option (None: not given), `inputs` pairs of an option and its path, a file or a folder. The files of
+    `models` are inputs too.
     """
     if not any(outputs.values()):
         return
@@ -113,7 +116,8 @@ def _is_read(path: Path, given: Path) -> bool:
 
 
 def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
-    """Yields the files and folders that are named for models, and the folders of the bundled ones."""
+    """Yields the files and folders that model options name, each after its option; without a target, the bundled models'
+    folders."""
     from specgen import demo
 
     if models.target is None:

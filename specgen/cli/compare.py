@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json
 from specgen.cli.commands import check_outputs
@@ -44,7 +44,8 @@ class OutputDiffersError(SpecgenError):
 
 
 def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput) -> None:
-    """Loads the models, compares the methods and writes the results. Raises SpecgenError."""
+    """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong options, and as
+    `Comparison.run`."""
     prompts, sampling = asked.prompts or examples_file(), options.params()
     check_outputs(output.files, [("--prompts", prompts)], models)
     err = theme.console(stderr=True, no_color=output.no_color)
@@ -93,7 +94,8 @@ class Comparison:
 
     def run(self) -> None:
         """Measures all methods, then writes all outputs. If an error or an interruption ends the measurements, the results so far
-        are written before it is raised. Raises SpecgenError if an output is not the target's or a method or a file failed."""
+        are written before it is raised. Raises SpecgenError if a lossless method's output differs from plain decoding's, if a
+        method failed while running, or if a file could not be written."""
         costs, ended = self._measure()
         made = method_results(self._results)
         if costs is not None:
@@ -106,17 +108,18 @@ class Comparison:
             finally:  # also if the reader has closed the pipe
                 unwritten = self._write_files(shown)
         if is_interrupted and not unwritten:
-            raise KeyboardInterrupt
+            raise ReportedInterrupt
         errors: list[SpecgenError] = [self._error(result.spec, result.broken) for result in made if result.broken is not None]
         errors += [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
-        if not errors:  # of the methods that failed while running, and not of those that lack something, such as a head
+        if not errors:  # a method that failed while running is an error; one that lacks something, such as a head, is not
             failed = [(result.name, result.failure) for result in made if isinstance(result.failure, RunError)]
             errors = [RunError(f"{name}: {failure.message}", failure.hint) for name, failure in failed]
         if errors:
             raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
 
     def _measure(self) -> tuple[dict[str, Any] | None, KeyboardInterrupt | SpecgenError | None]:
-        """Measures all methods and, if requested, the costs of passes. Returns the costs, and what ended the measurements."""
+        """Measures all methods and, if requested, the costs of passes. Returns the costs (None if they were not measured), and
+        the error or interruption that ended the measurements early (None if nothing did)."""
         with interrupts.caught():
             try:
                 with Progress(self._err, quiet=self._output.quiet) as progress:

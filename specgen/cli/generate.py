@@ -14,6 +14,7 @@ from specgen.cli.commands import check_outputs
 from specgen.cli.opening import choose, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
+from specgen.pair.request import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
 from specgen.view.pair_report import method_card
@@ -23,12 +24,14 @@ LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's cont
 
 
 def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
-    """Continues the prompt. Raises SpecgenError."""
+    """Continues the prompt and shows the output, or with --help-method describes the method. Raises SpecgenError for wrong
+    options and RunError for failures while running."""
+    named, given = (None, {}) if asked.method is None else methods.split(asked.method)
     if asked.help_method:
-        method_card(theme.console(no_color=output.no_color), methods.find(asked.method or methods.DEFAULT_METHOD))
+        method_card(theme.console(no_color=output.no_color), methods.find(named or methods.DEFAULT_METHOD))
         return
-    params, given = sampling.params(), parse_pairs(asked.settings or [])
-    chosen = methods.find(methods.DEFAULT_METHOD if asked.method is None else asked.method)
+    params, given = sampling.params(), {**given, **parse_pairs(asked.settings or [])}
+    chosen = methods.find(methods.DEFAULT_METHOD if named is None else named)
     if chosen.needs_draft_model and not models.has_draft:
         raise chosen.without_part(models.target)
     by_text = methods.resolve(chosen, given).drafts_text
@@ -41,14 +44,14 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
-        tuned_for = None if asked.settings else params
+        tuned_for = None if given else params
         pair, profile = open_pair(
             models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for
         )
         opened.enter_context(pair)
-        name, values, tuned = choose(profile, asked.method, given)
-        formatted = pair.tokenizer.chat(text, asked.system) if asked.chat else text
-        request = pair.request(formatted, name, params, record=record, **values)
+        name, values, tuned = choose(profile, named, given)
+        prompt: Prompt = messages(text, asked.system) if asked.chat else text
+        request = pair.request(prompt, name, params, record=record, **values)
         chosen = request.method
         if not quiet and chosen.uses_draft_model and not request.settings.drafts_text:
             show_overlap(pair, err)

@@ -96,7 +96,8 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
 
 def _next_command(models: ModelOptions, report: PairReport) -> str:
-    """Returns the command that the user can run next. Drafts whose tokens cannot be translated go by way of their text."""
+    """Returns the command that the user can run next. If tokens cannot be translated between the models, it names methods that
+    work without that."""
     given = {name: getattr(models, name) for name in ("target", "draft", "head", "device", "dtype", "context", "draft_dtype")}
     arguments = "".join(
         f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items() if value not in (None, "auto")

@@ -39,12 +39,13 @@ def open_pair(
     sequential: bool = True,
     tuned_for: SamplingParams | None = None,
 ) -> tuple[Pair, Profile | None]:
-    """Loads the models and runs them once to warm them up, with a progress line on the console `err`.
+    """Loads the models and runs them once to warm them up, with a progress line on the console `err`. Returns the pair, and the
+    profile for sampling as in `tuned_for`; None if there is no profile, or if `tuned_for` is None.
 
-    `parallel` says that a method drafts while the target verifies (PEARL). On a CPU it needs a second process for the draft.
-    That process is started first, so that both processes import torch at the same time. `sequential` says that a method may run
-    the draft model in this process; its weights are then loaded in this process too. Also returns the profile for sampling as
-    `tuned_for`, if there is one; the draft's weights are then rounded as the profile says, unless --draft-dtype is given.
+    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second process for the draft model. That
+    process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
+    in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
+    --draft-dtype is given.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -92,7 +93,7 @@ def models_in_words(pair: Pair) -> str:
 
 
 def show_overlap(pair: Pair, err: Console) -> None:
-    """Says, before a long run, how much of the target's text a draft model with another tokenizer can draft."""
+    """Prints on `err` how much of the target's text the draft model can draft. Nothing if both models have the same tokens."""
     if pair.draft is not None and pair.draft.translation is not None:
         from specgen.engine.text.translation import overlap_of_examples
         from specgen.view import pair_report as words
@@ -138,9 +139,10 @@ def find_profile(
 def _with_profile(
     pair: Pair, profile: Profile, process: DraftProcess | None, note: Callable[[str], None]
 ) -> tuple[Pair, Profile | None]:
-    """Returns the pair with its draft's weights rounded as in the tuning, and the profile; None if they cannot be rounded here.
+    """Returns the pair with its draft's weights rounded as in the profile's tuning, and the profile.
 
-    `process` is the one that was started for PEARL's draft model, which keeps running.
+    If they cannot be rounded here, returns the pair as it was, and None; `note` gets the reason. `process` is the process that
+    was started to run PEARL's draft model; it then runs the rounded one.
     """
     from specgen.pair.loading import with_draft_dtype
 
@@ -156,11 +158,12 @@ def _with_profile(
 
 
 def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:
-    """Returns the method and settings to decode with, where the user's choice goes before the profile's.
+    """Returns the method and settings to decode with, and a text about them. The user's `method` and `settings` go before the
+    profile's.
 
-    If the user named only a method, its settings are the profile's. If the user gave neither, the profile chooses both. If they
-    come from a profile, the third value describes them in words, and says if their speed was only predicted and not measured;
-    otherwise it is empty.
+    If the user named only a method, its settings are the profile's. If the user gave neither method nor settings, the profile
+    chooses both. The text describes settings that come from a profile, and says if their speed was only predicted and not
+    measured; for other settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)
@@ -172,8 +175,11 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
 
 
 def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:
-    """Returns the methods to compare, and in words which of them got settings from the profile: those without settings of their
-    own, none if `keep`. Methods with the profile's settings, also if the user wrote them, know its prompts."""
+    """Returns the methods `specs` with settings from the profile, and in words which methods got them.
+
+    Methods to which the user gave no settings get them; with `keep` no method does. `MethodSpec.tuned_on` is set for all methods
+    that have the profile's settings, also if the user wrote them.
+    """
     completed, taken = [], []
     prompts = profile.measured.prompt_fingerprints
     for spec in specs:

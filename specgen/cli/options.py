@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, file_identity
 from specgen.base.types import SamplingParams, check_models
 
-Rows = Mapping[str, tuple[str, str]]  # by the field's name: a short name, another name than `--like-this`, the value; help
+Rows = Mapping[str, tuple[str, str]]  # by field: a short name, a long one if it is not `--the-field`, the value; the help text
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 LEAST = {"limit": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
 ROWS: Rows = {
@@ -165,7 +165,7 @@ class ModelOptions:
         return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `specgen.load`."""
+        """Returns these options as keyword arguments for `specgen.load`."""
         given = asdict(self)
         given.pop("profile", None)
         return given
@@ -173,7 +173,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DecodingOptions(ModelOptions):
-    """Which models to load, and how they compute, for a command that decodes. The profile's folder may have the exit layer."""
+    """Which models to load, and how they compute, for a command that decodes.
+
+    If --exit-layer is not given, an exit layer in the profile's folder is taken.
+    """
 
     exact: bool = False
     profile: Path | None = None
@@ -186,7 +189,7 @@ class DecodingOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options for sampling and for the length of the output. A command with other ones uses a subclass."""
+    """The options for sampling and for the length of the output."""
 
     panel: ClassVar[str] = "Sampling and limits"
     max_new_tokens: int = 128
@@ -213,7 +216,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RecordOptions(OutputOptions):
-    """What a command that decodes measures and records besides."""
+    """What a command that decodes measures and records besides its output. `trace` is the file to write, None for no trace."""
 
     trace: Path | None = None
     record: Literal["distributions"] | None = None
@@ -265,7 +268,7 @@ class CompareOptions:
 @dataclass(frozen=True)
 class CompareOutput(RecordOptions):
     """What to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first and then
-    appended to. Paths that are None are not written.
+    appended to. A file whose path is None is not written.
 
     Raises SpecgenError for options that contradict each other.
     """
@@ -297,7 +300,7 @@ class CompareOutput(RecordOptions):
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to inspect, if it is no pair of models."""
+    """The traces to inspect, or with `list_methods` the methods. Neither is given if a pair of models is to be inspected."""
 
     panel: ClassVar[str | None] = None
     traces: list[Path] | None = None
@@ -306,7 +309,8 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs."""
+    """What to show of recorded runs: at most `rounds` rounds of each method (None: a default), those of its run number `run`,
+    from 1. `html` is the page to write, None for text."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None
@@ -316,7 +320,7 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """What to show of a pair of models."""
+    """What to show of a pair of models. `pair` is for the bundled pair, `measure` also times the loaded models' passes."""
 
     panel: ClassVar[str] = "A pair of models"
     pair: bool = False
@@ -388,4 +392,4 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
         (TuneOptions, TrainingOptions, TuneSampling, ModelOptions, OutputOptions),
     ),
 }
-"""By name: the help, the rows of its own options, and the groups of options that the command's function takes."""
+"""By the command's name: its help, the help of options that only it has, and the groups of options that its function takes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
@@ -29,7 +29,8 @@ class OutputWriter:
     """Writes the output of one generation.
 
     `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line; if it fails, all else is shown before `write` raises its error.
+    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
+    then raises the error.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class OutputWriter:
                 self._figures.capture_seconds = capture_seconds(self._pair) - captured
                 self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
         if interruption is not None:
-            raise interruption
+            raise ReportedInterrupt from interruption
 
     def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import make_writable_folder, pair_folder, part_folder
-from specgen.base.interrupts import interrupts
+from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.text import print_json, print_result
 from specgen.cli.opening import disable_hub_progress
 from specgen.cli.options import ModelOptions, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
+from specgen.pair.request import messages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
 
 
 class Asked(NamedTuple):
-    """What the user asked for: the options, and the `part` that is trained."""
+    """What the user asked for: the options, and in `part` what is to be trained."""
 
     models: ModelOptions
     tuning: TuneOptions
@@ -73,7 +74,8 @@ class Asked(NamedTuple):
 
 
 def part_of(tuning: TuneOptions, models: ModelOptions) -> Trainable:
-    """Returns what is trained. Raises SpecgenError if --methods names a method that has nothing to train, or several parts."""
+    """Returns what the options ask to train. Raises SpecgenError if --methods names a method that has nothing to train, or
+    methods for which different things would be trained."""
     names = {name.strip() for name in (tuning.methods or "eesd").split(",")}
     found = {"eesd" if name.startswith("eesd") else name for name in names}
     for name in sorted(found - TRAINABLE.keys()):
@@ -149,6 +151,7 @@ def train(
     with Progress(err, quiet=quiet) as progress:
         objective = load_objective(asked, prompts, progress)
         task, target, bars = objective.task, objective.target, TrainingLine(progress)
+        before = None if part is DRAFT else _agreement_before(asked, target)
         make_writable_folder(task.folder)
         task.announce, task.show = bars.announce, bars.show
         task.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
@@ -157,13 +160,13 @@ def train(
                 path, made = run(objective)
             except TrainingStopped:
                 task.announce(f"interrupted; the same command resumes from here (state in {task.folder})")
-                raise KeyboardInterrupt from None
+                raise ReportedInterrupt from None
             except OSError as error:
                 raise RunError(
                     f"cannot write to {task.out}: {error.strerror or error}",
                     "What was saved before is still there: free some space and run the same command again",
                 ) from error
-    fields, sentence = _draft_report(path, made["figures"]) if part is DRAFT else _report(part, path, made)
+    fields, sentence = _draft_report(path, made["figures"]) if part is DRAFT else _report(part, path, made, before)
     if as_json:
         print_json({"type": "train", **fields})
     else:
@@ -173,7 +176,10 @@ def train(
 
 
 def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
-    """Loads the models and the text. Returns what is trained. `prompts` are those of --prompts. Raises SpecgenError."""
+    """Loads the models and the text, and returns the objective to train. `prompts` are those of --prompts.
+
+    Raises SpecgenError if it cannot be trained for these models, or if there is no text.
+    """
     from specgen.pair.loading import load
 
     training, part = asked.training, asked.part
@@ -193,7 +199,10 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
 
 
 def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
-    """Returns the training task: reads the text, and sets defaults for options that are not given."""
+    """Reads the training text and returns the training task, with default values for options that are not given.
+
+    Raises SpecgenError if there is no text, or if a file cannot be read. `draft` is the draft model to train, None otherwise.
+    """
     from specgen.engine.weights import weights_fingerprint
     from specgen.train.corpus import Corpus
     from specgen.train.task import Recipe, TrainingTask
@@ -207,7 +216,7 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
     else:
         corpus, ids = _corpus(asked, target), [target.tokenizer.encode(prompt.text) for prompt in prompts]
     share = part.self_text if training.self_text is None else training.self_text
-    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # the latter needs none
+    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # a predictor needs none
     recipe = Recipe(
         steps=training.steps,
         seconds=None if has_budget else 60 * (training.minutes or DEFAULT_MINUTES),
@@ -228,13 +237,13 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
 
 
 def _conversations(corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int) -> list[list[int]]:
-    """Returns the prompts of --chat in the model's chat template: those of --prompts, and those in the corpus file.
+    """Returns the prompts (token ids) of --chat in the model's chat template: those of --prompts, and those in the corpus file.
 
-    Those of more than `limit` tokens are left out, because a template cannot be cut.
+    Prompts of more than `limit` tokens are left out, because a template cannot be cut. Raises SpecgenError if none is left.
     """
     from specgen.train.corpus import chat_prompts
 
-    found = [target.tokenizer.chat(prompt.text, None) for prompt in prompts]
+    found = [target.tokenizer.conversation(messages(prompt.text)) for prompt in prompts]
     if corpus is not None:
         found += chat_prompts(corpus, target.tokenizer, limit)
     kept = [ids for ids in found if len(ids) <= limit]
@@ -259,8 +268,28 @@ def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
     return None
 
 
-def _report(part: Trainable, path: Path, made: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the fields for JSON output and a sentence for the user about a saved exit layer or head."""
+def _agreement_before(asked: Asked, target: LoadedModel) -> tuple[float, Path] | None:
+    """Returns the greedy agreement that was measured for the part used until now, and its path; None if it is not known."""
+    from specgen.pair.parts import PartStore
+
+    kind = "exit" if asked.part.method == "eesd" else asked.part.method
+    found = PartStore(target, is_bundled=asked.models.target is None).find(kind)
+    figures: Mapping[str, Any] = {} if found is None or found.description is None else found.description.figures
+    greedy = figures.get("held_out_agreement", {}).get("greedy")
+    return None if found is None or greedy is None else (_first(greedy), found.path)
+
+
+def _first(agreement: float | Sequence[float]) -> float:
+    return agreement if isinstance(agreement, float) else agreement[0]
+
+
+def _report(
+    part: Trainable, path: Path, made: Mapping[str, Any], before: tuple[float, Path] | None
+) -> tuple[dict[str, Any], str]:
+    """Returns the fields for JSON output and a sentence for the user about a saved exit layer or head.
+
+    `before` is what `_agreement_before` returned.
+    """
     figures = made["figures"]
     found = figures["held_out_agreement"]["greedy"]
     fields = {"target": made["target"], "agreement": found, "figures": figures}
@@ -270,6 +299,11 @@ def _report(part: Trainable, path: Path, made: Mapping[str, Any]) -> tuple[dict[
     else:
         shares = found if isinstance(found, list) else [found]
         sentence += f" Greedy agreement on held-out text, token by token of a draft: {', '.join(f'{x:.0%}' for x in shares)}."
+    if before is not None and found is not None and _first(found) < before[0]:
+        folder = path if path.is_dir() else path.parent
+        back = f"it was replaced in {folder}" if before[1] in (path, folder) else f"to return to it, delete {folder}"
+        sentence += f" Worse than the one used until now, {before[0]:.0%} on its own held-out text: {back}."
+    sentence += " Profiles of this target are stale now: run specgen tune again."
     if part not in (EXIT, PREDICTOR):
         return {"head": str(path), "kind": made["kind"], **fields}, sentence
     if fit is not None:
@@ -282,7 +316,10 @@ def _report(part: Trainable, path: Path, made: Mapping[str, Any]) -> tuple[dict[
 
 
 def _draft_report(path: Path, figures: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the same about a draft. It is recommended only if it predicts more of the target's greedy tokens than before."""
+    """Returns the fields for JSON output and sentences for the user about a distilled draft model.
+
+    They recommend it only if it predicts more of the target's greedy tokens than before the training.
+    """
     before, after = figures["agreement_before"], figures["agreement"]
     shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
     agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT

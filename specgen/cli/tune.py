@@ -45,7 +45,8 @@ _IN_TURN = "Tune and train in turn: specgen tune --train, then specgen tune with
 def tune(
     tuning: TuneOptions, training: TrainingOptions, sampling: TuneSampling, models: ModelOptions, output: OutputOptions
 ) -> None:
-    """Tunes the pair, or trains what drafts for its target. Raises SpecgenError."""
+    """Tunes the pair, or with --train trains a draft model, an exit layer or a head. Raises SpecgenError for wrong options, and
+    RunError for failures while running."""
     begin = time.perf_counter()
     of_tuning = [name for name in (*given(tuning), *given(sampling)) if name not in _ALSO_FOR_TRAINING]
     if not training.train:
@@ -98,7 +99,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """The methods to tune, None for all. `eesd` adds `eesd-cali` and `eesd-beta`, which have other length policies."""
+    """Returns the names in the option --methods, None without it. A name that stands for others is followed by these: `eesd` by
+    `eesd-cali` and `eesd-beta`."""
     if given is None:
         return None
     names = [name.strip() for name in given.split(",")]

@@ -40,7 +40,8 @@ def run_baseline(
 
     Returns what the summary line of a trace contains (except the text), computed from counted forward passes. `seconds` is the
     wall-clock time, prefill included. `phase_seconds` is None, because `generate` does not report how long drafting and
-    verification took.
+    verification took. Raises SpecgenError if there is no draft model and the baseline needs one, or if torchrun has split the
+    target, and RunError if transformers fails.
     """
     import torch
     from transformers.utils import logging
@@ -83,10 +84,10 @@ def run_baseline(
 
 
 def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any]:
-    """Returns the options with which transformers drafts with a model that has another tokenizer; empty for the same one.
+    """Returns the options of `generate` for a draft model whose tokenizer differs from the target's; empty if it does not.
 
-    Raises SpecgenError if both vocabularies have the same size: transformers takes their tokenizers for the same one then,
-    without looking at them, and refuses a second one.
+    Raises SpecgenError if the tokenizers differ but the vocabularies have the same size: transformers then takes the tokenizers
+    for the same one, without looking at them, and refuses a second one.
     """
     from specgen.engine.text.translation import same_tokens
 
@@ -140,7 +141,7 @@ def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[No
 
 @contextmanager
 def _counted(model: Any | None) -> Iterator[list[int]]:
-    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block. None has none."""
+    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block; it stays empty for None."""
     passes: list[int] = []
     hook = None if model is None else model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:

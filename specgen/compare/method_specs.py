@@ -40,7 +40,8 @@ class MethodSpec:
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether it is specgen's own method and no draft of it is a tree: what `--exact` covers."""
+        """Whether the method is specgen's own and all its drafts are chains. Only then `--exact` makes its logits bit-equal to
+        plain decoding's."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
 
@@ -62,8 +63,8 @@ def parse_spec(written: str) -> MethodSpec:
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Parses comma-separated lists of methods. `all` means every specgen method but yardsticks. Plain decoding always
-    comes first; a method that is given twice is kept once."""
+    """Parses comma-separated lists of methods. `all` means every specgen method but yardsticks (slow methods that only serve as a
+    reference). Plain decoding always comes first; a method that is given twice is kept once. Raises as `parse_spec`."""
     every = [method.name for method in METHODS.values() if not method.is_yardstick]
     names = [REFERENCE]
     for part in (part.strip() for text in texts for part in text.split(",")):

@@ -70,7 +70,7 @@ def load_prompts(
 
     With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Questions with `tuning: true` are
     for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter.
-    Raises SpecgenError, for a mistake in the file with the file's name and the position.
+    Raises SpecgenError if no prompt is left, and for a mistake in the file, which the message names with its position.
     """
     path = examples_file() if path is None else path
     questions = list(_questions(path))

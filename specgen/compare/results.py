@@ -41,7 +41,8 @@ class BenchmarkConfig:
     """What to measure: every method in `specs` generates for each prompt `repeats` times.
 
     With `record` the trace also contains, for each drafted token, how close the target's and the draft's distributions are.
-    `chat` applies the chat template. Perplexity is measured for all methods if `perplexity` is set or if any method is lossy.
+    `chat` applies the chat template. Perplexity is measured for all methods if `perplexity` is set or if any method is lossy,
+    joules per token if `energy` is set.
     """
 
     specs: Sequence[MethodSpec]
@@ -54,7 +55,7 @@ class BenchmarkConfig:
     energy: bool = False
 
     def tuned_on(self, spec: MethodSpec) -> int | None:
-        """Returns how many of the prompts chose the method's settings in `specgen tune`; None if no profile has its settings."""
+        """Returns on how many of the prompts `specgen tune` chose the method's settings; None if they are not from a profile."""
         return None if spec.tuned_on is None else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
 
 
@@ -62,9 +63,9 @@ class BenchmarkConfig:
 class Run:
     """One finished generation for one prompt by one method.
 
-    `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft). `draft_lengths` are the drafted
-    tokens of each round (one target pass). It is None if some drafts were not single chains or were made during target passes
-    (PEARL), or if no rounds are known. `branches` says that some drafts were trees or several chains.
+    `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft). `draft_lengths` has the number of
+    drafted tokens of each round (one target pass). It is None if some drafts were not single chains or were made during target
+    passes (PEARL), or if no rounds are known. `branches`: some drafts were trees or several chains.
     """
 
     line: Mapping[str, Any]
@@ -73,7 +74,7 @@ class Run:
 
     @classmethod
     def of(cls, traced: TracedRun) -> Run:
-        """Makes a Run of a complete recorded run; transformers' own methods record no rounds."""
+        """Returns the Run of a run as read from a trace, which must have its summary line."""
         assert traced.summary is not None
         rounds = [each.round for each in traced.rounds]
         branches = not all(round_.draft.is_chain for round_ in rounds)
@@ -136,8 +137,9 @@ class MethodResult:
     `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high` are the ends of its 95 %
     confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
     method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
-    `branches`: drafts are trees or several chains. `by_category` has the same for each category of the prompts. `predicted` are
-    predicted speedups (see `with_predictions`), each None where it cannot be known; None if no predictions were requested.
+    `branches`: some drafts were trees or several chains. `by_category` has one MethodResult for each category of the prompts.
+    `predicted` are predicted speedups by the names in `with_predictions`, each None where it cannot be known; None if no
+    predictions were requested.
     """
 
     spec: MethodSpec
@@ -234,8 +236,8 @@ def speedup_interval(
     confidence interval.
 
     `pairs` has one tuple per prompt: tokens and seconds of the method, tokens and seconds of plain decoding. The interval is a
-    percentile bootstrap over prompts with `resamples` samples and a fixed seed. Its ends are None with fewer than two prompts;
-    all three are None if nothing can be compared.
+    percentile bootstrap over prompts with `resamples` samples and a fixed seed. Its ends are None with fewer than two prompts.
+    All three are None without prompts, if a run took no time, or if plain decoding generated no token.
     """
     import numpy as np
 
@@ -280,10 +282,10 @@ def best(results: Sequence[MethodResult]) -> MethodResult | None:
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
     """Returns the methods, other than the best one `top`, that may be just as fast: those whose speedup's 95 % confidence
-    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then every method."""
-    others = [result for result in candidates(results) if result is not top]
+    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then none."""
     if too_few_prompts(top):
-        return others
+        return []
+    others = (result for result in candidates(results) if result is not top)
     return [result for result in others if (result.high or 0.0) >= (top.speedup or 0.0)]
 
 
@@ -329,9 +331,13 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
 
 
 def with_predictions(made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]) -> list[MethodResult]:
-    """Returns copies of the method results `made` with the `predicted` speedups: `eq14` by EESD's formula, `pass_costs` from the
-    measured times of all forward passes. The predictions use the same runs (one generation per prompt) as the measured speedups.
-    Both are None where drafts were not single chains, were made during target passes, or have unknown lengths."""
+    """Returns copies of the method results `made` with their `predicted` speedups.
+
+    `costs` are the seconds of single passes, from `measure_costs`. `eq14` is by EESD's formula (Eq. 14), from these and the
+    acceptance. `pass_costs` divides the summed costs of plain decoding's passes by those of all passes in the method's rounds.
+    The predictions use the same runs (one generation per prompt) as the measured speedups. Both are None where drafts were not
+    single chains, were made during target passes, or have unknown lengths.
+    """
     medians = results.medians()
     prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in medians[REFERENCE].items()}
     return [replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill)) for each in made]

@@ -34,21 +34,21 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.request import RESERVED
+from specgen.pair.request import RESERVED, messages
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.traces.writer import TraceWriter
 
-_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to a trace's lines, and results read
+_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to the lines of a trace, and what results need of them
 _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedComparison:
-    """The finished runs in the trace `path`, as they were recorded and as results. The recorded ones keep their rounds if they
-    are the first of the first prompt, to be displayed. `end` is the byte offset after the last complete line, where a resumed
+    """The finished runs in the trace `path`, each as it was recorded and as a result. A recorded run has its rounds only if it is
+    a method's first run on the trace's first prompt. `end` is the byte offset after the last complete line, where a resumed
     comparison continues to write."""
 
     path: Path
@@ -56,7 +56,10 @@ class RecordedComparison:
     end: int
 
     def specs(self) -> list[MethodSpec]:
-        """Returns the methods in the trace, plain decoding first and then in the order of their first run."""
+        """Returns the methods in the trace: plain decoding, then the others in the order of their first runs.
+
+        Raises SpecgenError for a method that does not exist.
+        """
         return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)])]
 
     def has(self, figure: str) -> bool:
@@ -117,9 +120,11 @@ class Runner:
         self._meter = energy_meter_for(devices(pair)) if config.energy else None
 
     def check(self) -> None:
-        """Checks all prompts and loads all exit layers that methods name, before anything is run. Raises SpecgenError for an exit
-        layer that cannot be used, and naming the first prompt that plain decoding cannot continue, for instance because it is too
-        long. Later turns of a question are not checked, because they contain answers."""
+        """Checks all prompts and loads all exit layers that methods name, before anything is run.
+
+        Raises SpecgenError for an exit layer that cannot be used, and for the first prompt that plain decoding cannot continue,
+        for instance because it is too long. Later turns of a question are not checked, because they contain answers.
+        """
         for spec in self.config.specs:
             if "exit" in spec.choice.given:
                 self.pair.parts.load("exit", str(spec.choice.given["exit"]))
@@ -131,10 +136,10 @@ class Runner:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
     def resume(self, recorded: RecordedComparison) -> None:
-        """Adds recorded runs to the results, and their seeds, which the other methods on the same prompt take.
+        """Adds recorded runs to the results, and takes over their seeds for all methods on the same prompt and repeat.
 
         Runs of methods, prompts or repeats that this comparison does not include are skipped. Raises SpecgenError if a run was
-        made with other settings or another prompt text.
+        made with other models, sampling parameters or versions, or with another text of its prompt.
         """
         specs = {spec.written: spec for spec in self.config.specs}
         prompts = {prompt.index: prompt for prompt in self.config.prompts}
@@ -152,7 +157,11 @@ class Runner:
             self._seeds[prompt.index, repeat] = start["sampling"]["seed"]
 
     def _check_settings(self, before: Mapping[str, Any], path: Path) -> None:
-        """Raises SpecgenError if a setting that makes runs comparable differs. `before` has those of a trace's start line."""
+        """Raises SpecgenError if a run in the trace `path` cannot be compared with runs made now.
+
+        The target, its device and dtype, the versions and the sampling parameters must be equal. `before` has those of the run's
+        start line.
+        """
         target, sampling = self.pair.target, asdict(self.config.sampling)
         now = {"target": target.name, "device": str(target.device), "dtype": target.dtype_name, "versions": versions()} | sampling
         for name, value in now.items():
@@ -169,7 +178,7 @@ class Runner:
             answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
             turns = list(zip(prompt.previous_turns, answers, strict=True))
             if self.config.chat:
-                ids = self.pair.tokenizer.chat(prompt.text, None, turns)
+                ids = self.pair.tokenizer.conversation(messages(prompt.text, None, turns))
             else:
                 history = "".join(f"{question}{answer.rstrip()}\n\n" for question, answer in turns)
                 ids = self.pair.tokenizer.encode(history + prompt.text)
@@ -296,8 +305,9 @@ class Runner:
                 self._trace.write(line)
 
     def _add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun) -> None:
-        """Adds a finished run to the results; `traced` is the same with its rounds, which may be the example to display. If
-        decoding is greedy and the method lossless, its output is also compared with plain decoding's."""
+        """Adds the finished run `run` to the results. `traced` is the same run with its rounds; if it is the method's first run
+        of the first prompt, it is kept to be displayed. If decoding is greedy and the method lossless, the run's output is
+        compared with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run

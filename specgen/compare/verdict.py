@@ -86,7 +86,8 @@ def judge(
 ) -> Difference | None:
     """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all are token ids. Returns None
     if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
-    the first difference. `exact`: both outputs come from equal bits, so that no difference is a tie."""
+    the first difference. `exact`: all passes give logits with equal bits, so no difference counts as a tie. `repeat` and
+    `prompt_index` only name the run."""
 
     if list(reference) == list(other):
         return None
@@ -105,7 +106,6 @@ def tie_threshold(dtype: str, largest: float) -> float:
     """Returns the difference below which two logits of one token position count as equal, because rounding may have swapped them.
 
     Two passes over different numbers of tokens round differently: by less than 1e-3 in float32, in 16-bit dtypes in proportion to
-    the largest logit.
-    `largest` is the largest logit of the position.
+    `largest`, the largest logit of the position.
     """
     return _NARROW_TIES[dtype] * abs(largest) if dtype in _NARROW_TIES else FLOAT32_TIE

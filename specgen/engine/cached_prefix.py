@@ -77,8 +77,6 @@ class CachedPrefix:
             if shared < self.committed:
                 self.truncate(shared)
             self._context = context
-        if self.cache.restorable(self.committed) < self.committed:  # a pass was interrupted
-            self.truncate(self.committed)
         cached = self.draft
         if not cached.tokens or self.committed == len(context):
             return

@@ -191,7 +191,7 @@ def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
         return {name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()}
     found = {name: count * size for name, count in prepared.parameters.items()}
     if weights.quantise is not None:
-        tables = {name: name for name, (dimensions, _) in stored.items() if len(dimensions) == 2}
+        tables = {name: name for name in found if len(stored[name][0]) == 2}
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding

@@ -33,7 +33,7 @@ from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
-from specgen.engine.weights import stored_tensors
+from specgen.engine.weights import HARMLESS, stored_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,9 @@ class PreparedModel:
             module = model_without_weights(self.transformers_config, self.source.trust_remote_code)
             if module is not None:
                 return {name: weight.numel() for name, weight in module.named_parameters()}
-        return {name: prod(dimensions) for name, (dimensions, _) in stored_tensors(self.folder).items()}
+        stored = stored_tensors(self.folder)  # of which the native decoder loads only those of the text part
+        used = [name for name in stored if self.architecture is None or not HARMLESS.search(name)]
+        return {name: prod(stored[name][0]) for name in used}
 
     def dequantises_on(self, device: torch.device) -> bool:
         """Whether quantised weights become ordinary numbers when they are loaded on a device.

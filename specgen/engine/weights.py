@@ -35,10 +35,12 @@ _LONGEST_KEY = 80  # characters of a tensor's name in a message
 # Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
 # does not depend on: heads that predict several tokens, value heads, and encoders of pictures and sound.
 BUFFER = re.compile(r"\.(original_)?inv_freq$|\.(cos|sin)_cached$|(^|\.)position_ids$")
-_HARMLESS = re.compile(
+HARMLESS = re.compile(
     BUFFER.pattern
     + r"|(^|\.)(mtp|mtp_\w+|v_head|medusa_head|vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
+    + r"|(^|\.)embed_(vision|audio)\."
 )
+_PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?|^backbone\.")  # the second one in models with vision or audio
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -179,8 +181,8 @@ class WeightFiles:
 
 
 def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
-    """Returns the tensors of a model by their names without the prefix `model.`, which most files have."""
-    return WeightFiles(folder, owner, device, name_of=lambda key: key.removeprefix("model."))
+    """Returns the tensors of a model by their names without the prefix `model.`, or that of a text part."""
+    return WeightFiles(folder, owner, device, name_of=lambda key: _PREFIX.sub("", key, count=1))
 
 
 def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:
@@ -233,7 +235,7 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
         found = _LAYER.search(key)
         return found is not None and layers <= int(found[1]) < layers + prediction_layers
 
-    extra = sorted(key for key in keys if not _HARMLESS.search(key) and not predicts(key))
+    extra = sorted(key for key in keys if not HARMLESS.search(key) and not predicts(key))
     if extra:
         tensors = "a tensor" if len(extra) == 1 else f"{len(extra):,} tensors"
         raise SpecgenError(

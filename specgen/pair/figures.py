@@ -34,9 +34,9 @@ class Figures:
 
     `drafts` counts the rounds with a draft, `ties` tokens that the target chose between equal logits (half precision).
     `log_likelihood` (nats) is that of the generated tokens under the target at temperature 1. `joules` are those beyond idle
-    power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` of all seconds were for
-    capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by phase.
-    `parallel`: drafts were made during target passes (PEARL).
+    power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` is the part of the time that
+    went into capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by
+    phase. `parallel`: drafts were made during target passes (PEARL).
     """
 
     method: str
@@ -70,7 +70,8 @@ class Figures:
     def include(self, line: Mapping[str, Any]) -> None:
         """Adds a whole run from its summary line in a trace, which must also have the key `drafts`, as comparisons write it.
 
-        If lines have perplexity or joules per token, the total is None as soon as one run with tokens has None.
+        If the lines have perplexities, the `perplexity` of all runs is None as soon as one run with new tokens has None. The same
+        holds for joules per token.
         """
         tokens = len(line["token_ids"])
         if tokens and "perplexity" in line:
@@ -93,7 +94,7 @@ class Figures:
         self.log_likelihood = nats + (self.log_likelihood or 0.0)
 
     def add_energy(self, energy: Energy) -> None:
-        """Adds the energy that one run used."""
+        """Adds the energy (joules) that one run used. For valid joules per token it has to be added for every run."""
         self.energy = energy
         self._add_joules(_or_nan(energy.joules), _or_nan(energy.gross_joules))
 
@@ -138,11 +139,11 @@ class Figures:
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Accepted tokens per rejection, over round borders: the mean accepted tokens of PEARL's Table 4, for every method. None
-        if nothing was rejected.
+        """Accepted tokens divided by rejections: the mean length of runs of accepted tokens, which may span several rounds (mean
+        accepted tokens in PEARL's Table 4). None if nothing was rejected.
 
-        Tokens accepted after an output's last rejection count. Without them, as in the authors' code, an output with long runs
-        would look like one with short runs.
+        Tokens accepted after an output's last rejection count too. The authors' code leaves them out, which makes an output with
+        long runs look like one with short runs.
         """
         return _ratio(self.accepted, self.rejections)
 
@@ -163,7 +164,7 @@ class Figures:
 
     @property
     def gross_joules_per_token(self) -> float | None:
-        """The same without taking off what the idle machine uses."""
+        """Energy per generated token in joules, with what the idle machine uses. None as in `joules_per_token`."""
         return _ratio(self.gross_joules, self.new_tokens)
 
     @property
@@ -175,8 +176,11 @@ class Figures:
         return _ratio(self.phase_seconds[phase], self.seconds) or 0.0
 
     def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """The summary as the summary line of a trace, without the key `type`. `text` is the generated text. The keys do not
-        change."""
+        """Returns the figures of one run as the summary line of a trace, without the key `type`. The keys are documented and do
+        not change.
+
+        `text` is the generated text, `finish_reason` why it ended.
+        """
         return {
             "method": self.method,
             "text": text,

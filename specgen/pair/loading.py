@@ -49,16 +49,20 @@ def load(
     and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
     is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
     started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
-    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is a trained
-    head's folder or Hugging Face id; for kinds of heads that it is not of, the one trained for this target is taken. `backend`
-    says whose forward pass runs: `native`, `transformers`, or `auto` for whichever supports the model. With `exact`, a token's
-    logits have the same bits in all passes of the target, on a CPU or one CUDA device; draft trees are left out. `context` is the
-    most tokens of prompt and output together, at most the target's own limit; None: that limit. `draft_dtype` is the draft
-    model's dtype, None that of both models; `int8` and `int4` round its weights, which changes what it drafts, but not the
-    output's distribution. The draft model is loaded when it is first needed. Under torchrun, the target is split over its
-    processes; in all but the first this function ends the process when the first one ends. Raises SpecgenError.
+    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the folder
+    or Hugging Face id of a trained head (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for
+    this target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
+    two that supports the model. With `exact`, a token's logits have the same bits in all passes of the target, on a CPU or one
+    CUDA device; draft trees are left out. `context` is the most tokens of prompt and output together, at most the target's own
+    limit; None: that limit. `dtype` is for both models, unless `draft_dtype` names the draft model's; `int8` and `int4` for the
+    draft model round its weights, which changes what it drafts, but not the output's distribution. The draft model's weights are
+    loaded when first needed.
+
+    Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError.
     """
-    models = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    models = {name: None if value is None else str(value) for name, value in named.items()}
     check_models(models, backend, draft_dtype)
     sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
     sources[0] = replace(sources[0], exact=exact, context=context)
@@ -104,9 +108,9 @@ def _load(
     announce: Callable[[str], None],
     process: DraftProcess | None,
 ) -> Pair:
-    """Loads the models. `named` are the names that the user gave the target's and the draft's device.
+    """Loads the models. `named` are the device names that the user gave for the target and for the draft model.
 
-    `dtypes` are that of both models and that of the draft model, if it has one of its own.
+    `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
     """
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
@@ -144,9 +148,9 @@ def _load(
 
 
 def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
-    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` needs another.
+    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` cannot be kept on the target's.
 
-    Under torchrun, this function ends all processes but the first when the first one ends; see `load`.
+    Under torchrun, it returns only in the first process; see `load`.
     """
     launched = machine.launch()
     if launched is not None:
@@ -167,10 +171,10 @@ def _not_exact(why: str) -> SpecgenError:
 
 
 def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
-    """Returns another pair of the same target, trained parts and draft model, whose weights are rounded to `int8` or `int4`.
+    """Returns another pair of the same target and trained parts. The draft model's weights are rounded to `name`, such as `int8`.
 
-    `process` will run it for PEARL; None starts one when PEARL first runs, and both pairs can be used in turn. Raises
-    SpecgenError if the draft model cannot be quantised.
+    `process` is a process started earlier to run this draft model for PEARL; None starts one when PEARL first runs. Both pairs
+    can be used in turn. Raises SpecgenError if the draft model cannot be rounded so.
     """
     target, draft = pair.target, pair.draft
     assert draft is not None
@@ -184,11 +188,11 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
 
 
 def _worker(process: DraftProcess | None, draft: LoadedModel | None, target: torch.device) -> DraftWorker | None:
-    """Returns what runs the draft model for PEARL in a process of its own, so that both models run at the same time; None if none
-    is needed, and then ends `process`.
+    """Returns the worker that runs the draft model for PEARL in a process of its own, at the same time as the target.
 
-    None is needed if both are on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA
-    streams of one process run concurrently.
+    Returns None, and ends `process`, if there is no draft model for it, if processes cannot be started, or if both models are on
+    the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one process run
+    concurrently.
     """
     if draft is not None and draft.refusal is None and is_possible() and (target.type == "cpu" or target != draft.device):
         return DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)

@@ -1,8 +1,8 @@
 """What was measured on this machine for a pair of models: in memory, and in one file of the user's cache folder.
 
-The file may be deleted at any time. If it is damaged, it is ignored and written anew. A part of it is what the length policy
-`adaptive` knows about a pair's drafters: what drafting costs here. Costs begin with those of a profile (the result of
-`specgen tune`), with those that an earlier process has stored, or with a guess. Runs learn them from the times of their rounds.
+The file may be deleted at any time. If it is damaged, it is ignored and written anew. One kind of measurements are the costs of
+drafting, by which the length policy `adaptive` decides. They begin with those of a profile (the result of `specgen tune`), with
+those that an earlier process has stored, or with a guess; runs then learn them from the times of their rounds.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit",
 
 
 class Measurements:
-    """What was measured for these models. `draft` is None if there is none.
+    """What was measured on this machine for a target and its `draft` model, None if there is none.
 
-    `kind` names a type of measurement; `key`, a tuple of JSON values, says what it depends on apart from the models and the
-    machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads` is the number of
-    CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result of `specgen tune`)
-    sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
+    `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what the value depends on apart from
+    the models and the machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads`
+    is the number of CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result
+    of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
     """
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
@@ -62,10 +62,12 @@ class Measurements:
         self._known: dict[tuple[str, Key], Any] = {}
 
     def get(self, kind: str, key: Key, measure: Callable[[], Any], read: Callable[[Any], T], *, with_draft: bool = True) -> T:
-        """Returns the value in memory, or else the one in the file, or else what `measure` returns, which is then stored.
+        """Returns the measured value of `kind` under `key`: the one in memory, or else the one in the user's cache file, or else
+        what `measure` returns, which is then stored.
 
-        The file holds JSON values, as `measure` returns them, and `read` converts them. One that `read` refuses (TypeError,
-        ValueError) is measured again. Without `with_draft` the value does not depend on the draft model.
+        `measure` returns a JSON value, which the file holds, and `read` converts it to what this function returns. A stored value
+        that `read` refuses (TypeError, ValueError, KeyError) is measured again. Without `with_draft` the value does not depend on
+        the draft model.
         """
         if (kind, key) not in self._known:
             value = self.stored(kind, key, read, with_draft=with_draft)
@@ -78,13 +80,15 @@ class Measurements:
         return found
 
     def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
-        """Returns the value in the file; None if there is none, or if `read` refuses it."""
+        """Returns the value of `kind` under `key` in the user's cache file, converted by `read`. None if there is none, or if
+        `read` refuses it (see `get`)."""
         with suppress(TypeError, ValueError, KeyError):
             return read(_stored()[kind][self._digest(key, with_draft=with_draft)])
         return None
 
     def put(self, kind: str, key: Key, value: Any, *, with_draft: bool = True) -> None:
-        """Stores a JSON value in the file. Does nothing if it is not finite, or if the file cannot be written."""
+        """Stores a JSON value of `kind` under `key` in the user's cache file. Does nothing if a number in it is not finite, or if
+        the file cannot be written."""
         digest = self._digest(key, with_draft=with_draft)
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
@@ -97,7 +101,8 @@ class Measurements:
                 write_whole(_path(), json.dumps(stored, indent=1))
 
     def _digest(self, key: Key, *, with_draft: bool) -> str:
-        """Returns a hash of the key and of all about the models and the machine that changes how long passes take."""
+        """Returns a hash of the key and of what changes how long passes take: the machine, the versions and the models (the draft
+        model only `with_draft`)."""
         models = [self._target, *([self._draft] if self._draft is not None and with_draft else [])]
         conditions = {
             "key": key,
@@ -128,9 +133,10 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 
 class DraftingKnowledge:
-    """The costs of drafting and what `adaptive` has learned, for one pair of models. Both stay from run to run.
+    """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    `has_draft_model` says whether the pair has a draft model, which `adaptive` can do without.
+    Later runs go on with what earlier runs have learned. If the pair has no draft model (`has_draft_model`), methods that can do
+    without one draft by prompt lookup.
     """
 
     def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
@@ -140,20 +146,20 @@ class DraftingKnowledge:
 
     @staticmethod
     def reads_pass_costs(request: Request) -> bool:
-        """Whether the run's policy is `adaptive` in PEARL's window, and reads what the target's passes cost there."""
+        """Whether the request is for PEARL with the policy `adaptive` and `verify_cost=auto`: then `inputs` needs PEARL's pass
+        times."""
         settings = request.settings
         return request.method.is_parallel and settings.policy == Adaptive.name and settings.values["verify_cost"] == AUTO
 
     def inputs(
         self, request: Request, parallel_costs: ParallelCosts | None, trial: Callable[[Request], object]
     ) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are those of PEARL's passes.
+        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are PEARL's pass times; None for other methods,
+        and for PEARL if the setting `verify_cost` is a number.
 
-        They are None for other methods, and if the setting `verify_cost` says what verification costs.
-
-        A sampled run with a seed decides by the costs that were known first in this process, and gets a copy of what else was
-        known then: its tokens depend on the lengths of drafts, and the same seed has to give the same tokens. If no costs are
-        known, `trial` decodes with the same method, to learn them.
+        The same seed has to give the same tokens, and sampled tokens depend on the lengths of drafts. So a sampled run with a
+        seed takes the costs that this process knew first, and nothing that earlier runs have learned. If no costs are known for
+        it, `trial` decodes with the same method, to learn them.
         """
         method, values, timed = request.method, request.settings.values, None
         is_frozen = not request.sampling.greedy and request.sampling.seed is not None
@@ -176,7 +182,10 @@ class DraftingKnowledge:
         return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
 
     def save(self) -> None:
-        """Stores the costs that were learned, where they differ much from those stored. Does nothing if it fails."""
+        """Stores the costs of drafting that runs have learned, where they differ much from those that this process began with.
+
+        If the file cannot be written, nothing is stored.
+        """
         for key, known in self._timed.items():
             if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
                 self._measurements.put(DRAFTING, key, [known.costs.draft, known.costs.verify])
@@ -199,14 +208,15 @@ class DraftingKnowledge:
         return self._timed[key]
 
     def _tuned_costs(self, request: Request) -> DraftingCosts | None:
-        """Returns the costs in the profile, None without a profile and for drafts that are trees, which tuning does not time."""
+        """Returns the costs in the profile. None if it has none for this request, and for drafts that are trees, which tuning
+        does not time."""
         if request.method.drafts_trees(request.settings):
             return None
         tuned = self._measurements.tuned_costs.get(self._cost_key(request)[0])
         return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
 
     def _drafts_with_model(self, method: Method) -> bool:
-        """Whether the method's drafts, or some of them, are a model's. Otherwise they are all prompt lookup's."""
+        """Whether a model makes at least some of the method's drafts. Otherwise prompt lookup makes all of them."""
         return method.runs_model and (self._has_draft_model or not method.uses_draft_model)
 
     def _cost_key(self, request: Request) -> Key:

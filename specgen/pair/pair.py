@@ -31,7 +31,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import RESERVED, Request, Result, check_prompt_ids, fitting_tokens
+from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt_ids, encoded, fitting_tokens, sampling_with
 from specgen.workers.worker import DraftWorker
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
@@ -64,7 +64,7 @@ class Pair:
 
     def rounds(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -73,16 +73,17 @@ class Pair:
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `method` None takes the default method, `sampling` None greedy decoding. `settings` are the method's. `record`
-        adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid arguments raise
-        SpecgenError at the call, before the first round.
+        `prompt` is text, token ids, or messages for the model's chat template: dictionaries with `role` and `content`. `method`
+        None takes the default method, `sampling` None greedy decoding. `settings` are the method's, and fields of `sampling` by
+        name. `record` adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid
+        arguments raise SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
@@ -90,7 +91,7 @@ class Pair:
         record: bool = False,
         **settings: object,
     ) -> Result:
-        """Decodes to the end of the output. Arguments as for `rounds`.
+        """Decodes the whole output and returns it. Arguments as for `rounds`.
 
         `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
         distribution always get it.
@@ -106,23 +107,26 @@ class Pair:
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         method: str | None = None,
         sampling: SamplingParams | None = None,
         *,
         record: bool = False,
         **settings: object,
     ) -> Request:
-        """Checks the arguments, which are those of `rounds`, and returns them for `prepare` and `run`. Raises SpecgenError."""
+        """Returns the arguments, which are those of `rounds`, checked and with the prompt as token ids, for `prepare` and `run`.
+
+        Raises SpecgenError for invalid arguments.
+        """
         self._check_open()
-        chosen = methods.find(methods.DEFAULT_METHOD if method is None else method)
+        name, written = methods.split(methods.DEFAULT_METHOD if method is None else str(method))
+        chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
         has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
-        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
-        sampling = SamplingParams() if sampling is None else sampling
-        is_empty = isinstance(prompt, str) and not prompt  # tokenizers may add special tokens to an empty text
-        ids = [] if is_empty else self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids, turn_end = encoded(prompt, self.tokenizer)
+        sampling = sampling_with(sampling, settings, turn_end)
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
+        resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
@@ -130,7 +134,8 @@ class Pair:
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
-        """Does now the slow work of a first run of this request: see `run`, and starts PEARL's process. Returns this run."""
+        """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits until the process that runs the
+        draft model is ready, so that the first round need not wait."""
         run = self.run(request)
         if request.method.is_parallel and self.draft is not None:
             draft_worker(self).ready()
@@ -139,9 +144,9 @@ class Pair:
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
-        Loads the draft model, if the method uses it in this process, and measures or searches for settings that are `auto`;
-        results of earlier calls, also of other processes on this machine, are reused. Without a seed in the request, each run has
-        one of its own.
+        Loads the draft model if the method runs it in this process. Measures or searches the values of settings that are `auto`,
+        unless an earlier call, also of another process on this machine, has stored them. Without a seed in the request, each run
+        draws a random one.
         """
         self._check_open()
         method, settings, sampling = request.method, request.settings, request.sampling
@@ -180,7 +185,8 @@ class Pair:
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
 
     def _trial(self, request: Request) -> None:
-        """Decodes some rounds of the request without its seed, so that they learn what drafting costs."""
+        """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its
+        rounds what drafting costs."""
         unseeded = replace(request, sampling=replace(request.sampling, seed=None))
         for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
             pass
@@ -188,7 +194,8 @@ class Pair:
     def _setup(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is made from: the model runners and the sampling, without seed and end-of-sequence ids.
 
-        Reserves memory for `capacity` tokens (prompt and output). Without the draft model if `method` runs none in this process.
+        Its `draft` is None if `method` runs no draft model in this process. Makes the KV caches large enough for `capacity`
+        tokens (prompt and output).
         """
         capacity = max(capacity, self._reserved)
         in_worker = method.is_parallel and self._worker is not None and self._worker.is_process
@@ -202,7 +209,7 @@ class Pair:
     def _skipping_runner(self, skip: str) -> LayerSkippingRunner:
         """Returns a runner of the target that leaves out the layers in `skip`, a setting such as `3+5a+7m`.
 
-        Keeps the last one only: a search for the fastest layers makes many.
+        Only the last runner made is kept for reuse, because a search for the fastest layers makes many.
         """
         skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
         if self._skipping is None or self._skipping[0] != str(skips):
@@ -248,7 +255,7 @@ class Pair:
     def reserve(self, capacity: int) -> None:
         """Makes the KV caches of all later runs large enough for `capacity` tokens at once.
 
-        Then no cache grows between runs, which would make the passes that were captured invalid.
+        A cache that grows is allocated anew, which would make passes invalid that were captured as CUDA graphs.
         """
         self._reserved = max(self._reserved, capacity)
 
@@ -263,9 +270,9 @@ class Pair:
             self._worker.forget()
 
     def close(self) -> None:
-        """Ends the process that runs the draft model.
+        """Ends the process that runs the draft model, and stores the costs of drafting that runs have learned.
 
-        The pair cannot begin a run after that (SpecgenError). Runs that have begun can be finished, but for PEARL's (RunError).
+        Then a new run cannot begin (SpecgenError). Runs that have begun can be finished, except PEARL's (RunError).
         """
         if not self._is_closed:
             self._knowledge.save()
@@ -285,7 +292,7 @@ class Pair:
 
 
 def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
-    """Returns the target's devices and the draft model's, if there is one and the method uses it (None: any)."""
+    """Returns the target's devices, and the draft model's if there is one and `method` is None or uses it."""
     found = list(pair.target.devices)
     if pair.draft is not None and (method is None or method.uses_draft_model):
         found += pair.draft.devices
@@ -293,14 +300,17 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
 
 
 def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
-    """Returns the model runners of the target and of the draft model (None if there is none). Loads the draft model's weights."""
+    """Returns the model runners of the target and of the draft model (None if there is none).
+
+    Loads the draft model's weights unless they are loaded already.
+    """
     if pair._draft_runner is None and pair.draft is not None:  # with the target's penalties: it has to predict their effect
         pair._draft_runner = pair.draft.draft_runner(pair._penalties(pair.draft.device))
     return pair._target_runner, pair._draft_runner
 
 
 def capture_seconds(pair: Pair) -> float:
-    """Returns the seconds that it took so far in this process to capture passes on a GPU."""
+    """Returns the seconds that this process has spent so far on capturing passes of the pair's models as CUDA graphs."""
     models = [pair.target.model]
     if pair.draft is not None and pair._draft_runner is not None:
         models.append(pair.draft.model)
@@ -309,9 +319,9 @@ def capture_seconds(pair: Pair) -> float:
 
 
 def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
-    """Returns the tokens per second of greedy layer-skipping decoding with `skips`, without the time of the prefill.
+    """Returns the tokens per second of greedy Self-SD, whose drafts are made by the target without the layers `skips`.
 
-    `prompts` are token ids; the speed is measured on all of them together.
+    The speed is measured on all `prompts` (token ids) together, without the prefill.
     """
     sampling = SamplingParams(max_new_tokens=skip_search.NEW_TOKENS, ignore_eos=True)
     rounds = [round_ for ids in prompts for round_ in list(pair.rounds(ids, "selfsd", sampling, skip=str(skips)))[1:]]
@@ -320,7 +330,10 @@ def skipping_speed(pair: Pair, skips: SkippedLayers, prompts: Sequence[Sequence[
 
 
 def draft_worker(pair: Pair) -> DraftWorker:
-    """Returns what runs the draft model during the target's passes (PEARL). The pair must have a draft model."""
+    """Returns the worker that runs the draft model during the target's passes (PEARL). The pair must have a draft model.
+
+    Raises SpecgenError if the pair is closed.
+    """
     pair._check_open()
     if pair._worker is None:
         draft = runners(pair)[1]
@@ -330,7 +343,10 @@ def draft_worker(pair: Pair) -> DraftWorker:
 
 
 def has_flexible_window(pair: Pair, sampling: SamplingParams) -> bool:
-    """Whether PEARL's drafts end with the target's pass if `window` is `auto`: not if sampled tokens would depend on time."""
+    """Whether PEARL with `window=auto` ends each draft when the target's pass ends, instead of after a fixed number of tokens.
+
+    True in greedy decoding if the draft model runs in another process. When sampling, tokens would depend on the passes' times.
+    """
     return sampling.greedy and pair.draft is not None and draft_worker(pair).is_process
 
 
@@ -338,9 +354,9 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
     """Returns the seconds of forward passes of target and draft while both run at once. PEARL's window is computed from them.
 
     `context_length` is in tokens; `sampling` None is greedy decoding; `record`: see `Pair.rounds`. The pair must have a draft
-    model. Measured once for what changes the times: the length rounded up to a power of two, which processing the logits get
-    (temperature, top-k, top-p, penalties), where the draft model runs, and whether its logits are passed on (`record`). Infinite
-    if the draft model cannot follow the context.
+    model. Each combination of what changes the times is measured once: the length rounded up to a power of two, which processing
+    the logits get (temperature, top-k, top-p, penalties), where the draft model runs, and whether its logits are passed on
+    (`record`). The seconds of a draft pass are infinite if the draft model cannot read a context of this length.
     """
     draft, worker = pair.draft, draft_worker(pair)
     assert draft is not None

@@ -17,21 +17,25 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import Method
 
-_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # with their `make_runners`
+_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # by kind: the one with `make_runners`
 
 
 def name_in(values: Mapping[str, object]) -> str:
-    """Returns the name of a method's part by its settings."""
+    """Returns the value of the setting `exit` or `head` in `values`, which names a method's trained part: a path or `auto`.
+
+    Without either setting: `auto`.
+    """
     return str(values.get("exit", values.get("head", methods.DEFAULT_HEAD)))
 
 
 class PartStore:
-    """Opens and loads each trained part once. Each has caches of its own.
+    """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has KV caches of its own.
 
-    A part is named as in the settings `exit` and `head`: by its path, or `auto` for the one that the user named with
-    --exit-layer or --head if it is of the method's kind, otherwise for the one found for this target. `runner` is the target's
-    own, which parts that need no other hidden states share. `penalties` makes a logits processor (None: no penalties).
-    `is_bundled`: the target is the small model that comes with specgen, with trained parts.
+    The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings `exit` and `head`: by its
+    path, or by `auto` for the default part of the method's kind. The default part is the one that the user named with
+    --exit-layer or --head, otherwise the one found for this target. `runner` is the target's own runner; parts that need no other
+    hidden states than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the target is
+    the small model that comes with specgen, with trained parts.
     """
 
     def __init__(
@@ -50,25 +54,31 @@ class PartStore:
         self._runners: dict[TrainedPart, PartRunners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
-        """Makes the part at `path` the default one of its kind. Raises SpecgenError if it cannot be used with this target."""
+        """Makes the trained part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
+
+        Raises SpecgenError if it cannot be used with this target.
+        """
         part = self._open(path, is_exit=is_exit)
         part.load()
         self.named[part.kind] = part
 
     def find(self, kind: str) -> TrainedPart | None:
-        """Returns the default part of a kind, or None: `refusal` then says why one that was found cannot be used."""
+        """Returns the default trained part of a kind, such as `exit` or `eagle`: the one that the user named, or the one found
+        for the target. None if there is none, or if it cannot be used; `refusal` then says why."""
         found = self._default(kind)
         return found if isinstance(found, TrainedPart) else None
 
     def refusal(self, kind: str) -> SpecgenError | None:
-        """Returns why the part of this kind that was found for the target cannot be used; None if it can, or none was found."""
+        """Returns why the trained part of this kind that was found for the target cannot be used. None if it can be used, or if
+        none was found."""
         found = self._default(kind)
         return found if isinstance(found, SpecgenError) else None
 
     def load(self, kind: str, name: str = methods.DEFAULT_HEAD) -> TrainedPart | None:
-        """Returns a part whose weights were read, or None if there is no default one that can be used.
+        """Returns the trained part of this kind that `name` names, with its weights read and checked.
 
-        Raises SpecgenError for a path, as --exit-layer and --head do.
+        `name` is a path, or `auto` for the default part. None if no default part was found, or if the one that was found cannot
+        be used (see `refusal`). Raises SpecgenError if a part that the user named cannot be used or is of another kind.
         """
         is_default = name == methods.DEFAULT_HEAD
         part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
@@ -86,16 +96,20 @@ class PartStore:
         return self.find(kind) if is_default else part
 
     def has_predictor(self, name: str = methods.DEFAULT_EXIT) -> bool:
-        """Whether there is this exit layer, with a predictor of whether a drafted token is accepted."""
+        """Whether the exit layer `name` exists and has a predictor of whether a drafted token is accepted."""
         found = self.load("exit", name)
         return found is not None and found.has_predictor
 
     def digests(self) -> dict[str, str]:
-        """Returns what identifies the default part of each kind for which there is one. Loads none."""
+        """Returns a hash of the files of each default trained part (exit layer or head), by kind. Loads no weights."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
-        """Returns the target's runner and that of the method's part. Raises SpecgenError if there is no such part."""
+        """Returns the model runners of the target and of the trained part that `method` needs. `name` is the part's path, or
+        `auto`.
+
+        Raises SpecgenError if there is no such part.
+        """
         part = self.load(method.needs, name)
         if part is None:
             raise self._missing(method)
@@ -106,7 +120,7 @@ class PartStore:
         return self._runners[part]
 
     def unused(self, method: Method) -> str | None:
-        """Says in a line that the method does not use the head that the user named with --head; None if it does, or none was."""
+        """Returns a line for the user if `method` does not use the head named with --head. None if it does, or without --head."""
         head = self._named_head
         if head is None or method.head == head.kind:
             return None
@@ -127,8 +141,9 @@ class PartStore:
         return self._opened[key]
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
-        """Returns the part that the user named, or the one trained on this machine for the target's weights, preferably under the
-        target's name, or the bundled one; an error if it cannot be opened or was read in vain."""
+        """Returns the default part of a kind: the one that the user named, else the one trained on this machine for the target's
+        weights (preferably under the target's name), else the bundled one. None if there is none; the error if it cannot be
+        opened or loaded."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
@@ -142,7 +157,7 @@ class PartStore:
         return self._found[kind]
 
     def _missing(self, method: Method) -> SpecgenError:
-        """Returns the error for a method without its part."""
+        """Returns the error to raise where there is no part of the kind that the method needs."""
         if method.needs_exit_layer:
             self._target.model.check_layers("early exit")
         elif self._named_head is not None:

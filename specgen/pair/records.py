@@ -35,6 +35,7 @@ def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
         "device": str(target.device),
         "dtype": target.dtype_name,
         "prompt_ids": request.prompt_ids,
+        "prompt_text": pair.tokenizer.text_of(request.prompt_ids),
         "sampling": asdict(request.sampling) | {"seed": run.seed, "stop": list(request.sampling.stop)},
     }
     if draft is not None and draft.dtype_name != target.dtype_name:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
+from specgen.base.schema import shown
+from specgen.base.types import SamplingParams
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
-    from specgen.base.types import Round, SamplingParams
+    from specgen.base.types import Round
     from specgen.engine.model_loading import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.method import Method
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
 
 
@@ -26,7 +29,7 @@ class Request:
     `settings` are the method's; a value that has to be measured is still `auto`. `limit` is the maximum number of new tokens:
     `max_new_tokens`, or fewer if the target's context has no room for them. `record`: each round also measures how close the
     target's and the draft's probabilities are at each drafted token. Raises SpecgenError if the method cannot decode with the
-    sampling parameters.
+    sampling parameters, or if earlier outputs (setting `history`) would change the tokens of a sampled run with a seed.
     """
 
     method: Method
@@ -69,12 +72,54 @@ class Result:
 
 
 def typical_length(prompt_length: int, limit: int) -> int:
-    """Returns the context's length when half of `limit` new tokens are generated; PEARL's window is measured for it."""
+    """Returns the context's length in tokens when half of the `limit` new ones are generated. A limit over `RESERVED` counts as
+    `RESERVED`."""
     return prompt_length + min(limit, RESERVED) // 2
 
 
+def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str, str]] = ()) -> list[dict[str, str]]:
+    """Returns a conversation for the chat template, up to the user's last message `prompt`; `system` None: no system message.
+
+    `before` holds the earlier messages of the user, each with the model's answer.
+    """
+    found = [{"role": "system", "content": system}] if system is not None else []
+    for question, answer in before:
+        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*found, {"role": "user", "content": prompt}]
+
+
+def sampling_with(sampling: SamplingParams | None, settings: dict[str, Any], turn_end: str) -> SamplingParams:
+    """Returns `sampling` (None: greedy decoding) with the fields of it that `settings` has, which leave `settings`.
+
+    The output also ends before the text `turn_end`, if it is not empty.
+    """
+    if not isinstance(sampling, SamplingParams | None):
+        raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
+    names = [each.name for each in fields(SamplingParams) if each.name in settings]
+    made = replace(sampling or SamplingParams(), **{name: settings.pop(name) for name in names})
+    return replace(made, stop=(*made.stop, turn_end)) if turn_end else made
+
+
+def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
+    """Returns the token ids of a prompt: text, messages for the chat template, or token ids already. Raises SpecgenError.
+
+    The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; it may be empty.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt) if prompt else [], ""  # tokenizers may add special tokens to an empty text
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise SpecgenError(f"the prompt is {shown(prompt)}", "Give text, token ids, or messages with role and content")
+    given: list[Any] = list(prompt)
+    if not any(isinstance(each, Mapping) for each in given):
+        return given, ""
+    if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in given):
+        raise SpecgenError("the prompt has a message without role and content", 'Write [{"role": "user", "content": "..."}]')
+    return tokenizer.conversation(given), tokenizer.turn_end
+
+
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
-    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt or an id without embedding."""
+    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt, and for an id below 0 or not
+    below `num_embeddings`."""
     given = list(prompt_ids)
     if not given:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")

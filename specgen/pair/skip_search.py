@@ -19,7 +19,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.measurements import Measurements
 
-SKIPS = "skips"  # the kind of measurements, in the notation of the `skip` setting
+SKIPS = "skips"  # the kind of measurement; its values are layers in the notation of the `skip` setting
 SEARCH_SECONDS = 10.0
 # To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
 # 8 prompts of 32 tokens.
@@ -27,10 +27,10 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
 
 
 def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
-    """Returns the layers to skip for the fastest layer skipping, in the notation of the `skip` setting, such as `3+5a+7m`.
+    """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the `skip` setting (`3+5a+7m`).
 
-    Searches them if they are not known yet. `speed` measures the tokens per second of decoding with some skipped layers on
-    prompts (lists of token ids). Raises SpecgenError if the target's layers cannot be run one by one.
+    They are searched unless `measurements` has them. `speed(layers, prompts)` measures the tokens per second of decoding with
+    these layers skipped on these prompts (token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
 
     def search() -> str:
@@ -43,9 +43,10 @@ def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[
 
 
 def example_prompts(target: LoadedModel) -> list[list[int]]:
-    """Returns the prompts (token ids) of short measurements: the first tokens of one example per category.
+    """Returns the prompts (token ids) of short measurements: the first tokens of one bundled example prompt per category.
 
-    Takes the prompts for tuning of the first `PROMPTS` categories, and at most half of the target's context length per prompt.
+    They are example prompts for tuning, of the first `PROMPTS` categories. Each is cut to `PROMPT_TOKENS` tokens, and to half of
+    the target's context length. Raises SpecgenError if the tokenizer has no tokens for any of them.
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
@@ -61,8 +62,8 @@ def example_prompts(target: LoadedModel) -> list[list[int]]:
 def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: float, seed: int = 0) -> dict[str, float]:
     """Searches the fastest set of skipped layers of a model with `layers` layers, for about `seconds`.
 
-    `speed` measures the decoded tokens per second with a set of layers skipped. Returns the speeds of the sets that were tried,
-    at least one, in the notation of the `skip` setting. `seed` is for the random changes.
+    `speed` measures the decoded tokens per second with a set of layers skipped. Returns the measured speed of each set that was
+    tried, at least one; the keys are sets in the notation of the `skip` setting. `seed` is for the random changes.
     """
     deadline = time.perf_counter() + seconds
     rng = random.Random(seed)

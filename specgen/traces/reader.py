@@ -69,7 +69,8 @@ class TracedRun:
         return figures
 
     def add_to(self, figures: Figures) -> None:
-        """Adds the run's rounds, or if another program decoded it, which writes no rounds, what its summary line says."""
+        """Adds the run's rounds to `figures`. For a run without rounds, which another program decoded, adds the counts and the
+        seconds of its summary line."""
         for traced in self.rounds:
             figures.add(traced.round)
         if not self.rounds and self.summary is not None:

@@ -45,7 +45,8 @@ class DraftedToken(NamedTuple):
 
 
 class DraftOutcome(NamedTuple):
-    """A draft after its verification: the mean entropy of its verified tokens, and the number of accepted tokens."""
+    """A draft after its verification: the mean entropy (nats) of its accepted tokens and its first rejected one, and the number
+    of accepted tokens."""
 
     entropy: float
     accepted: int
@@ -54,9 +55,10 @@ class DraftOutcome(NamedTuple):
 def binned(
     items: Iterable[_Item], number: Callable[[_Item], float], edges: Sequence[float], figures: Callable[[list[_Item]], Bin]
 ) -> list[Bin]:
-    """Groups items by a number between edges, and returns a bin with the `figures` of each group that has any items.
+    """Groups items by the range between two neighbouring `edges` (ascending) in which `number(item)` lies.
 
-    Items whose number is NaN are left out; a number outside all edges counts to the group at that end.
+    Returns a bin for each range that has items: its ends `low` and `high`, and what `figures` returns for its items. Items whose
+    number is NaN are left out. A number below all edges counts in the first range, one above all edges in the last.
     """
     groups: dict[int, list[_Item]] = {}
     for item in items:
@@ -74,8 +76,12 @@ def binned(
 
 
 def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str) -> list[Bin]:
-    """Returns the acceptance rate in each range of the judged tokens' numbers, with the ends `rate_low` and `rate_high` of its
-    95 % Wilson confidence interval, and under `name` the mean of the numbers."""
+    """Returns how many drafted tokens were accepted, by ranges of a number such as the entropy. The ranges lie between `edges`.
+
+    `judged` has for each token the number, and whether it was accepted. The bin of a range has the counts `judged` and
+    `accepted`, the acceptance `rate` with its 95 % Wilson confidence interval from `rate_low` to `rate_high`, and under `name`
+    the mean of the numbers.
+    """
 
     def figures(group: list[Judged]) -> Bin:
         count, accepted = len(group), sum(is_accepted for _, is_accepted in group)
@@ -94,9 +100,11 @@ def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str)
 
 
 def judged_predictions(round_: Round) -> Iterator[Judged]:
-    """Yields the round's predictions that were judged: those of accepted tokens and of the first rejected one.
+    """Yields the predicted acceptance probabilities of the accepted tokens and of the first rejected one, each with whether its
+    token was accepted.
 
-    In a draft that is a tree, a level is judged: accepted if one of its tokens was.
+    In a draft that is a tree, a prediction is for a level, which is accepted if one of its tokens is. Tokens without a prediction
+    are left out.
     """
     accepted = len(round_.verdict.path)
     judged = accepted + (round_.verdict.source == "correction")
@@ -106,10 +114,11 @@ def judged_predictions(round_: Round) -> Iterator[Judged]:
 
 
 def calibration_of(predictions: Sequence[Judged]) -> dict[str, Any] | None:
-    """Compares predicted acceptance with what happened; None without predictions.
+    """Compares predicted acceptance probabilities with what verification accepted; None without predictions.
 
-    `predicted` is the mean of the `judged` predictions, `rate` the share that was accepted, and `error` the expected calibration
-    error: the mean distance of the two over the `bins`, weighted by their numbers of tokens.
+    `judged` is the number of predictions, `predicted` their mean, and `rate` the share of their tokens that was accepted. `error`
+    is the expected calibration error: the mean over `bins` (tenths of the predicted probability) of the distance between
+    `predicted` and `rate`, weighted by the bins' numbers of tokens.
     """
     if not predictions:
         return None
@@ -148,13 +157,13 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
     None unless all three numbers of at least one token were recorded.
 
     `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
-    H(q,p) / H(q), `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram of this ratio (SVIP,
-    Figure 3); None and empty if every entropy is close to 0. `by_entropy` has medians for ranges of the entropy (Figure 2, top),
-    `by_acceptance` for groups of equal size of the tokens sorted by their acceptance probability, lowest first (Figure 4).
-    `pinsker_gap` and `bretagnolle_huber_gap` are the mean distances from the bounds up to the acceptance probability,
-    `pinsker_higher` is the share of tokens for which Pinsker's bound is the higher of the two (Appendix B), and
-    `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller, negative is larger; None if Bretagnolle
-    and Huber's bound is exact.
+    H(q,p) / H(q), cross-entropy by entropy, `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram
+    of this ratio (SVIP, Figure 3). If every entropy is close to 0, the first two are None and the histogram is empty.
+    `by_entropy` has medians for ranges of the entropy (Figure 2, top), `by_acceptance` for groups of equal size of the tokens
+    sorted by their acceptance probability, lowest first (Figure 4). `pinsker_gap` and `bretagnolle_huber_gap` are the mean
+    distances from the bounds up to the acceptance probability, `pinsker_higher` is the share of tokens for which Pinsker's bound
+    is the higher of the two (Appendix B), and `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller,
+    negative is larger; None if Bretagnolle and Huber's bound is exact.
     """
     recorded = [token for token in tokens if not math.isnan(token.entropy + token.overlap + token.kl)]
     if not recorded:
@@ -197,7 +206,8 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
 
 
 def complete_runs(rounds: Iterable[Round]) -> Iterator[int]:
-    """Yields the number of accepted tokens before each rejection of one output, as PEARL's authors count them.
+    """Yields, for each rejection in the rounds of one output, the number of tokens accepted since the rejection before it, as
+    PEARL's authors count them.
 
     What follows the last rejection is no complete run: the output's end, not the target, ended it.
     """
@@ -235,9 +245,9 @@ class TraceStatistics:
             self._add_draft(traced)
 
     def _add_draft(self, traced: TracedRound) -> None:
-        """Adds a round's draft: to `drafts` unless one of the entropies of its verified tokens is unknown.
+        """Adds a round's draft to the statistics; to `drafts` only if the entropies of all its verified tokens are known.
 
-        Children of a node of a draft tree share a distribution, so of several rejected ones the first counts.
+        The rejected children of a node of a draft tree share one distribution, so only the first of them counts as verified.
         """
         draft, path, statuses = traced.round.draft, traced.round.verdict.path, traced.round.statuses
         self.branches |= not draft.is_chain
@@ -260,12 +270,13 @@ class TraceStatistics:
     def runs_of_accepted(self) -> dict[str, Any] | None:
         """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was rejected.
 
-        `alpha` is the probability that a token is accepted: accepted / judged tokens, where the judged ones are the accepted and
-        the rejected ones. `mean` is the mean length of the `complete` runs with the token that corrects each, `expected` the same
-        by Theorem 2: 1 / (1 - alpha). It may be larger than `mean`, because long runs are more often cut short by the output's
-        end: `unfinished` counts the tokens that were accepted after the last rejection of their output. The theorem assumes that
-        tokens are accepted independently and with the same probability. `deviation` is the standard deviation of the runs'
-        lengths, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha).
+        A run is complete if a rejection ends it. `complete` is the number of such runs, and `mean` their mean length, counting
+        the token that corrects each. `alpha` is the share of accepted tokens among the accepted and the rejected ones. `expected`
+        is the mean length by Theorem 2: 1 / (1 - alpha). `expected` may exceed `mean`, because long runs are more often cut short
+        by the output's end: `unfinished` counts the tokens that were accepted after the last rejection of their output. The
+        theorem assumes that tokens are accepted independently and with the same probability. `deviation` is the standard
+        deviation of the lengths of complete runs, `expected_deviation` its value under this assumption: sqrt(alpha) / (1 -
+        alpha). `longest` is their maximum.
 
         `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the theorem.
         """
@@ -305,7 +316,7 @@ class TraceStatistics:
     def length_correlation(self) -> float | None:
         """Returns Pearson's correlation of a draft's mean entropy and its number of accepted tokens.
 
-        None for less than two drafts, or if either number is the same for all.
+        None for less than two drafts, if all have the same mean entropy, or if all have the same number of accepted tokens.
         """
         try:
             return correlation([draft.entropy for draft in self.drafts], [draft.accepted for draft in self.drafts])

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    The file is locked at once, and opened with the first line. With `resumes`, lines are added to an existing file
-    after its first `keep` bytes (set `keep` before the first line); a line feed that is missing there is added. Raises
-    SpecgenError if another process of this user writes to it.
+    The constructor locks the file, and the first line opens it. With `resumes`, an existing file is cut off after its first
+    `keep` bytes (set `keep` before the first line), and lines are added there, after a line feed if it is missing. Raises
+    SpecgenError if another process of this user writes to the file, or if there is no file to resume.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
@@ -30,7 +30,8 @@ class TraceWriter:
         self._lock: FileLock | None = None
         is_file = path.is_file()
         if resumes and not is_file:
-            raise SpecgenError(f"cannot continue the trace {path}: it is not a file", "Name one that --trace wrote")
+            problem = "it is not a file" if path.exists() else "there is none"
+            raise SpecgenError(f"cannot continue the trace {path}: {problem}", "Name one that --trace wrote")
         if is_file or not path.exists():  # several processes may write to a device
             self._lock = take_lock(path)
             if self._lock is None:

@@ -29,15 +29,15 @@ LARGEST = 1 << 28  # bytes of a file
 _HINT = f"Name a text file, or a part of it: {MAX_TOKENS:,} tokens are used at most"
 _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
-_PIECES = 64  # a plain text file is cut into at least so many pieces, if they are
+_PIECES = 64  # a plain text file is cut into at least so many pieces, unless they would be shorter than the minimum:
 _MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
 
 
 class Part(IntEnum):
     """What a document, a prompt or a generated text is used for.
 
-    TRAIN: to train the exit layer or the draft. PREDICTOR: to train the predictor of an exit layer, which needs text that the
-    exit layer was not trained on. HELD_OUT: only to measure.
+    TRAIN: to train an exit layer, a head or a draft model. PREDICTOR: to train the predictor of an exit layer, which needs text
+    that the exit layer was not trained on. HELD_OUT: only to measure.
     """
 
     TRAIN = 0
@@ -46,7 +46,8 @@ class Part(IntEnum):
 
 
 CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
-"""The parts of eight documents or prompts that follow each other. Fewer than eight are all for training."""
+"""What each of eight consecutive documents or prompts is used for; then the cycle begins again. If there are fewer than eight,
+all are for training."""
 ALL_PARTS = frozenset(Part)
 NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 
@@ -54,8 +55,9 @@ NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 class Corpus:
     """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored.
 
-    Each document has a part (see `Part`); equal ones share it. The corpus `is_split` if there are at least eight different ones.
-    Otherwise all of them are for training, and the methods' `parts` have no effect.
+    Each document has a use (`Part`): training, training of a predictor, or measuring. Equal documents have the same use. The
+    corpus `is_split` if there are at least eight different ones. Otherwise all are for training, and the argument `parts` of
+    `sample` and `different` has no effect.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
@@ -79,9 +81,10 @@ class Corpus:
         return len(self._ids)
 
     def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
-        """Returns at most `max_tokens` consecutive tokens of a random document that belongs to one of `parts`.
+        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Part`) is one of `parts`.
 
-        A document is chosen with probability proportional to its length. `from_start` takes its first tokens, not a random part.
+        A document is chosen with probability proportional to its length. With `from_start` they are its first tokens; otherwise
+        they begin at a random place.
         """
         documents, ends = self._documents(parts)
         position = rng.randrange(ends[-1])
@@ -92,12 +95,12 @@ class Corpus:
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
     def different(self, parts: Collection[Part]) -> list[tuple[int, ...]]:
-        """Returns the different documents that belong to one of `parts`, in their order."""
+        """Returns the different documents (token ids) whose use (`Part`) is one of `parts`, in their order."""
         indices, _ = self._documents(parts)
         return list(dict.fromkeys(tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices))
 
     def _documents(self, parts: Collection[Part]) -> tuple[list[int], list[int]]:
-        """Returns the indices of the documents in `parts`, and for each one how many tokens it and those before it have."""
+        """Returns the indices of the documents whose use is one of `parts`, and the running total of their numbers of tokens."""
         key = frozenset(parts)
         if key not in self._chosen:
             numbers = enumerate(self._numbers)
@@ -149,12 +152,12 @@ def read_corpus(path: Path, encode: Encode) -> Corpus:
 
 
 def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Reads conversations from a file. Returns the prompts (token ids) that they give in the model's chat template.
+    """Reads conversations from a file. Returns one prompt (token ids in the model's chat template) per conversation.
 
-    The file has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or `text`, or else one user's
-    message per line. A prompt ends with a message of the user, the last one with which it has at most `max_tokens` tokens;
-    conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read or has a wrong line, or if
-    the model has no chat template.
+    A file named .jsonl or .json has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or
+    `text`; another file has one message of a user per line. A prompt ends with the last message of the user with which it has at
+    most `max_tokens` tokens; conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read
+    or has a wrong line, or if the model has no chat template.
     """
     prompts = []
     for messages in _conversations(path):
@@ -194,7 +197,8 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the lines of a text file that are not empty, after their positions in messages."""
+    """Yields the lines of a text file that are not blank, each as its position for error messages (`FILE, line 3`) and its
+    text."""
     for number, line in enumerate(read_text(path, "corpus", _HINT, LARGEST).split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line

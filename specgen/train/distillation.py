@@ -68,13 +68,13 @@ DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
-_READ_FACTOR = 2  # corpus texts that the target reads, for each one that it generated,
-_READ_SHARE = 0.1  # of a budget in seconds at most
-_MIN_MASS = 0.05  # least probability of the target on the overlap for a comparison there
+_READ_FACTOR = 2  # corpus texts that the target predicts, for each text that it generated;
+_READ_SHARE = 0.1  # that takes at most this share of a budget in seconds
+_MIN_MASS = 0.05  # the models are compared where the target's probability on the overlap is at least this
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have: more than this cannot be accepted
+MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have; no larger share of tokens can be accepted
 _CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
 _CHECKED_TOKENS = 100
 _READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
@@ -85,7 +85,8 @@ class DraftBatches(TrainingBatches):
     """Batches in the draft's tokens of corpus text and of texts with the target's predictions.
 
     The field `teacher` of a batch has, for each token after which the models are compared, its row in `top_k_ids` and
-    `top_k_log_probs`, each [tokens, k]: see `Comparisons`. With a translation, sequences hold as many of the target's tokens.
+    `top_k_log_probs`, each [tokens, k]: see `Comparisons`. If translated texts have more tokens than in the target's tokens, the
+    sequences are longer than the recipe's window in the same proportion, up to `context_limit` tokens.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class DraftBatches(TrainingBatches):
 
 
 class DraftObjective(Objective):
-    """A draft model, of which transformers trains a copy in float32. It is saved in the dtype of its files.
+    """Distils a draft model: trains a copy of it in float32, run by transformers, and saves it in the dtype of its files.
 
     The loss is the divergence after tokens where the target's probabilities are known, and cross-entropy with the next token
-    elsewhere. `target` loses its weights.
+    elsewhere. `start` frees the target's weights once its predictions are computed.
     """
 
     batches: DraftBatches
@@ -146,7 +147,8 @@ class DraftObjective(Objective):
         self.off_overlap = off_overlap(draft.translation, self.vocabulary)
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
-        """Has the target predict after the tokens of its texts and, unless there are prompts, of twice as many corpus texts."""
+        """Computes the target's predictions on the texts that it generated and, if the user gave no prompts, on twice as many
+        texts of the corpus. Then frees the target and measures the untrained draft."""
         recipe, corpus, found = self.task.recipe, self.task.corpus, list[PredictedText]()
         for text in texts:
             self.task.stop_if_requested()
@@ -191,8 +193,8 @@ class DraftObjective(Objective):
     def agreement(self) -> dict[str, float | None]:
         """Returns the share of tokens for which draft and target have the same most probable token, in greedy and sampled text.
 
-        It is measured on the generated tokens of held-out texts; None where there are no such tokens. The draft's context is what
-        drafting makes it.
+        It is measured on the generated tokens of held-out texts; None where there are no such tokens. A draft with another
+        tokenizer reads a text as in drafting (see `translate`).
         """
         held_out = {id(each.text): each for each in self._held_out}
 
@@ -213,7 +215,10 @@ class DraftObjective(Objective):
         return logits.float()
 
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-        """Also measures the draft as it was before training (`agreement_before`). Its files are copied with new weights."""
+        """Saves a copy of the draft model's folder with the trained weights.
+
+        The figures get `agreement` with the target, and `agreement_before`, that of the draft before training.
+        """
         out = self.task.out
         with torch.no_grad():
             for weight in self.parameters.values():
@@ -237,9 +242,9 @@ class DraftObjective(Objective):
 
 
 def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -> None:
-    """Raises SpecgenError if the draft's vocabulary has too little of the training text for distillation to gain anything.
+    """Raises SpecgenError if the draft's vocabulary has too few of the training text's tokens for distillation to gain anything.
 
-    Also if it has embeddings for `num_embeddings` tokens only, and its tokenizer has more.
+    Also raises it if the draft's tokenizer has more tokens than `num_embeddings`, the number of embeddings in its model.
     """
     tokens = len(translation.draft.pieces)
     if tokens > num_embeddings:
@@ -255,16 +260,18 @@ def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -
 
 
 def off_overlap(translation: Translation | None, vocabulary: int) -> Tensor:
-    """Returns the draft's ids of tokens that the target lacks, int64; none without a translation."""
+    """Returns the ids of the draft's tokens that the target lacks, int64; empty without a translation. `vocabulary` is the number
+    of the draft's ids."""
     known = range(vocabulary) if translation is None else translation.target_to_draft
     return torch.tensor(sorted(set(range(vocabulary)).difference(known)), dtype=torch.long)
 
 
 def translate(translation: Translation, ids: Sequence[int], prompt_length: int) -> tuple[list[int], list[int]]:
-    """Returns a text of the target in the draft's tokens, as drafting reads it: the first `prompt_length` tokens are a prompt.
+    """Returns the draft's token ids for a text of the target's token ids `ids`, as the draft model reads the text in drafting.
 
-    The second list has, for each of the draft's tokens, the index of the target's token after which both models have read the
-    same bytes, or IGNORED.
+    The first `prompt_length` tokens are a prompt, which is tokenized anew; each later token is one token of the draft or spelled
+    by several. The second list has, for each of the draft's tokens, the index of the target's token that ends at the same byte,
+    or IGNORED.
     """
     of_draft, positions = list[int](), list[int]()
     pieces = [translation.prompt(ids[:prompt_length]), *map(translation.spelling, ids[prompt_length:])]
@@ -277,8 +284,9 @@ def translate(translation: Translation, ids: Sequence[int], prompt_length: int) 
 class Comparisons(NamedTuple):
     """A text in the draft's tokens, with the target's predictions where the models are compared.
 
-    `ids` [n] are the draft's token ids. The comparisons are after its tokens number `after` [c]. `top_k_ids` [c, k] are the
-    draft's ids of the target's most probable tokens there, -1 where it has none; `log_probs` [c, k] their log-probabilities.
+    `ids` [n] are the draft's token ids. `after` [c] are the indices in `ids` of the tokens after which the models are compared.
+    `top_k_ids` [c, k] are the target's most probable next tokens there, as the draft's ids (-1 for a token that the draft lacks),
+    and `log_probs` [c, k] their log-probabilities.
     """
 
     ids: Tensor
@@ -290,9 +298,11 @@ class Comparisons(NamedTuple):
 def comparisons(
     translation: Translation | None, found: PredictedText, min_mass: float, *, only_generated: bool = False
 ) -> Comparisons:
-    """Translates a text and finds where the models are compared: where the target's probability on the overlap is `min_mass`.
+    """Translates a text to the draft's tokens, and finds the tokens after which the models are compared.
 
-    Without a translation (None) this is after each token. `only_generated`: only predictions of tokens that the target generated.
+    These are the tokens after which both models have read the same bytes and the target gives the tokens that both have a
+    probability of at least `min_mass`. Without a translation (None) they are all tokens or, with `only_generated`, those before
+    tokens that the target generated.
     """
     text, length = found.text, len(found.text.ids)
     if translation is None:

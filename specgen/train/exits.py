@@ -1,11 +1,11 @@
-"""Training of an exit layer (EESD, section 3.2) and of its predictor of acceptance (section 3.3), or of another predictor alone.
+"""Training of an exit layer (EESD, section 3.2) and of its predictor of acceptance (section 3.3), or of a new predictor alone.
 
 An exit layer turns the hidden states after the target's first layers into next-token logits, and so serves as a draft model.
 The first layers are frozen. The loss is the cross-entropy with the next token of the text.
 
 The predictor, which Cali-TS uses, estimates the probability that the target accepts a token that the exit layer drafts. It is
-trained on texts that the exit layer was not trained on (on the others, the two agree more often), and on the drafted tokens that
-the target judges in simulated rounds of greedy decoding.
+trained on texts that the exit layer was not trained on, because on those that it was trained on it agrees with the target more
+often. The examples are the drafted tokens that the target judges in simulated rounds of greedy decoding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predi
 STEPS, BATCH = 300, 4096  # of the predictor's training
 PASSES = 4  # over each text, each with rounds of other lengths
 STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
-PRIOR_DEVIATION = 0.5  # of the part of a score's logit that comes from one of the two hidden states, before training
+PRIOR_DEVIATION = 0.5  # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 
 ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
@@ -43,10 +43,10 @@ ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
 
 
 class ExitObjective(Objective):
-    """An exit layer after the target's first `after` layers (None: a default depth), which are frozen, and its predictor.
+    """Trains an exit layer after the target's first `after` layers (None: a default depth), and its acceptance predictor.
 
-    It has `layers` decoder layers, and begins as a copy of the target's last ones, its norm and its LM head. `own_head` trains
-    the LM head as well. `target` loses its later layers.
+    The exit layer has `layers` decoder layers, and begins as a copy of the target's last layers, final norm and LM head. With
+    `own_head` the LM head is trained too. The target's weights are not trained; `start` frees those of its later layers.
     """
 
     parts = tuple(Part)
@@ -124,7 +124,8 @@ class ExitObjective(Objective):
         )
 
     def _exit(self, count: int) -> ExitLayers:
-        """Returns the exit's first layers, norm and LM head with the parameters' present values."""
+        """Returns the exit layer with the present values of the parameters: its first `count` decoder layers, norm and LM
+        head."""
         return ExitLayers(self.model, count, self.parameters, trained_product)
 
     @torch.no_grad()
@@ -136,10 +137,10 @@ class ExitObjective(Objective):
 
 
 class PredictorObjective(ExitObjective):
-    """A new predictor for the exit layer `path`, of which a copy is saved with it.
+    """Trains a new acceptance predictor for the exit layer at `path`, and saves it with a copy of the exit layer.
 
-    It learns from text that the target generates for that purpose: until there is enough of it or, if the recipe has a budget in
-    seconds, its share of this time is over. Documents and prompts that an exit layer is trained on are left out.
+    The target generates the text for it, until there is enough or, if the recipe has a budget in seconds, the share of this time
+    for text is over. Documents and prompts that an exit layer would be trained on are left out.
     """
 
     parts = (Part.PREDICTOR, Part.HELD_OUT)
@@ -155,7 +156,7 @@ class PredictorObjective(ExitObjective):
         super().start(texts)
 
     def initial_weights(self) -> dict[str, Tensor]:
-        """Returns those of the exit layer, which are not trained."""
+        """Returns the weights of the exit layer, which are not trained here."""
         return self.model.last_layers(self.target.folder, 0) | under("exit.", self._part.exit_tensors())
 
     def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
@@ -169,14 +170,14 @@ class PredictorObjective(ExitObjective):
 def train_predictor(
     exit_outputs: ExitOutputs, texts: Sequence[PredictedText], seed: int
 ) -> tuple[Predictor | None, dict[str, float]]:
-    """Trains a predictor of whether the target accepts a token that the exit drafts. Returns it and its measurements.
+    """Trains a predictor of whether the target accepts a token that the exit layer drafts. Returns it and its measurements.
 
-    It is trained on the texts whose part is PREDICTOR and measured on the held-out ones, both only where `hidden` is not None.
-    `exit_outputs` computes the exit's logits and hidden states for a text. The measurements are those of `measure`; there are
-    none if no text is held out. The predictor is None if there is no text to train on. It has the values that a file keeps.
+    It is trained on the texts for the predictor (`Part`) and measured on the held-out ones; texts whose `hidden` is None are left
+    out. `exit_outputs` computes the exit layer's logits and hidden states for a text. The measurements are those of `measure`,
+    empty if no text is held out. The predictor is None if there is no text to train on. Its weights are rounded as in its file.
 
-    A label says whether exit and target have the same most probable token, also for sampled text. When sampling, the acceptance
-    probability is another one, which Cali-TS learns from the run itself (theta_hat).
+    The label of a token says whether exit layer and target have the same most probable token, also in sampled text. Sampling has
+    another acceptance probability, which Cali-TS learns from the run itself (theta_hat).
     """
     rng = Random(f"rounds {seed}")
     train, held_out = (_examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT))
@@ -193,15 +194,15 @@ def train_predictor(
 def judged_tokens(
     found: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
 ) -> Iterator[tuple[int, int, int, bool]]:
-    """Yields the judged tokens of greedy rounds over a text, from the first generated token on.
+    """Yields the drafted tokens that the target judges in simulated greedy rounds over a text, from its first generated token on.
 
-    Each is a tuple of the token after which the target predicted the last committed one, the token after which the exit predicted
-    the drafted one (both as indices in the text), the latter's position in its draft, from 1, and whether the target predicted
-    the same.
+    Each is a tuple (begin, drafted, position, accepted). `begin` and `drafted` are indices in the text: after token `begin` the
+    target predicted the last token before the draft, and after token `drafted` the exit layer predicted the drafted token.
+    `position` is the drafted token's position in its draft, from 1. `accepted`: the target predicted the same token.
 
-    `exit_top1` [n] are the exit's most probable next tokens after each token of the text. After each drafted token the draft
-    continues with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or with the
-    draft; the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft can be
+    `exit_top1` [n] are the exit layer's most probable next tokens after each token of the text. After each drafted token the
+    draft continues with probability `continuing`, as with a bandit. A round ends at the first token that is not accepted, or with
+    the draft; the target's own token (the correction or bonus) follows, and then the next round. In a sampled text, a draft is
     followed only as far as the target's most probable tokens are those of the text.
     """
     ids, top1 = found.text.ids, found.top_k_ids[:, 0].tolist()

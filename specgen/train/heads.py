@@ -71,10 +71,10 @@ class TargetStates(NamedTuple):
 class Predictions(NamedTuple):
     """The drafted tokens that a head predicts in a batch, one row each.
 
-    `outputs` [rows, m] is what `HeadObjective.logits` turns into logits, with gradients. `sources` [rows], int64, are the tokens
-    after which the predicted ones come, as indices into the flat batch; the label is the target's prediction after it.
-    `depths` [rows], int64, are the numbers of tokens that were drafted before in the same draft, from 0; in training these are
-    taken from the text. `sources - depths` is then the last token that was not drafted; rows of one draft have the same.
+    `outputs` [rows, m] is what `HeadObjective.logits` turns into logits, with gradients. `sources` [rows], int64, has for each
+    row the token that the predicted one follows, as an index into the flat batch; the row's label is the target's prediction
+    after this token. `depths` [rows], int64, is the number of tokens drafted earlier in the same draft, from 0; in training these
+    are taken from the text. `sources - depths` is then the last token before the draft, the same for all rows of one draft.
     """
 
     outputs: Tensor
@@ -83,11 +83,11 @@ class Predictions(NamedTuple):
 
 
 class HeadObjective(Objective):
-    """Trains one kind of head for a target, whose weights do not change: products in the target's dtype, results in float32.
+    """Trains one kind of head (`kind`) for a target, whose weights do not change.
 
     `taps` are the layers whose inputs the head reads (see `Model.forward`). `depths` is the number of drafted tokens for which it
-    is trained and measured. `decay` is the factor of the loss from each of them to the next. `predict` and `logits` run within
-    autocast.
+    is trained and measured. The loss of a draft's token number d, from 0, is multiplied by `decay`**d. `reads_cache`: the head
+    reads keys and values of the target. `predict` and `logits` run within `autocast`.
     """
 
     kind: ClassVar[HeadKind]
@@ -117,14 +117,19 @@ class HeadObjective(Objective):
 
     @abstractmethod
     def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
-        """Returns the trained weights. `ranks` are from `held_out_agreement`."""
+        """Returns the trained weights. `ranks[n][r]` is the share of n-th drafted tokens at which the target's token had rank r
+        in the head's prediction (`held_out_agreement`)."""
 
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
-        """Returns logits [n, vocabulary] for n rows of `Predictions`: -inf for tokens of the target that the head lacks."""
+        """Returns logits [n, vocabulary] over the target's vocabulary for n rows of `Predictions`; -inf for tokens that the head
+        lacks."""
         return self.target_logits(outputs)
 
     def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
-        """Returns KL(target || head) [n] in nats for n rows with the result of `logits`."""
+        """Returns KL(target || head) [n] in nats.
+
+        `logits` [n, vocabulary] are the head's, `top_k_ids` and `log_probs`, each [n, k], the target's most probable tokens.
+        """
         return divergence(logits, top_k_ids, log_probs)
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
@@ -142,8 +147,11 @@ class HeadObjective(Objective):
         return losses.sum()
 
     def predictions(self, batch: PackedBatch, rng: Random | None) -> tuple[Predictions, Labels]:
-        """Runs target and head on a batch. Returns the head's predictions, with gradients, and their labels: the rows' depths,
-        and the target's most probable tokens and their log-probabilities as `most_probable` returns them."""
+        """Runs target and head on a batch. Returns the head's predictions, with gradients, and their labels.
+
+        The labels are the rows' `depths`, and the target's most probable tokens with their log-probabilities as `most_probable`
+        returns them. `rng` as for `predict`.
+        """
         states = self.states(batch)
         with self.autocast():
             found = self.predict(batch, states, rng)
@@ -155,7 +163,8 @@ class HeadObjective(Objective):
 
     @torch.no_grad()
     def ranks_of(self, text: Text) -> Tensor:
-        """Returns the ranks [rows, depths] that the head gives to the target's tokens; see `held_out_agreement`."""
+        """Returns the ranks [text's tokens, depths] that the head gives to the target's most probable tokens, for a draft after
+        each token of the text; -1 where nothing is predicted. See `held_out_agreement`."""
         whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
         found, (depths, top_k_ids, _) = self.predictions(whole.part(slice(None), self.device), None)
         pieces = []
@@ -207,9 +216,9 @@ class HeadObjective(Objective):
 
 
 def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
-    """Returns the pairs of tokens that are `distance` apart in one text, where a token follows the later one: two lists [pairs].
+    """Returns all pairs of tokens of one text that are `distance` apart and of which the later one is not the text's last.
 
-    They are indices into the flat batch: of the earlier tokens, in ascending order, and of the later ones.
+    The result are two tensors [pairs] of indices into the flat batch: the earlier tokens, in ascending order, and the later ones.
     """
     tokens = batch.ids.shape[1]
     same = batch.segments[:, distance:] == batch.segments[:, : tokens - distance]
@@ -219,9 +228,10 @@ def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
 
 
 class LayerObjective(HeadObjective):
-    """Trains a head with one decoder layer: that of a Llama with the target's sizes, or of a Qwen with its biases or norms.
+    """Trains a head with one decoder layer: that of a Llama with the target's sizes, or of a Qwen if the target has its biases or
+    norms.
 
-    `config` is its config.json, `architecture` what that describes.
+    `config` is the head's config.json as a mapping, `architecture` what it describes.
     """
 
     def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
@@ -241,9 +251,9 @@ class LayerObjective(HeadObjective):
 
 
 class EagleObjective(LayerObjective):
-    """Trains an EAGLE-3 head with one layer, and the target's embedding.
+    """Trains an EAGLE-3 head with one decoder layer. It uses the target's embedding, which is not trained.
 
-    Its LM head begins as a copy of the target's, and predicts the most frequent tokens of the texts.
+    Its LM head begins as a copy of the target's. Of a large vocabulary, it has only the most frequent tokens of the texts.
     """
 
     kind = "eagle"
@@ -269,7 +279,8 @@ class EagleObjective(LayerObjective):
         return {**made, HEAD: head.clone() if self._ids is None else head[self._ids.to(head.device)]}
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
-        """Runs the head on all pairs of the batch: with its own predictions as features for each further token."""
+        """Runs the head once per depth. At depth 0 it reads the target's features, then its own output of the depth before
+        (EAGLE-3's training-time test)."""
         weights = EagleWeights(self.config, self.parameters)
         layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
         features = layers.fc(states.features.flatten(0, 1)).float()
@@ -291,7 +302,8 @@ class EagleObjective(LayerObjective):
         return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(1, self._ids, logits)
 
     def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
-        """Returns the divergence from the target's distribution over the vocabulary; 0 if its likeliest token is not there."""
+        """Returns KL(target || head) [n] in nats, with the target's distribution restricted to the head's vocabulary. 0 in rows
+        in which the target's most probable token is not in it."""
         if self._ids is None:
             return super().row_losses(logits, top_k_ids, log_probs)
         inside = torch.isin(top_k_ids, self._ids)
@@ -306,7 +318,8 @@ class EagleObjective(LayerObjective):
 
 
 def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
-    """Returns the ids of the most frequent tokens that the target generated, ascending; None if the head can have all `size`."""
+    """Returns the ids of the head's tokens, ascending: those that the target generated most often. None if the head can have all
+    `size` tokens of the target."""
     if size <= _LARGEST_VOCABULARY:
         return None
     counts = Counter[int]()
@@ -320,8 +333,9 @@ def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tenso
 class GlideObjective(LayerObjective):
     """Trains a GliDe draft model with one layer, and the target's embedding and LM head.
 
-    The size of the blocks is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's
-    first block is left out, as it sees no key.
+    Texts are divided into blocks, and a token sees the target's keys of earlier blocks alone, as in drafting. The blocks' number
+    of tokens is drawn for each batch, so that the drafts are of different lengths (Du et al.: always 5). A text's first block is
+    not trained on, because its tokens see none of the target's keys.
     """
 
     kind = "glide"

@@ -1,4 +1,5 @@
-"""The loop of all training: batches, optimizer steps, budget and saved state; and what all measure: divergence and agreement.
+"""The training loop that all objectives share: batches, optimizer steps, budget and saved state. Besides, the divergence of
+predictions from the target's, which serves as a loss, and their agreement with the target's, which is measured.
 
 The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
 and resumed therefore gives the same weights as one without interruption.
@@ -74,7 +75,8 @@ class PackedBatch:
 
 
 def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatch:
-    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts."""
+    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts, which it
+    draws with `rng`."""
     sequences = []
     for sample in samplers:
         tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
@@ -89,9 +91,10 @@ def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatc
 
 
 class TrainingBatches:
-    """Makes the training batch of each step from corpus text and from the texts `taught`.
+    """Makes the training batch of each step from corpus text and from the texts `taught`, in the proportion of the recipe.
 
-    `parts` are the parts of the corpus that are trained on. `window` is the number of tokens in a sequence (None: the recipe's).
+    Of the corpus, documents whose use (`Part`) is in `parts` are trained on. `window` is the number of tokens in a sequence
+    (None: the recipe's).
     """
 
     def __init__(self, task: TrainingTask, taught: Sequence[Taught], parts: Collection[Part], window: int | None = None) -> None:
@@ -118,17 +121,17 @@ class TrainingBatches:
 class Objective(ABC):
     """What is trained for `target`: what it computes in training, its loss, its measurements and its files.
 
-    `parts` are the parts of the text that it uses. `parameters` are the weights to train, by name, float32; those that need no
-    gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for logits over
-    `vocabulary` tokens on `device`; matrix products use float32 if `dtype`, the target's, is float32. `settings` have to be the
-    same when an interrupted training is resumed. Nothing that is random may depend on anything but a seed.
+    `parts` are the uses of text (`Part`) for which it needs text. `parameters` are the weights to train, by name, float32; those
+    that need no gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for
+    logits over `vocabulary` tokens on `device`. Matrix products use float32 if `dtype`, the target's, is float32, otherwise
+    bfloat16. `settings` have to be the same when an interrupted training is resumed. Random choices may depend on seeds alone.
     """
 
     parts: ClassVar[Sequence[Part]] = (Part.TRAIN, Part.HELD_OUT)
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
-        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in its folder."""
+        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in the task's folder."""
         self.task, self.target, self.model = task, target, target.model
         self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
@@ -136,23 +139,25 @@ class Objective(ABC):
         self.settings: dict[str, Any] = {}
 
     def begin(self, weights: Mapping[str, Tensor], texts: Sequence[Text], parts: Collection[Part]) -> TrainingBatches:
-        """Sets the parameters to train, and returns batches of the texts and of the corpus, of which `parts` are used."""
+        """Makes `parameters` of `weights`, and returns batches of the training texts among `texts` and of corpus documents whose
+        use (`Part`) is in `parts`."""
         self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()}
         taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
         return TrainingBatches(self.task, taught, parts)
 
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
-        """Makes the initial weights and the batches; None: there is no loop. Frees what is not needed of models.
+        """Makes the initial weights and returns the batches, or None if no weights are trained in the loop.
 
-        `texts` are the target's. Raises TrainingStopped if a stop is requested.
+        Frees weights of models that are no longer needed. `texts` are those that the target generated. Raises TrainingStopped if
+        a stop is requested.
         """
 
     @abstractmethod
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
         """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
 
-        `rng` draws the same numbers for all parts of a step's batch.
+        A step's batch may come in several pieces, one per call; `rng` then draws the same numbers for each piece.
         """
 
     @abstractmethod
@@ -164,9 +169,10 @@ class Objective(ABC):
 
     @abstractmethod
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-        """Rounds the weights, measures them on held-out texts, and saves them with these and the given figures.
+        """Rounds the weights to the saved dtype, measures them on held-out texts, and saves them.
 
-        Returns the path of what was saved, and its description.
+        Returns the path of what was saved, and the contents of its description file, which has the given `figures` and the
+        measured ones.
         """
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -175,9 +181,11 @@ class Objective(ABC):
 
 
 def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
-    """Trains from text to files: generates text with the target, trains, measures and saves. Returns as `Objective.finish`.
+    """Trains from text to files: generates text with the target, trains, measures and saves.
 
-    Raises TrainingStopped if a stop is requested (the same call resumes the training), and SpecgenError.
+    Returns the path of what was saved, and the contents of its description file. Raises TrainingStopped if a stop is requested
+    (the same call resumes the training), SpecgenError if the unfinished work in the output folder belongs to another training,
+    and RunError if the training fails.
     """
     task = objective.task
     task.begin(objective.target, objective.settings)
@@ -197,8 +205,8 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
 class Training:
     """An objective in training, with a state that is saved in the task's folder every minute and restored from there.
 
-    Of a budget in seconds, `spent` ones went into other work. `seconds` is the time of all steps, `loss` the mean over the last
-    steps in nats per token.
+    `spent` are seconds of earlier work, such as generating text, which a budget in seconds has to pay too. `seconds` is the time
+    of all steps, `loss` the mean over the last steps in nats per token.
     """
 
     def __init__(self, objective: Objective, batches: TrainingBatches, spent: float = 0.0) -> None:
@@ -270,11 +278,11 @@ class Training:
         return float(loss)
 
     def backward(self, batch: PackedBatch, labelled: int) -> Tensor:
-        """Adds the gradients of a part of a step's batch to the trained weights. Returns the part's share of the mean loss.
+        """Adds the gradients of `batch`, some sequences of a step's batch, to the trained weights. Returns its share of the loss.
 
         `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
-        is computed for `rows` of them at a time, and the gradients of all of these pieces then pass through the model
-        together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
+        is computed for `Objective.rows` predicted tokens at a time, and the gradients of all of these pieces then pass through
+        the model together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
         outputs, labels = self.objective.outputs(batch, Random(f"objective {self._recipe.seed} {self.step}"))
         loss, gradients = torch.zeros((), device=outputs.device), []
@@ -291,7 +299,7 @@ class Training:
         return loss / labelled
 
     def save(self, path: Path) -> None:
-        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError."""
+        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError if it cannot be written."""
         state = {
             "weights": {name: weight.data for name, weight in self.trained.items()},
             "optimizer": self._optimizer.state_dict(),
@@ -320,12 +328,13 @@ def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_o
     tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
     the divergence over the whole vocabulary.
 
-    For a draft with another vocabulary, `off_overlap` [m] are the ids of its tokens that the target does not have, and
-    `top_k_ids` are the draft's ids, -1 where it lacks a token; in each row it has at least one. The outcomes are then each of the
-    k tokens that the draft has, all other tokens on the overlap, and all tokens off it. The target's probability outside the k is
-    divided between the last two like that of the k. With m the target's probability on the overlap, this is m KL(p' || q') +
-    KL(m || the draft's probability on the overlap), in which p' and q' are the two distributions restricted to the overlap and
-    renormalized. Without tokens off the draft's overlap the second part is left out.
+    For a draft with another vocabulary, the overlap are the tokens that both vocabularies have. `off_overlap` [count] are the ids
+    of the draft's tokens off the overlap, and `top_k_ids` are the draft's ids, -1 for a token that it lacks; in each row it has
+    at least one. The outcomes are then each of the k tokens that the draft has, all other tokens on the overlap, and all tokens
+    off it. The target's probability outside the k tokens is divided between the last two outcomes in the proportion in which that
+    of the k tokens is on and off the overlap. With m the target's probability on the overlap, the result is m KL(p' || q') + KL(m
+    || the draft's probability on the overlap), in which p' and q' are the target's and the draft's distribution restricted to the
+    overlap and renormalized. If `off_overlap` is empty, the second term is left out.
     """
     tiny = torch.finfo(torch.float32).eps
     off_overlap = off_overlap.to(logits.device)
@@ -362,8 +371,9 @@ def held_out_agreement(
 ) -> tuple[dict[str, list[float] | None], list[list[float]]]:
     """Measures how often the target's most probable token is predicted: on the generated tokens of the held-out texts.
 
-    `ranks_of(text)` [rows, depths], int64, has for the drafts that begin after each generated token the ranks that they give to
-    the target's tokens, 0 for a right prediction, and -1 where nothing was predicted.
+    `ranks_of(text)` returns int64 [rows, depths] with one row per draft, which begins after a token of the text. Column n has the
+    rank, in the prediction of the draft's n-th token, of the target's most probable token: 0 if the prediction is right, -1 where
+    nothing was predicted.
 
     Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
     (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
@@ -388,5 +398,6 @@ def held_out_agreement(
 
 
 def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:
-    """Returns the shares of right first tokens from the agreement of `held_out_agreement`."""
+    """Returns the share of right predictions of first drafted tokens, for `greedy` and for `sampled` texts; None without such
+    texts. `agreement` is as `held_out_agreement` returns it."""
     return {name: shares[0] if shares else None for name, shares in agreement.items()}

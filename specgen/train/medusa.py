@@ -16,15 +16,16 @@ from specgen.train.loop import PackedBatch
 from specgen.train.texts import Text
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
-OWN_SHARE = 0.3  # of the target's weights, in LM heads of Medusa's own: as many as the authors' for 7 billion
+OWN_SHARE = 0.3  # most weights in Medusa's own LM heads, as a share of the target's; the authors' heads for 7 billion have it
 
 
 class MedusaObjective(HeadObjective):
     """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al. 2024, section 2.2.1).
 
-    Head k reads the hidden state from which the target predicts the next token, and predicts the token k + 1 later. W and b begin
-    as zeros, the LM heads as copies of the target's. If these would have more than OWN_SHARE times the target's weights, all
-    heads share the target's, which is not trained: they predict less well then.
+    Head k (from 0) reads the hidden state from which the target predicts the next token, and predicts the token k + 1 places
+    after that next token. W and b begin as zeros, the LM heads as copies of the target's. If the LM heads would have more than
+    OWN_SHARE times as many weights as the target, all heads use the target's LM head instead, which is not trained. They then
+    predict less well.
     """
 
     kind = "medusa"

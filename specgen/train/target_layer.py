@@ -19,7 +19,8 @@ _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def layer_config(target: LoadedModel) -> dict[str, Any]:
-    """Returns the config of a Llama with one layer of the target's sizes, or of a Qwen with its biases or norms."""
+    """Returns the config of a Llama with one layer of the target's sizes; of a Qwen if the target has the biases or the norms of
+    queries and keys that a Llama lacks."""
     shape = target.model.shape
     config = {
         "model_type": "llama",
@@ -47,9 +48,9 @@ def layer_config(target: LoadedModel) -> dict[str, Any]:
 
 
 def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
-    """Returns the weights of the target's last layer and final norm under the names of a layer `own`, as this computes with them.
+    """Returns the weights of the target's last layer and final norm, with the names that a layer of the architecture `own` has.
 
-    Nothing unless the target's layer is like a Llama's.
+    They are rescaled so that this layer computes the same. Empty unless the target's layers are built like a Llama's.
     """
     theirs = target.model.shape
     if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:

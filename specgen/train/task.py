@@ -24,11 +24,12 @@ class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an err
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hyperparameters and budget of a training run. Files of what is trained store these fields.
+    """Hyperparameters and budget of a training run. They are stored in the description of what was trained.
 
-    The budget is a number of optimizer `steps`, or `seconds`; a predictor alone needs neither. A step uses `batch` sequences of
-    `window` tokens. `self_text` is the share of the sequences that hold text of the target's own, or text that it labelled; the
-    others hold corpus text. The default learning rate and batch size are those of EESD, Appendix C.
+    The budget is a number of optimizer `steps`, or `seconds`; training only an acceptance predictor needs neither. A step uses
+    `batch` sequences of `window` tokens. `self_text` is the share of the sequences that hold text which the target generated or,
+    in distillation, text with the target's predictions; the others hold corpus text. The default learning rate and batch size are
+    those of EESD, Appendix C.
     """
 
     steps: int | None = None
@@ -69,7 +70,8 @@ class TrainingTask:
             raise TrainingStopped
 
     def begin(self, target: LoadedModel, settings: dict[str, Any]) -> None:
-        """Stores the settings of the run in its folder. Raises SpecgenError if there is unfinished work with others."""
+        """Stores the settings of the run in its folder. Raises SpecgenError if the folder has unfinished work of a run with other
+        settings."""
         path, now = self.folder / "settings.json", {**asdict(self.recipe), **settings, "dtype": target.dtype_name}
         now["corpus"], now["prompts"] = (text and text.digest() for text in (self.corpus, self.prompts))
         now["the target model"] = weights_fingerprint(target.folder)

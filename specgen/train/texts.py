@@ -1,6 +1,6 @@
-"""Training text: the target generates it (EESD, section 3.2) in batches, of which each complete one is stored in a file.
+"""Training text: the target generates it in batches (EESD, section 3.2). Each complete batch is stored in a file.
 
-What the target predicts after the tokens of a text is computed when training begins or while it runs, and is not stored.
+The target's predictions after the tokens of a text are not stored: they are computed when training begins, or in each step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from specgen.train.task import TrainingTask
 TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
 MAX_BATCH = 64  # texts that are generated at once
 _MIN_BATCH = 2
-_BUDGET_SHARE = 0.2  # of a budget in seconds, two thirds of it where nothing but a predictor is trained
-_MIN_TIME_SHARE = 0.1  # of the time for all batches: with less left, no other batch is started
+_BUDGET_SHARE = 0.2  # of a budget in seconds, for generating text; it is 2/3 where only a predictor is trained
+_MIN_TIME_SHARE = 0.1  # of the time for generating text: if less is left, no further batch is started
 _CACHE_SHARE = 0.5  # of the free memory; forward passes need the rest
 _COMPACTION_SHARE = 0.7  # finished texts leave the KV cache once fewer than this share of its texts are unfinished
 _PROMPT_TRIES = 20  # documents that are tried for a prompt of the batch's length
 _EPOCHS = 10  # with a budget in steps: how often training uses each generated token
-PREDICTOR_TOKENS = 100_000  # in texts for the predictor and held-out ones, whose hidden states it reads,
-_PREDICTOR_BYTES = 1 << 28  # and the most memory for these
+PREDICTOR_TOKENS = 100_000  # of texts for the predictor and of held-out ones: their hidden states are kept for it,
+_PREDICTOR_BYTES = 1 << 28  # in at most this much memory
 
 
 class Text(NamedTuple):
-    """A text that the target wrote, but for its first `prompt_length` tokens; or corpus text (all of it is the prompt then).
+    """A text (token ids) that the target generated after a prompt of `prompt_length` tokens. In corpus text all is prompt.
 
     `greedy` tells whether the target chose its tokens greedily; it is False for sampled text and for corpus text. `part` says
     what the text is used for.
@@ -76,7 +76,10 @@ def most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @inference
 def predicted(target: LoadedModel, text: Text, *, keep_hidden: bool = False) -> PredictedText:
-    """Returns a text with the target's predictions, computed in one forward pass, on the CPU."""
+    """Returns a text with the target's predictions after each token, computed in one forward pass. The tensors are on the CPU.
+
+    With `keep_hidden` the result has the last hidden states too.
+    """
     model = target.model
     taps = [model.shape.num_layers] if keep_hidden else []
     output = model.batch(text_pass(torch.tensor(text.ids, device=model.device)), taps=taps)
@@ -86,17 +89,17 @@ def predicted(target: LoadedModel, text: Text, *, keep_hidden: bool = False) -> 
 
 
 def wanted_for_predictor(target: LoadedModel) -> int:
-    """Returns how many tokens of text, held-out text included, a predictor of acceptance needs."""
+    """Returns how many tokens of generated text the training of an acceptance predictor needs, held-out text included."""
     return min(PREDICTOR_TOKENS, _PREDICTOR_BYTES // (2 * target.model.shape.hidden_size))
 
 
 class TextGeneration:
     """Generates and stores the training text of a task. Batches that an interrupted process has stored are reused.
 
-    Batches of greedy and of sampled text alternate. What a text is for (its part) follows `CYCLE`, and its prompt is of that part
-    (see `_sources`). Turns of parts that are not in `parts`, and the predictor's once it has enough (`wanted_for_predictor`), go
-    to the first of `parts`; so do all turns if the prompts are not split. Where nothing but a predictor is trained, generation
-    ends once it has enough.
+    Batches of greedy and of sampled text alternate. `parts` are the uses (`Part`) for which text is wanted. `CYCLE` assigns a use
+    to each text, and its prompt comes from documents or prompts with the same use (see `_sources`). A text gets the first of
+    `parts` instead if its use is not in `parts`, if it is for a predictor that has enough text already (`wanted_for_predictor`),
+    or if the prompts are not split (`Corpus.is_split`). If only a predictor is trained, generation ends once it has enough text.
 
     `seconds` is the time spent on generation, including the time before an interruption. With a budget in steps, the texts depend
     only on the seed and the number of texts generated at once, which stays the same for an interrupted process.
@@ -135,17 +138,18 @@ class TextGeneration:
         return self.texts
 
     def _has_next(self) -> bool:
-        """Whether there is another batch: always one of each kind (greedy, sampled), more within the budget."""
+        """Whether to generate another batch: always one greedy and one sampled batch, and more while budget is left."""
         if self._task.recipe.self_text == 0:
             return False
         return self._number < 2 or (self._done() < 1 and self.seconds < (1 - _MIN_TIME_SHARE) * self._limit)
 
     def _done(self, of_batch: float = 0.0) -> float:
-        """Returns the share of the wanted text that there is, with the share `of_batch` of an unfinished batch."""
+        """Returns which share of the wanted text is generated, counting the share `of_batch` of an unfinished batch."""
         return self._predictor_share if self._only_predictor else (self._number + of_batch) / self._planned
 
     def _share(self, of_batch: float = 0.0, seconds: float = 0.0) -> float:
-        """Returns the share of the work that is done, with that of an unfinished batch, which has taken `seconds`."""
+        """Returns which share of the text or of the time budget is used up, whichever is larger, at most 1. Counts the share
+        `of_batch` of an unfinished batch, which has taken `seconds`."""
         return min(1.0, max(self._done(of_batch), (self.seconds + seconds) / self._limit))
 
     def _show(self, share: float, new_tokens: int = 0) -> None:
@@ -158,7 +162,10 @@ class TextGeneration:
         return sum(len(text.ids) for text in self.texts if text.part != Part.TRAIN) / wanted_for_predictor(self._target)
 
     def _sources(self, part: Part) -> tuple[Part, ...]:
-        """Returns the parts of the documents from which the texts for a part begin."""
+        """Returns the uses of documents and prompts with which texts for the use `part` may begin.
+
+        If no predictor is trained, texts for training may begin with documents that are reserved for it.
+        """
         return NOT_HELD_OUT if part == Part.TRAIN and Part.PREDICTOR not in self._parts else (part,)
 
     def _batch(self, start: float) -> list[Text]:
@@ -176,10 +183,10 @@ class TextGeneration:
         return [Text(ids, len(prompt), greedy, part) for ids, prompt, part in zip(made, prompts, parts, strict=True)]
 
     def _prompts(self, seed: int, greedy: bool) -> tuple[bool, list[list[int]], list[Part]]:
-        """Returns whether a batch is generated greedily, its prompts, and the part of each one.
+        """Returns whether the batch is generated greedily, its prompts (token ids), and the use (`Part`) of each text.
 
         Once all of the user's prompts have been used, they are used again, but only for sampled text: greedy text would be the
-        same as before.
+        same as before. So a batch that should be greedy is sampled if no unused prompts are left.
         """
         used = Counter(text.part for text in self.texts if text.greedy == greedy)
         wanted = [self._part_of(index) for index in range(used.total(), used.total() + self._at_once)]
@@ -196,15 +203,15 @@ class TextGeneration:
         return (greedy, prompts, parts) if prompts else self._prompts(seed, False)
 
     def _part_of(self, index: int) -> Part:
-        """Returns what text number `index` of its kind is used for."""
+        """Returns what text number `index` of the greedy or of the sampled texts is used for."""
         part = CYCLE[index % len(CYCLE)]
         is_needed = part in self._parts and (part != Part.PREDICTOR or self._predictor_share < 1)
         return part if self._is_split and is_needed else self._parts[0]
 
     def _beginnings(self, parts: Sequence[Part], seed: int) -> list[list[int]]:
-        """Returns a prompt from the corpus for each part, mostly the beginning of a document.
+        """Returns a prompt (token ids) from the corpus for each use in `parts`, mostly the beginning of a document.
 
-        All have the same length, drawn from 4 to a quarter of a text's tokens, unless few documents are that long.
+        All have the same length, drawn from 4 tokens to a quarter of the longest text, unless few documents are that long.
         """
         rng, corpus = Random(f"beginnings {seed}"), self._task.corpus
         assert corpus is not None
@@ -258,9 +265,9 @@ def continuations(
     """Returns one text (token ids) per prompt: the prompt, followed by the target's continuation.
 
     A text ends after an end-of-sequence token, or when it has `max_tokens` tokens. Prompts are left-padded to the longest one,
-    and the padding counts. Tokens are chosen greedily or sampled at temperature 1. After each new token of all texts
-    `on_progress` is called with the share of the work that is done (0 to 1) and the number of tokens so far; if it returns False,
-    generation ends there. Raises RunError if the logits contain NaN.
+    and the padding counts towards `max_tokens`. Tokens are chosen greedily or sampled at temperature 1. After each pass, which
+    gives every unfinished text one token, `on_progress` is called with the share of the work that is done (0 to 1) and the number
+    of tokens so far; if it returns False, generation ends there. Raises RunError if the logits contain NaN.
     """
     texts, device, model = [list(prompt) for prompt in prompts], target.device, target.model
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The expected time of a simulated run: a clock to which its target and its drafter add the measured seconds of their passes."""
+"""The expected time of a simulated run: a clock to which the run's target and drafter add the measured seconds of passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _NO_TOKEN = 1 << 40  # the id of the target's tokens after the end of its output
 
 
 class SimulatedClock(Clock):
-    """Measures no time: the priced target and drafters add the seconds that they are expected to take, by `costs`."""
+    """A clock that does not measure: `PricedTarget` and the priced drafters add to it the seconds that their passes are expected
+    to take, from `costs`."""
 
     def __init__(self, costs: RoundCosts) -> None:
         super().__init__(None)
@@ -39,7 +40,10 @@ class SimulatedClock(Clock):
         self._phases[phase] += seconds
 
     def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
-        """Returns the seconds of a draft of `length` tokens (levels, for a tree)."""
+        """Returns the expected seconds of a draft of `length` tokens (levels, for a tree) after the context.
+
+        They include the computation of signals if the policy reads any.
+        """
         signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
         return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
 
@@ -54,10 +58,11 @@ class SimulatedClock(Clock):
 
 
 class PricedTarget:
-    """The target of a simulated run: adds the measured cost of each pass to the clock.
+    """The target of a simulated run: adds the expected seconds of each pass to the clock.
 
     With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
-    the tokens of the reference. `pass_seconds` is the time of the last pass but that over the prompt.
+    those of the `reference`, plain decoding's output. `pass_seconds` are the expected seconds of the last pass that was not the
+    prefill.
     """
 
     def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
@@ -81,11 +86,11 @@ class PricedTarget:
 
 
 class PricedDrafter(LearningDrafter):
-    """Runs a method's drafter and adds the measured costs of its passes to the clock.
+    """Runs a method's drafter and adds the expected seconds of each draft to the clock.
 
-    `runner` counts the passes of what drafts; None if no model does: then a draft costs what drafts with as many
-    levels do if the drafter learns from the target, and others cost nothing. `prefill_seconds`, of the pass over the prompt, are
-    added to the first draft.
+    `runner` runs the model that drafts and counts its passes; n passes cost what a draft of n levels does. It is None if no model
+    drafts. Then a draft costs nothing, unless the drafter learns from the target's logits: its drafts cost what others with as
+    many levels do. `prefill_seconds`, of the draft model's pass over the prompt, are added to the first draft.
     """
 
     def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
@@ -109,8 +114,8 @@ class PricedDrafter(LearningDrafter):
 class PricedParallelDrafter:
     """PEARL's drafter in a simulated run: drafting and the target's pass happen at the same time.
 
-    A round takes as long as the longer of the two, plus the measured overhead. The pass over the prompt takes as long as the
-    target's. `seconds` is the cost of the last draft.
+    A round takes as long as the longer of the two, plus the measured overhead. The draft model's pass over the prompt adds no
+    time to the target's. `seconds` are the expected seconds of the last draft.
     """
 
     def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
@@ -125,7 +130,8 @@ class PricedParallelDrafter:
         self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
 
     def first(self, count: int) -> Sequence[int]:
-        """Returns the draft's first `count` tokens, for which the target waits."""
+        """Returns the draft's first `count` tokens. The target waits for them, so their expected seconds are added to the
+        clock."""
         tokens = self._draft.tokens[:count]
         self._lead_seconds = self._seconds(len(tokens))
         self._clock.add("draft", self._lead_seconds)

@@ -15,7 +15,7 @@ from specgen.base.settings import Value
 if TYPE_CHECKING:
     from specgen.tune.profile import Tuned
 
-LENGTH = 5  # tokens of a draft where a length policy that no engine has decided it: a compromise
+LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
 _ASSISTANT = "this goes into the assistant's generation_config: arguments of generate() do not reach it"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
 NOTES: Mapping[str, Mapping[str, str]] = {
@@ -34,7 +34,8 @@ NOTES: Mapping[str, Mapping[str, str]] = {
         "eagle": _CONVERT + ". The head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
     },
 }
-"""What to know about a method in an engine. Names in braces are settings, `head` or `target`."""
+"""Notes for the user by engine and method: what the exported options do not say. Names in braces stand for the value of a
+setting, the `head`'s folder or the `target`'s name."""
 
 
 class ExportedHead(NamedTuple):
@@ -46,7 +47,8 @@ class ExportedHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export, all its settings, and the models' names. `draft` and `head` are None where it runs none."""
+    """The method to export, all its settings, and the models' names. `draft` and `head` are None if the method does not run
+    one."""
 
     name: str
     settings: Mapping[str, Value]
@@ -88,8 +90,9 @@ def export(
 
     Returns the options to give to the engine, and notes on what these options cannot express.
     `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
-    names (None: no draft model), `heads` are the heads of methods that need one. `draft_dtype` is what the draft's weights were
-    rounded to, None if they were not. Raises SpecgenError if the engine supports none of the methods.
+    names (None: no draft model), `heads` are the trained heads by method. With `tokenizers_differ` and with `draft_dtype` (what
+    the draft's weights were rounded to, None if they were not) a note says what this means for the engine. Raises SpecgenError if
+    the engine supports none of the methods.
     """
     known, (write, head_kinds) = methods_of(engine), ENGINES[engine]
     fitting = {name: head for name, head in (heads or {}).items() if head.kind in head_kinds}
@@ -113,7 +116,7 @@ def export(
 
 
 def _lost(engine: str, method: ExportedMethod, policy: str | None) -> list[str]:
-    """Says which of the tuned settings the engine lacks, and what is particular to the method there."""
+    """Returns notes: the tuned settings that the engine lacks, and what is particular to the method in this engine."""
     notes = []
     if method.tuned_length is None and method.name != "suffix":
         notes.append(f"{engine} has no length policies: drafts have {method.length} tokens instead of {policy}")

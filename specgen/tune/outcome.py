@@ -27,7 +27,7 @@ AS_FAST = 0.97  # settings with at least this share of the best expected speed c
 EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a real run
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
-PARALLEL_MARGIN = 1.25  # expected speeds of PEARL were wrong by this factor: two processes share the cores well or badly
+PARALLEL_MARGIN = 1.25  # the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
 ClockFunction = Callable[[], float]
 
 
@@ -90,7 +90,10 @@ class Objective:
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:
-        """Returns the largest perplexity that is accepted, from plain decoding's."""
+        """Returns the largest perplexity that a lossy method's output may have, given that of plain decoding's output.
+
+        It is infinite if the objective is the lowest perplexity.
+        """
         if self.lowest_perplexity:
             return math.inf
         return self.bound * plain_perplexity if self.is_relative else self.bound
@@ -124,17 +127,17 @@ class TuningObserver(Protocol):
 
 
 SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded and not method.stands_for)
-"""The methods whose drafts are chains of one drafter: a round costs the same for all that draft alike. Others are searched: the
-rounds of each shape of a tree, of several drafts or of beams are timed."""
+"""The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
+one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams."""
 SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
 
 
 def grid(name: str) -> list[GivenSettings]:
-    """Returns all combinations of settings that are tried for the method `name`: the defaults, then those near them.
+    """Returns all combinations of settings that tuning tries for the method `name`, in the order in which it tries them.
 
-    These differ in one setting. The others are shuffled: a search that runs out of time has then tried some from the whole
-    range. The values are those in `Method.grids`; without any, those that the settings of its length policy list
-    (`Setting.tuned`).
+    First come the defaults, then what differs from them in one setting, then the rest in random order: a search that runs out of
+    time has then tried some from the whole range. The values are those in `Method.grids`; without any, those that the settings of
+    the method's length policy list (`Setting.tuned`).
     """
     method = METHODS[name]
     grids = method.grids
@@ -151,7 +154,7 @@ def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from the method's defaults, or are of another length policy."""
+    """Returns how many of the settings differ from their defaults. A length policy other than the method's counts as one more."""
     method = METHODS[name]
     policy = settings.get("policy", method.policy)
     known = known_settings(method, None if policy is None else str(policy))
@@ -163,10 +166,10 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
 class Candidate:
     """A method with settings and its speed in tokens per second.
 
-    `predicted` is the speed expected from a simulation. `measured` is the speed on the real models; `speedup` is measured against
-    plain decoding on the same prompts, with the 95 % interval `low` to `high`. These four are None if the method was not run on
-    the real models. `perplexity` is the perplexity of a lossy method's output under the target, and where there are such methods
-    also of plain decoding's; otherwise None.
+    `predicted` is the speed expected from a simulation, `measured` the speed on the real models. `speedup` is measured against
+    plain decoding on the same prompts, with the 95 % interval `low` to `high`. All but `predicted` are None if the method was not
+    run on the real models. `perplexity` is that of a lossy method's output under the target; if there are lossy methods, plain
+    decoding has one too. Otherwise it is None.
     """
 
     name: str
@@ -191,14 +194,13 @@ class Candidate:
 class TuningOutcome:
     """The result of a tuning.
 
-    `methods` has the best settings of each method, plain decoding included,
-    sorted by expected speed, fastest first. `prompts` is the
-    number of prompts. `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a round runs: `echo` (the target alone),
-    `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single passes, None
-    without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token, given that it
-    accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that was not
-    tuned.
-    `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were not.
+    `methods` has the best settings of each method, plain decoding included, sorted by expected speed, fastest first. `prompts` is
+    the number of prompts. `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a round runs: `echo` (the target
+    alone), `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single
+    passes, None without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token,
+    given that it accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that
+    was not tuned. `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were
+    not.
     """
 
     methods: Sequence[Candidate]
@@ -214,8 +216,9 @@ class TuningOutcome:
     def best(self) -> Candidate:
         """The fastest lossless method other than plain decoding; plain decoding if there is no such method.
 
-        Methods that ran on the real models go before those that were only simulated. They are compared by the lower end of the
-        interval of their speedup: a method that is fast on some prompts and slow on others is no safe choice for new prompts.
+        Methods that ran on the real models go before those that were only simulated. The former are compared by the lower end of
+        their speedup's interval, because a method that is fast on some prompts and slow on others is no safe choice for new
+        prompts; the latter are compared by their expected speed.
         """
         others = [method for method in self.methods if method.name != PLAIN and method.lossless]
 
@@ -228,8 +231,8 @@ class TuningOutcome:
     def verdict(self) -> Verdict:
         """Whether the best speculative method is faster than plain decoding.
 
-        `pays`: it is. `does not pay`: it is not. `unclear`: its measured speedup is at least 1, but the 95 % interval contains 1.
-        `unconfirmed`: it was not run on the real models.
+        `pays`: the 95 % interval of its measured speedup is above 1. `unclear`: its measured speedup is at least 1, but the
+        interval contains 1. `does not pay`: it is slower, or there is none. `unconfirmed`: it was not run on the real models.
         """
         best = self.best
         if best.name == PLAIN:
@@ -273,8 +276,8 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns up to `SHORTLIST_SIZE` candidates to run on the real models, the most promising first.
 
-    They have at least `SHORTLIST_SPEED` of the best expected speed. PEARL's expected speed is raised by `PARALLEL_MARGIN`,
-    because it is uncertain.
+    They have at least `SHORTLIST_SPEED` of the best expected speed. For this choice PEARL's expected speed is multiplied by
+    `PARALLEL_MARGIN`, because it is uncertain.
     """
 
     def possible(candidate: Candidate) -> float:

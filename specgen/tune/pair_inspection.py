@@ -40,7 +40,7 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
-_OUTPUT_TOKENS = 32  # of the target's output to each of some prompts, on which tokenizers are compared
+_OUTPUT_TOKENS = 32  # new tokens of the target after each example prompt, on which different tokenizers are compared
 CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
 
 
@@ -48,11 +48,11 @@ CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a
 class ModelFacts:
     """Facts about a model, read from its files.
 
-    `weight_bytes` is the size of all weights, `cache_bytes` the size of the cached keys and values of one token; both in `dtype`,
-    with which the model would run, but for quantised weights, which stay packed as in their files. `context_limit` is the
-    largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the embedding
-    table. `backend` runs the forward pass; `fallback` says why it is transformers, `tokenizer_fallback` why transformers reads
-    the tokenizer, both None otherwise. `dtype_reason` says why `dtype` was chosen.
+    `dtype` is the one in which the model would run, `dtype_reason` says why. In this dtype, all weights take `weight_bytes`
+    (quantised ones stay packed as in their files), and the cached keys and values of one token `cache_bytes`. `context_limit` is
+    the largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the
+    embedding table. `backend` runs the forward pass. `fallback` says why that is transformers, `tokenizer_fallback` why
+    transformers reads the tokenizer; both are None otherwise.
     """
 
     name: str
@@ -73,7 +73,10 @@ class ModelFacts:
 
 
 def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
-    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read."""
+    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read.
+
+    `device` is where the model would run, `weights` the dtype of its weights there.
+    """
     shape, size = prepared.shape, weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
     return ModelFacts(
@@ -101,9 +104,10 @@ class TokenizerFacts:
 
     Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `differences` has the first ids that do
     not: each `token_id` with its token in `target` and `draft`, None where there is none. `refusal` says why drafts cannot be
-    translated token by token, None if they can or need not be. `probe` is a text that they encode differently although their
-    vocabularies match, with the token ids from the target's and from the draft's tokenizer; None if they encode all test texts
-    alike. `overlap` says how much of a text both have as the same tokens, if the vocabularies differ and it can be computed.
+    translated token by token, None if they can or need not be. `probe` is a text that the tokenizers encode differently although
+    their vocabularies match, with its token ids from the target's and from the draft's; None if they encode all test texts alike.
+    `overlap` says how much of a text is split into the same tokens by both; None if the vocabularies match, or if it cannot be
+    computed.
     """
 
     target_size: int
@@ -132,16 +136,14 @@ class Readiness:
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
-    `draft` and `tokenizers` (their comparison) are None without a draft model. If the draft's context limit is the smaller one,
-    decoding continues beyond it without drafts. `free_bytes` is the free memory on the target's
-    device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same device.
-    `methods` says for each method whether it can run. `speedup_model` has the pass
-    times of each model alone, None if not measured. `parallel_costs` has the pass times while both models run at the same time,
-    as in PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of CPU threads, None if
-    not measured.
-    `placement` says which part is on which device; None unless they were to be spread over several (`--device auto-map`).
-    `ranks` is the number of processes that torchrun started, None without it. `rounding` says what rounding the target's weights
-    costs; None if they are not rounded, or if that was not measured.
+    `draft` and `tokenizers` (a comparison of the two) are None without a draft model. `free_bytes` is the free memory on the
+    target's device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same
+    device. `methods` says for each method whether it can run. `speedup_model` has the pass times of each model alone, None if not
+    measured. `parallel_costs` has the pass times while both models run at the same time, as in PEARL; None if not measured or
+    without a usable draft model. `threads` is the chosen number of CPU threads, None if not measured. `placement` says which
+    layers are on which device; None unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
+    processes that torchrun started, None without it. `rounding` says what rounding the target's weights costs; None if they are
+    not rounded, or if that was not measured.
     """
 
     target: ModelFacts
@@ -223,10 +225,11 @@ def inspect_files(
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
 
-    `devices` are the target's and the draft's, `named` the names that the user gave them: for `auto-map`, others are planned.
-    `dtypes` are that of both models and that of the draft model, None if it has none of its own. `parts` are the exit layer and
-    the head that the user named. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a model
-    cannot be used at all, and RunError if a planned target does not fit.
+    `devices` are the target's and the draft's, `named` the names that the user gave for them; with `auto-map` this function plans
+    the devices itself. `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
+    `parts` are the paths of the exit layer and the head that the user named. A draft model with another tokenizer is reported,
+    not refused. Raises SpecgenError if a model cannot be used at all, and RunError if the target does not fit on the planned
+    devices.
     """
     launched = launch()
     models = [prepare(source, announce) for source in (target, draft) if source is not None]
@@ -251,7 +254,8 @@ def inspect_files(
 
 
 def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], None]) -> PairReport:
-    """Returns the report with what loading the pair and running its models tells."""
+    """Returns the report with what only loaded models can tell: pass times, threads, what rounding costs, the overlap of
+    different tokenizers on the target's output, and methods that fail with this pair."""
     tokenizers = report.tokenizers
     if tokenizers is not None and tokenizers.overlap is not None and pair.draft is not None:
         announce("generating text to compare the tokenizers on")
@@ -338,7 +342,8 @@ def readiness(
 
 
 def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
-    """Returns why there is no exit layer (`exit`) and no head of a kind, for those that are missing, with a hint each."""
+    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
+    to do."""
     shape, cpu = target.shape, torch.device("cpu")
     sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded: Any = SimpleNamespace(
@@ -370,7 +375,8 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
 
 
 def obstacle(pair: Pair, name: str) -> SpecgenError | None:
-    """Returns the error with which the method cannot be prepared for decoding with the loaded pair; None if it can."""
+    """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it can decode. Measures
+    nothing."""
     method = methods.METHODS[name]
     # settings that are `auto` by default would have to be measured: they are given
     given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}

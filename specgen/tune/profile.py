@@ -86,7 +86,7 @@ Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerialize
 class Measured(_StrictModel):
     """What a tuning measured, and on how many prompts and new tokens per prompt.
 
-    `prompt_fingerprints` (`Prompt.fingerprint`) say which prompts chose the settings; None in profiles of older versions.
+    `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were chosen; None in older profiles.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
     (PEARL). `learned` is in older profiles, and not read.
@@ -104,7 +104,8 @@ class Profile(_StrictModel):
     """The content of `profile.yaml`.
 
     `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
-    method, `speedup` that of the chosen method over plain decoding, `verdict` whether speculation is faster than plain decoding.
+    method. `speedup` is that of the chosen method over plain decoding, measured, or expected if it was not run on the real
+    models. `verdict` says whether speculation is faster than plain decoding (see `TuningOutcome.verdict`).
     """
 
     version: Literal[1]
@@ -155,7 +156,7 @@ class Profile(_StrictModel):
 
 
 def _flat(conditions: Conditions) -> dict[str, Any]:
-    """Returns the conditions by names such as `exit layer` and `target device`."""
+    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as keys."""
     found: dict[str, Any] = {}
     for field, value in conditions.items():
         name = field.removesuffix("s").replace("_", " ")
@@ -164,7 +165,8 @@ def _flat(conditions: Conditions) -> dict[str, Any]:
 
 
 def profile_key_of(pair: Pair) -> Conditions:
-    """Returns the present conditions, which a profile of this pair has to match."""
+    """Returns the conditions under which this pair runs now: models, trained parts, versions and machine. A profile made under
+    other ones does not fit."""
     from specgen.base.machine import machine, versions
     from specgen.engine.weights import weights_fingerprint
 
@@ -185,7 +187,8 @@ def profile_key_of(pair: Pair) -> Conditions:
 
 
 def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns the same conditions with a draft model of this dtype; None changes nothing."""
+    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
+    model."""
     draft = conditions["draft"]
     if dtype is None or not isinstance(draft, dict):
         return conditions

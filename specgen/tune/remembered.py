@@ -1,4 +1,4 @@
-"""Models of simulated runs, whose outputs are kept, and a draft model whose tokens are drawn given the target's output."""
+"""Model runners of simulated runs: one keeps a model's outputs, the other draws a draft model's tokens given the target's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class MemoisedRunner:
     """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
-    shapes share outputs. Unless `joins`, generated tokens are told from drafted ones: EAGLE's and GliDe's heads read the target's
-    states of the former. `kept` has the outputs of all such runners of a simulator. `calls` counts the calls of `logits`.
+    shapes share outputs. `joins`: the output is the same whether a token before it was generated or drafted. That is not so for
+    EAGLE's and GliDe's heads, which read the target's hidden states of generated tokens. `kept` is the store of outputs, which
+    all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
@@ -37,14 +38,14 @@ class MemoisedRunner:
         return getattr(self._runner, name)
 
     def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
-        """Returns under what the output after the context and the drafted `path` is kept."""
+        """Returns the key under which the output after the context and the drafted tokens `path` is kept."""
         generated = context.ids[context.prompt_length :]
         return (id(self), *generated, *path) if self._joins else (id(self), tuple(generated), *path)
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns logits as `ModelRunner.logits` does, from kept outputs if all of them are known."""
+        """Returns what `ModelRunner.logits` would: from kept outputs if all of its rows are kept, else by a forward pass."""
         self.calls += 1
         paths: list[Sequence[int]] = [()]
         if parents is None:
@@ -73,11 +74,13 @@ class MemoisedRunner:
 
 
 class DrawnRunner:
-    """Runs a draft model whose drafts are drawn, for a greedy drafter: the most likely token of its logits is the one drawn.
+    """Runs a draft model in simulated sampling: draws each token itself, and returns logits with which a greedy drafter takes it.
 
-    The others share the rest of the probability, so that the drawn token has its own; `unpenalised` are the model's logits, from
-    which all other signals are computed. A token is drawn once for each context, seed and position in the output. On the way of
-    the `reference` it is drawn as `tune.simulator` says; `target` runs the target there.
+    In these logits the drawn token has its probability q, and all others share the rest equally. Their `unpenalised` are the
+    draft model's own logits, from which all other signals are computed. A token is drawn once for each context, seed and position
+    in the output. After tokens that equal the beginning of the `reference` (plain decoding's output) it is drawn given the next
+    token y there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and otherwise it is drawn
+    from the positive part of q - p. After other tokens it is drawn from q.
     """
 
     def __init__(
@@ -105,7 +108,10 @@ class DrawnRunner:
         return output._replace(logits=logits, unpenalised=output.model_logits)
 
     def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
-        """Returns the token that is drafted after the new `tokens`, and its probability."""
+        """Returns the token drafted after `tokens`, the generated and drafted ones so far, and its probability q.
+
+        The token is -1 if none can be drawn.
+        """
         generator = token_sampling.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
         width, known = self._target.vocab_size, self._reference.token_ids
         probs = token_sampling.pad_probs(token_sampling.warp(output.logits[0, :width], self._sampling), width)

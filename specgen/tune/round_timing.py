@@ -78,7 +78,7 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
 @inference
 def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Returns the seconds of the draft model's pass over the prompt."""
+    """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs before it, is not timed."""
     context, wait = Context(reference.prompt_ids), synchronizer(draft.device) or (lambda: None)
     target.logits(context)  # an exit layer reads the first layers' hidden states from the target's pass
     wait()
@@ -89,10 +89,10 @@ def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: Re
 
 
 class TimedRound(NamedTuple):
-    """The seconds of a round: of its draft of so many `passes` (or levels, if the draft model has not run), and of the target's
-    pass over `tokens`.
+    """The times of one round in seconds: `drafting`, and `verification` by a target pass over `tokens` tokens.
 
-    `with_signals`: signals (numbers about a drafted token, such as entropy) were computed.
+    `passes` is the number of the draft model's passes (of the draft's levels, if no draft model ran). `with_signals`: signals
+    (numbers about a drafted token, such as entropy) were computed. `context_length` is in tokens.
     """
 
     context_length: int
@@ -115,10 +115,11 @@ def time_rounds(
     drafter: Drafter | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[TimedRound]:
-    """Times rounds of `method` after a prompt (token ids), with the draft `lengths` in turn, until the deadline.
+    """Times rounds of `method` after a prompt (token ids) until the deadline. The drafts have `lengths` tokens (levels) in turn.
 
     Each length is timed at least once. Every other round also computes `signals`, if there are any. `drafter` replaces the
-    method's (None: keeps it). Raises SpecgenError if the method cannot run with this pair or drafts nothing.
+    method's (None: keeps it), `settings` are the method's. Raises SpecgenError if the method cannot run with this pair or drafts
+    nothing.
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
     fewest, found = len(sweep.combinations), list[TimedRound]()
@@ -148,10 +149,10 @@ def time_rounds(
 
 
 def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> RoundCosts:
-    """Returns the medians of the times, at the median length of the contexts.
+    """Returns the median seconds of drafts and target passes by their numbers of tokens, at the contexts' median length.
 
-    The pass over one token is taken from the costs of the target `alone` (None: these are they) if it was not timed: it is the
-    pass of a round without a draft, which is rare or missing where another model drafts.
+    `alone` are the costs of rounds without a draft model; None if `rounds` are such rounds. If no round of `rounds` had an empty
+    draft, the time of a target pass over one token is taken from `alone`.
     """
     length = round(median(each.context_length for each in rounds))
     plain = _medians((each.passes, each.drafting) for each in rounds if not each.with_signals)
@@ -172,10 +173,10 @@ def _medians(timed: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: SamplingParams) -> RoundCosts:
-    """Returns the costs of PEARL's rounds: those of passes at the same time, from which its window is computed, and an overhead.
+    """Returns the costs of PEARL's rounds: the times of passes while both models run at once, and an overhead per round.
 
-    The overhead is by how much rounds of a real run are longer than the longer of their draft and their target pass. Raises
-    SpecgenError if PEARL cannot run with this pair, or drafts nothing.
+    The overhead is the mean time by which rounds of a real run are longer than the longer of their draft and their target pass.
+    Raises SpecgenError if PEARL cannot run with this pair, or drafts nothing.
     """
     request = pair.request(reference.prompt_ids, "pearl", _endless(sampling))
     run, late = pair.prepare(request), list[float]()
@@ -213,8 +214,8 @@ def measure_costs(
     """Times rounds of each of `kinds` until the deadline, after a prompt of `references` of median length.
 
     The kinds are `echo` (the target alone), `model` (with the draft model), `exit` (with the exit layer) and `parallel` (PEARL).
-    Returns the costs by kind, and why kinds could not be timed. Raises SpecgenError if the rounds of the target alone cannot be
-    timed.
+    Returns the costs by kind, and the reason for each kind that could not be timed, also by kind. `announce` is called with a
+    description of each step. Raises SpecgenError if the rounds of the target alone cannot be timed.
     """
     costs, failures = dict[str, RoundCosts](), dict[str, str]()
     by_length = sorted(references, key=lambda reference: len(reference.prompt_ids))

@@ -23,7 +23,7 @@ _BYTES = 5  # per parameter, of the stored model in float32
 class RoundingCost(NamedTuple):
     """The perplexities of a text of so many `tokens` under the rounded and the stored weights.
 
-    `changed` is the share of the text's tokens after which the most likely next token is another one.
+    `changed` is the share of the text's tokens after which the two have different most likely next tokens.
     """
 
     tokens: int
@@ -34,9 +34,10 @@ class RoundingCost(NamedTuple):
 
 @inference
 def rounding_cost(target: LoadedModel, announce: Callable[[str], None]) -> RoundingCost | None:
-    """Runs both models on the beginning of the bundled text; loads the stored weights once more, in float32.
+    """Compares the target, whose weights are rounded, with the stored weights on the first `TOKENS` tokens of the bundled text.
 
-    Returns None if the weights are not rounded, or if the memory may be too small for the stored ones.
+    Loads the stored weights besides, in float32. Returns None if the target's weights are not rounded, or if the free memory may
+    be too small for the stored ones. `announce` is called with a short description of the step.
     """
     free = free_memory(target.device)
     if target.quantise is None or (free is not None and free < _BYTES * sum(target.prepared.parameters.values())):

@@ -1,12 +1,13 @@
 """Simulates runs of a method: its real drafter, length policy, verifier and schedule, on models whose outputs are remembered.
 
-A clock adds up the seconds of passes that were measured in real rounds; the models' own time is not counted. All settings see the
-same output on a prompt, the reference: plain decoding's. Where the verifier is one of those that all lossless methods share, a
-draft is checked against it, and the target is not run at all:
+A clock adds up the seconds that passes took in real rounds; the time that the simulation takes is not counted. All settings see
+the same output on a prompt: plain decoding's, called the reference. Where the verifier is one of those that all lossless methods
+share, a draft is checked against the reference, and the target is not run at all:
 
 - A greedy or a fixed draft is accepted as far as it equals the reference.
-- A drawn draft depends on the output: given the reference's token y, it was y with probability min(1, q(y) / p(y)), and otherwise
-  it was drawn from the normalised positive part of q - p. So it is drawn here, with the same random numbers for all settings.
+- A drawn draft depends on the output: given the reference's next token y, the drafted token is y with probability
+  min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of q - p. It is drawn so here, with the same random
+  numbers for all settings.
 
 Other verifiers, and drafters that learn from the target's logits, run on the target's remembered outputs. A path that no earlier
 run has taken runs the model.
@@ -66,10 +67,11 @@ class _Models(NamedTuple):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (the target's outputs), with measured `costs` of rounds by kind.
+    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured `costs` of rounds by
+    `Method.cost_kind`.
 
-    Those of chains hold for all their settings. Rounds of trees, beams and several drafts are timed once for each
-    shape (a method with its width, beams or drafts).
+    `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
+    simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
     """
 
     def __init__(
@@ -90,10 +92,11 @@ class Simulator:
     def run(
         self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None, *, perplexity: bool = False
     ) -> Figures:
-        """Simulates the method `name` with the settings `given`, and returns one summary of all runs, with expected seconds.
+        """Simulates the method `name` with the settings `given`. Returns the figures of all runs together, with expected seconds.
 
-        Runs on the prompts with these `numbers`, None for all. With `perplexity`, and for lossy methods, the summary has the
-        perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot run with this pair.
+        `numbers` are the prompts to run on, as indices of `references`; None for all. With `perplexity`, and for lossy methods,
+        the summary has the perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot
+        run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
@@ -111,9 +114,10 @@ class Simulator:
         return summary
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
-        """Returns the costs of the method's rounds with these settings; the first call for a shape measures them.
+        """Returns the costs of the method's rounds with these settings: for chains, those given to the simulator.
 
-        The signals that the length policy reads are part of a shape's costs too.
+        For other drafts, rounds are timed at the first call with this method, these values of settings such as width and beams,
+        and a length policy that reads these signals.
         """
         if method.recorded and not method.drafts_trees(settings):
             return self.costs[method.cost_kind]
@@ -158,7 +162,7 @@ class Simulator:
         return run
 
     def _models_of(self, method: Method, number: int) -> _Models:
-        """Returns the models on prompt number `number`, whose outputs are kept for all methods that need the same parts."""
+        """Returns the models on prompt number `number`. Methods with the same `needs` share them, and so their kept outputs."""
         key = method.needs, number
         if key not in self._models:
             self._models[key] = self._make_models(method, number)
@@ -195,7 +199,7 @@ class Simulator:
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`: each prompt has one of its own."""
+    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs for each prompt."""
     return derive_seed(seed, f"prompt {number}")
 
 

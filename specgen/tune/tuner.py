@@ -25,6 +25,7 @@ from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair.pair import skipping_speed
+from specgen.pair.request import messages
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
@@ -96,7 +97,8 @@ def worth_rounding(pair: Pair) -> bool:
 
 
 class Tuner:
-    """The steps of one tuning. `left_out` has the reason for each method (or settings) that is not tuned."""
+    """The steps of one tuning. `left_out` has the reason for each method that is not tuned, by name, and under `SOME` for
+    settings that were not tried."""
 
     def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver) -> None:
         self.pair, self.request, self.observer = pair, request, observer
@@ -110,7 +112,7 @@ class Tuner:
             raise SpecgenError(f"no method can be tuned: {why}", "Name others with --methods")
 
     def select(self) -> list[str]:
-        """Returns which of the requested methods can be tuned for this pair; plain decoding always is. Raises SpecgenError."""
+        """Returns which of the requested methods can be tuned for this pair, plain decoding included. Raises as `check_named`."""
         names = self.request.names
         wanted = [name for name in METHODS if name == PLAIN or (name in (names or METHODS) and not METHODS[name].is_yardstick)]
         for name in wanted:
@@ -123,7 +125,7 @@ class Tuner:
         method, draft = METHODS[name], self.pair.draft
         if method.skips_layers and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
-        if method.uses_draft_model and draft is None:  # also if copying would do
+        if method.uses_draft_model and draft is None:  # also where the method could draft by prompt lookup instead
             return "there is no draft model"
         refusal = draft.refusal if method.uses_draft_model and draft is not None else None
         error = refusal or obstacle(self.pair, name)
@@ -140,7 +142,7 @@ class Tuner:
             if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
                 break
             self.observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
-            ids = pair.tokenizer.chat(prompt.text, None) if request.chat else pair.tokenizer.encode(prompt.text)
+            ids = pair.tokenizer.conversation(messages(prompt.text)) if request.chat else pair.tokenizer.encode(prompt.text)
             try:
                 if not references:
                     record_reference(pair, ids, sampling)  # warms up
@@ -148,17 +150,17 @@ class Tuner:
                 references.append(record_reference(pair, ids, seeded))
             except SpecgenError as error:
                 raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
-        speed = 1 / _token_seconds(references)
-        self.observer.done(f"plain decoding gives {speed:.1f} tokens/s on {counted(len(references), 'prompt')}")
+        self.observer.done(f"{counted(len(references), 'output')} of plain decoding recorded")
         return references
 
     def measure(
         self, pair: Pair, names: Sequence[str], references: Sequence[ReferenceOutput], deadline: Deadline
     ) -> tuple[Simulator, float | None]:
-        """Measures the costs of rounds of the methods `names`; those that cannot be measured go to `left_out`.
+        """Measures the seconds of rounds of the methods `names`. Methods whose rounds cannot be timed go to `left_out`, unless
+        `pair` is the one with rounded weights.
 
-        Returns what simulates runs with these costs, and the share of drafted tokens that the target accepts when it judges them
-        one by one, None without drafts.
+        Returns a simulator with these costs, and the share of drafted tokens that the target accepts in drafts of one token (None
+        without a draft model or exit layer).
         """
         sampling, observer = self.request.sampling, self.observer
         rows = [METHODS[name] for name in names if name in SIMPLE]
@@ -182,9 +184,10 @@ class Tuner:
         return simulator, share
 
     def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
-        """Whether the draft with weights rounded to `dtype` is expected to be clearly faster; reports why.
+        """Whether decoding is expected to be faster with the draft model's weights rounded to `dtype` than with the stored ones.
 
-        `shares` are those of the rounded and of the stored draft's tokens that the target accepts.
+        A gain of less than 3 % (`AS_FAST`) does not count. Tells the observer both expected speedups. `shares` are the shares of
+        drafted tokens that the target accepts, of the rounded and of the stored draft model.
         """
         speedups = []
         for simulator, share in zip((rounded, stored), shares, strict=True):
@@ -205,11 +208,12 @@ class Tuner:
         *,
         is_needed: bool = False,
     ) -> dict[str, list[Candidate]]:
-        """Simulates the settings in `grids` (method: settings to try) until the deadline, on prompts with these `numbers`.
+        """Simulates the settings in `grids` (method: settings to try) until the deadline, on the prompts with these `numbers`
+        (None: all).
 
         Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
-        automatically. With `is_needed`, one setting of each method is simulated even after the deadline. Returns what was tried,
-        by method, with the speed that is expected on all prompts.
+        automatically. With `is_needed`, the first settings of each method are simulated even after the deadline. Returns what was
+        tried, by method; its expected speed is scaled to all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
@@ -233,9 +237,10 @@ class Tuner:
         return tried
 
     def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:
-        """Simulates settings of the methods `names`, and returns each method with its best ones, the fastest expected one first.
+        """Simulates settings of the methods `names`, and returns each method with its best settings, by expected speed, fastest
+        first.
 
-        Trees, several drafts and beams run on a few of the prompts, evenly spread over the categories.
+        Settings with trees, several drafts or beams are simulated on up to `SEARCH_PROMPTS` prompts, evenly spread over all.
         """
         deadline, prompts = self.request.deadline, len(simulator.references)
         chains = {name: grid(name) for name in names if name in SIMPLE}
@@ -270,7 +275,8 @@ class Tuner:
             self.observer.done(f"{counted(len(found), noun)} of {of} {what}; best: {best.written}")
 
     def _best(self, name: str, tried: Sequence[Candidate], plain_perplexity: float | None) -> Candidate | None:
-        """Returns the best of the settings that were tried of one method; None, with a reason in `left_out`, without any."""
+        """Returns the best of the candidates `tried`, which are all of one method. None, with the reason in `left_out`, if none
+        was tried or if none has a perplexity that the objective allows."""
         if not tried:
             self.left_out.setdefault(name, TIME_WAS_SHORT)
             return None
@@ -283,9 +289,9 @@ class Tuner:
         return found
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Decodes with plain decoding and as many of the most promising candidates as the time allows.
+        """Runs plain decoding and as many of the most promising candidates as the time allows on the real models.
 
-        Returns all `candidates`, with measured speeds where they ran.
+        Returns all `candidates`, with measured speeds for those that ran.
         """
         request, named = self.request, self.request.names or ()
         selected = shortlist([each for each in candidates if each.name != PLAIN and (each.lossless or each.name in named)])
@@ -336,9 +342,10 @@ def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers:
 
 
 def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: Objective) -> Candidate | None:
-    """Returns the best of the candidates `tried`, which are all of one lossy method, the fastest of equally good ones.
+    """Returns the candidate that the objective prefers of `tried`, which are all of one lossy method.
 
-    None if no perplexity is at most the objective's limit. Perplexities that agree to three decimals are equally good.
+    That is the fastest one whose perplexity is within the objective's limit; None if there is none. If the objective is the
+    lowest perplexity, it is the one with the lowest; where several agree to three decimals, the fastest of these.
     """
     limit = objective.limit(plain_perplexity)
     kept = [each for each in tried if each.perplexity is not None and each.perplexity <= limit]
@@ -351,7 +358,7 @@ def best_lossy(tried: Sequence[Candidate], plain_perplexity: float, objective: O
 
 
 def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
-    """Searches for about `seconds` for the layers to skip when the target itself drafts, and returns the fastest set found.
+    """Searches for about `seconds` for the layers that Self-SD skips in drafting, and returns it with the fastest set found.
 
     Each set is run on the beginnings of some prompts. Raises SpecgenError if the target's layers cannot be run one by one, or if
     the time is too short to try one set.
@@ -377,7 +384,8 @@ def outcome_of(
     left_out: Mapping[str, str],
     acceptance: float | None = None,
 ) -> TuningOutcome:
-    """Returns the outcome: the candidates, the measured costs and the acceptance, which explain the choice."""
+    """Returns the tuning's outcome: the candidates, and what explains their speeds. That is the measured costs of rounds and
+    `acceptance`, the share of drafted tokens that the target accepts."""
     model, costs = None, simulator.costs
     draft = costs.get("model", costs.get("exit"))
     if draft is not None:

@@ -38,7 +38,10 @@ _NO_DISTRIBUTIONS = "--record distributions adds to a trace how likely acceptanc
 
 
 class Series(NamedTuple):
-    """Numbers of one meaning, one for each place on the x axis; `kind` is one or more CSS classes, `style` that of a terminal."""
+    """What a chart shows of one quantity: its name, and a number for each place on the x axis.
+
+    `kind` is its look on a page, one or more CSS classes; `style` is its look in a terminal.
+    """
 
     name: str
     kind: str
@@ -48,11 +51,12 @@ class Series(NamedTuple):
 
 @dataclass(slots=True)
 class Chart:
-    """A chart with a title above and notes below; `heading` follows the title in a terminal, `kind` names its caption on a page.
+    """A chart with a title above and notes below. `heading` follows the title in a terminal, `kind` names the caption on a page.
 
-    y goes from 0 to `high`. The places on the x axis are rounds, or ranges with `labels`. On a page the series are columns in
-    front of each other if there are `tips` (a tooltip for each place), otherwise lines. In a terminal: with `numbers` a bar and a
-    number for each label, with `labels` alone a table, with neither a row of characters per series.
+    y goes from 0 to `high`. The places on the x axis are rounds, or ranges of a number, which `labels` name. On a page, each
+    series is a row of columns if there are `tips` (a tooltip for each place), otherwise a line. In a terminal, a chart with
+    `numbers` has a bar and a number for each label; one with `labels` alone is a table; one with neither has a row of block
+    characters per series.
     """
 
     kind: str
@@ -109,12 +113,13 @@ def ticks(high: float, most: int = 4) -> list[float]:
 
 
 def time_shares(summary: Figures) -> list[tuple[str, str, float]]:
-    """Returns where the time went: the key of each phase that took any, its name, and its share of the whole time."""
+    """Returns, for each phase that took time, its key in `PHASES`, its name for people, and its share of the whole time (0 to
+    1)."""
     return [(phase, name, share) for phase, name in _PHASES.items() if (share := summary.share_of_time(phase))]
 
 
 def time_chart(summary: Figures) -> Chart:
-    """The times of `time_shares` for a terminal; a page has a bar of its own for them."""
+    """Returns a chart of the phases' shares of the time, for a terminal. At least one phase must have taken time."""
     _, names, shares = zip(*time_shares(summary), strict=True)
     numbers = [f"{share:>4.0%}" for share in shares]
     series = [Series("share", "", shares)]
@@ -122,8 +127,8 @@ def time_chart(summary: Figures) -> Chart:
 
 
 def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
-    """Yields the charts for which the trace has numbers. `found` has those of all generations of the method; the rounds and the
-    posterior are those of `run` alone."""
+    """Yields the charts for which the trace has numbers. Most are of all generations of the method, whose statistics are `found`;
+    the charts of rounds and of a bandit policy's posterior are of the one generation `run`."""
     bounds = bounds_of(found.tokens, found.c)
     rounds = [traced.round for traced in run.rounds[1:]]  # without the prefill
     if any(round_.draft.tokens for round_ in rounds):
@@ -301,5 +306,5 @@ def _posterior(rounds: Sequence[Round]) -> Iterator[Chart]:
 
 
 def span(found: Bin) -> str:
-    """Returns the range of a bin as text."""
+    """Returns the range of a bin as text, such as `0.1–0.25` or `3 and up`."""
     return f"{found['low']:g} and up" if found["high"] is None else f"{found['low']:g}–{found['high']:g}"

@@ -35,8 +35,9 @@ _BAR = Column("bar", "\n", priority=5)
 class Report:
     """A comparison of decoding methods, and how to show it.
 
-    `results` has what was measured; `made` has the same summed up for each method. `where` names the models, the device and the
-    dtype. `by_category` adds lines per category of prompts, `phases` a table of times. `notes` is a last sentence or empty.
+    `results` has the measured runs, `made` each method's figures computed from them. `where` names the models, the device and the
+    dtype. `by_category` adds a line per method and category of prompts, `phases` a table of times. `notes` is a last sentence, or
+    empty.
     """
 
     results: Results
@@ -52,7 +53,7 @@ class Report:
 
 
 def page(report: Report, width: int) -> list[Text]:
-    """Returns the whole output. Its lines have at most `width` cells, unless a method's name alone is longer."""
+    """Returns the report as lines of at most `width` cells; longer only where a method's name alone is longer."""
     lines, is_whole = headed_table(report, width)
     said = sentences(report)
     if not is_whole:
@@ -66,7 +67,7 @@ def page(report: Report, width: int) -> list[Text]:
 
 
 def picture(report: Report) -> str:
-    """Returns the whole output as an SVG picture, as wide as the table of speeds with all its columns."""
+    """Returns the report as an SVG picture, as wide as the table of speeds with all its columns."""
     lines = speed_table(report.made, 1000, by_category=report.by_category)[0]
     width = max(PIPED_WIDTH, *(line.cell_len for line in lines))
     return svg(page(report, width), width)
@@ -111,10 +112,10 @@ def headline(report: Report) -> str:
 
 
 def sentences(report: Report) -> list[Text]:
-    """Returns the sentences below the table, in this order.
+    """Returns the sentences below the table.
 
-    The fastest method; the outputs that differ from plain decoding's; remarks on the table; which prompts chose the settings; the
-    report's `notes`.
+    In this order, they name the fastest method and the outputs that differ from plain decoding's, explain the table, say on how
+    many of the prompts `specgen tune` chose the settings, and end with the report's `notes`.
     """
     conclusion, top = _conclusion(report), best(report.made)
     said = [Text(conclusion)] if conclusion else []
@@ -187,7 +188,7 @@ def _differences(report: Report) -> list[Text]:
 
 
 def _tuned(report: Report) -> list[Text]:
-    """Returns a sentence that says how many of the prompts chose the settings that come from a profile."""
+    """Returns a sentence that says on how many of the prompts `specgen tune` chose the settings; none without such settings."""
     config = report.results.config
     tuned = {result.spec.written: config.tuned_on(result.spec) for result in ranked(report.made) if result.prompts}
     counts = {name: count for name, count in tuned.items() if count is not None}
@@ -257,8 +258,9 @@ def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> T
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     """Returns a table of the time that each method spent in each phase, such as drafting and verifying (EESD, Table 8).
 
-    Cells have seconds and the share of the whole time, or the share alone where `width` is small, and fewer phases where it is
-    smaller. transformers reports no phases.
+    A cell has the seconds and their share of the whole time. If `width` (cells) is too small for that, it has the share alone,
+    and if it is still too small, only three phases are shown. The cells of transformers' own methods, which report no phases, are
+    empty.
     """
     lines: list[Text] = []
     for with_seconds, phases in ((True, PHASES), (False, PHASES), (False, _MAIN_PHASES)):

@@ -20,10 +20,14 @@ _FORMULA = re.compile(r"(^|;)(?=[\s␀-␡⇥↵�]*[=+\-@＝＋－＠])")
 
 
 def ranked_rows(results: Sequence[MethodResult], *, by_category: bool = False) -> list[MethodResult]:
-    """Returns the rows of the methods that ran, in the order of `ranked`. With `by_category`, a method whose prompts have several
-    categories also has a row for each category."""
+    """Returns the rows of the methods that ran: plain decoding, then lossless methods by speed, then the others (see `ranked`).
+
+    With `by_category`, a method whose prompts have several categories also has a row for each category. Plain decoding has none,
+    because its speedup is always 1.
+    """
     measured = [result for result in ranked(results) if result.prompts]
-    return [row for result in measured for row in result.rows(by_category=by_category and len(result.by_category) > 1)]
+    split = [by_category and len(result.by_category) > 1 and not result.is_reference for result in measured]
+    return [row for result, is_split in zip(measured, split, strict=True) for row in result.rows(by_category=is_split)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from rich.text import Text
 from specgen.base.text import counted, inline, streamed
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Figures
-from specgen.view.theme import ThemedConsole, one_line_text, wrapped
+from specgen.view.theme import PIPED_WIDTH, ThemedConsole, one_line_text, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Detokenizer
@@ -148,7 +148,7 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
     `→` comes before a correction and `⊕` before a bonus token. `✗` comes before a rejected token. `shown` returns the text of
     token ids on one line. If the draft is a tree, its accepted path is shown, with `²` after a token that was the second
-    candidate at its position, then the rejected candidates as `a|b`.
+    candidate at its position, then the rejected candidates as `a|b` and the number of all other nodes.
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
     token, source = round_.verdict.token, round_.verdict.source
@@ -184,7 +184,7 @@ def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     draft, ranks = round_.draft, Counter[int]()
-    line, rejected = [], []
+    line, rejected, discarded = [], [], 0
     for token, parent, status in zip(draft.tokens, draft.parents, round_.statuses, strict=True):
         ranks[parent] += 1  # its rank among its siblings
         if status is TokenStatus.ACCEPTED:
@@ -192,8 +192,12 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
             line.append(Part(shown([token]) + rank, "accepted"))
         elif status is TokenStatus.REJECTED:
             rejected.append(shown([token]).removeprefix(" "))
+        else:
+            discarded += 1
     if rejected:
         line += [Part(" ", "space"), Part("✗", "cross"), Part("|".join(rejected), "rejected")]
+    if discarded:
+        line += [Part(" ", "space"), Part(f"+{discarded}", "discarded")]
     return line
 
 
@@ -227,10 +231,10 @@ class RoundsView:
                 Text("discarded", "token.discarded"),
                 Text.assemble(("→", "mark"), ("correction", "token.target")),
                 Text.assemble(("⊕", "mark"), ("bonus", "token.target")),
-                Text("3/5 accepted of drafted", "quiet"),
+                Text("3/5 accepted", "quiet"),
             ]
         )
-        more = ["a|b: candidates for one position   ²: the second one was accepted"] if self._branches else []
+        more = ["a|b: candidates for one position   ²: the second was accepted   +9: other nodes"] if self._branches else []
         if self._parallel:
             more.append("pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified")
         for each in (line, *(Text(text, "quiet") for text in more)):
@@ -242,7 +246,7 @@ class RoundsView:
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
         text = Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
         why = one_line_text(Text(reason(round_, self._prompt_length), "quiet"))
-        width = self._console.width
+        width = min(self._console.width, PIPED_WIDTH)  # the reason stays near the text
         column = width - self._lead
         if width >= NARROW:
             column -= len(why) + 2
@@ -264,7 +268,7 @@ class RoundsView:
 
 
 def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "") -> Text:
-    """Returns the line: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
+    """Returns the line below the answer: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
     in words, the method and the settings that `specgen tune` saved, empty where they are not used.

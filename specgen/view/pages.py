@@ -200,7 +200,7 @@ def committed_texts(run: TracedRun) -> list[str]:
     """Returns the text of each committed token (a token of the answer: accepted, or chosen by the target).
 
     Where several tokens make up one character, the last of these tokens has the character, taken from the text of the whole
-    answer, and the ones before it are empty. Tokens whose place in it cannot be found stay as they are.
+    answer, and the ones before it are empty. A token whose place in the answer cannot be found keeps its own text.
     """
     texts: list[str] = []
     for traced in run.rounds:

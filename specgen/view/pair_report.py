@@ -32,14 +32,14 @@ ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
 Fact = tuple[str, str | list[list[str]]]
-"""A label with its text. Without a label: more on the fact above, as text or as a table."""
+"""A line of the report: a label and a text or, as a list of rows, a table. With an empty label it continues the line above."""
 
 
 # a pair
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
-    """Prints the report on a pair. `next_step` is the command that the user can run next, None where the pair cannot be used."""
+    """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no suggestion."""
     for line in lines(report, console.width, next_step):
         console.print(line)
 
@@ -112,10 +112,11 @@ def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) ->
 
 
 def _overlap(overlap: TokenOverlap, model: SpeedupModel | None) -> Iterator[Fact]:
-    """Yields lines about drafts in the tokens that both tokenizers have, and once measured whether they are likely to pay.
+    """Yields lines about drafts in the tokens that both tokenizers have. With the measured `model` they say whether such drafts
+    are likely to pay.
 
-    This is about a draft model that splits text as it was trained to. One that `tune --train` taught the target's tokens may
-    have more of its drafts accepted than kappa.
+    They hold for a draft model that splits text as it was trained to. If `tune --train` has taught it the target's tokens, more
+    of its drafted tokens may be accepted than kappa, the share of a text that is one token in both.
     """
     yield "· tokenizer" if overlap.is_low else "✓ tokenizer", f"another; {common_tokens(overlap)}"
     yield "", covered_share(overlap)
@@ -136,7 +137,8 @@ def common_tokens(overlap: TokenOverlap) -> str:
 
 
 def covered_share(overlap: TokenOverlap) -> str:
-    """Returns which share of a text's tokens both tokenizers have in common, and how long drafts can be therefore."""
+    """Returns in words which share of a text's tokens (kappa) are one token in both tokenizers and, if it is known, how many such
+    tokens follow each other on average."""
     if overlap.kappa is None:
         return "there is too little text to say how much of an output they cover (kappa)"
     text = "the target's output" if overlap.is_output else "example text"
@@ -145,13 +147,14 @@ def covered_share(overlap: TokenOverlap) -> str:
 
 
 def notice(overlap: TokenOverlap) -> str:
-    """Returns one line for a run that is about to begin."""
+    """Returns a line that tells the user, before a run, that the tokenizers differ, and how much of a text can be drafted."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
 
 
 def _memory(report: PairReport) -> Iterator[Fact]:
-    """Yields the memory of both models, or of each if they are on different devices, and the parts of a plan for several."""
+    """Yields lines about the memory of both models together, or of each if they are on different devices. If the target is spread
+    over several devices, there is a line for each."""
     target, draft, placement = report.target, report.draft, report.placement
     stages = placement.stages if placement is not None else ()
     if draft is None or draft.device == target.device or stages:
@@ -325,17 +328,18 @@ def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, 
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
-    """Returns a line per method: its expected and its measured tokens per second, and its speedup over plain decoding with the
-    interval. Settings for which `width` cells are too few are left out."""
-    rows: list[list[str | Text]] = [["", "expected", "measured", "speedup", ""]]
-    for method in outcome.methods:
+    """Returns a line per method: its tokens per second, measured or else expected by simulation, and its measured speedup over
+    plain decoding with the interval. Measured ones come first. Settings for which `width` cells are too few are left out."""
+    rows: list[list[str | Text]] = [["tokens/s", "measured", "expected", "speedup", ""]]
+    for method in sorted(outcome.methods, key=lambda each: (each.measured is None, -(each.measured or each.predicted))):
         name = method.written if len(method.written) <= width - _FIGURES else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
         remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
         remarks += [] if method.lossless else ["lossy"]
         label = Text(name, "strong" if method == outcome.chosen else "none")
-        rows.append([label, f"{method.predicted:.1f}", measured, speedup, Text(", ".join(remarks), "quiet")])
+        expected = f"{method.predicted:.1f}" if method.measured is None else ""
+        rows.append([label, measured, expected, speedup, Text(", ".join(remarks), "quiet")])
     return table(rows, left=(0, 4))
 
 

@@ -42,7 +42,8 @@ class Progress:
         self.clear()
 
     def show(self, *lines: Text) -> None:
-        """Replaces the lines that are shown. Several begin at the left edge and have to fit the terminal's height."""
+        """Replaces the lines that are shown by `lines`. If there are several, they begin at the terminal's left edge, and must
+        not be more than its height."""
         if self.is_silent:
             return
         with self.console.capture() as drawn:
@@ -62,14 +63,15 @@ class Progress:
             self.show(Text("▸ ").append(one_line(what)))
 
     def bar(self, what: str, share: float, rest: str, left: float | None = None, above: Sequence[Text] = ()) -> None:
-        """Shows a bar filled to `share` (0 to 1), `rest` with the seconds `left`, and `what`, below the lines `above`."""
+        """Shows one line below the lines `above`: a bar filled to `share` (0 to 1), the figures `rest`, the seconds `left` (None:
+        unknown) and the text `what`."""
         filled = min(_BAR, round(_BAR * share))
         line = Text("▸ ").append("━" * filled, "bar").append("─" * (_BAR - filled), "quiet")
         figures = [rest, "" if left is None else f"~{duration(left)} left", one_line(what)]
         self.show(*above, line.append("".join(f"  {text}" for text in figures if text), "none"))
 
     def clear(self) -> None:
-        """Erases the lines, before something else is written where they begin."""
+        """Erases the lines that are shown. To be called before other text is written at the cursor."""
         if self._is_shown:
             self._is_shown = False
             self._write(_ERASE_BELOW)
@@ -95,7 +97,8 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def reading_prompt(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Shows how many of the prompt's tokens the models have run, once that has taken `PREFILL_DELAY` seconds.
+    """While the block runs, shows how many of the prompt's tokens the models have run, once that has taken `PREFILL_DELAY`
+    seconds.
 
     It counts the tokens of all models that are running the prompt: the target's, then the draft's; in PEARL both at once. `clock`
     returns seconds.
@@ -144,7 +147,7 @@ class TuneProgress:
 
 
 class TrainingLine:
-    """Shows how far text generation and training are; without a terminal, in a line every 30 seconds."""
+    """Shows how far text generation and training are: in a bar on a terminal, otherwise in a line every 30 seconds."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -71,7 +71,7 @@ class ThemedConsole(Console):
         super().print(*lines, **options)
 
     def stream(self, text: Text) -> None:
-        """Prints text that continues a line and may hold line feeds."""
+        """Prints text, which may hold line feeds, at the cursor, without a line feed after it."""
         super().print(text, end="")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -97,12 +97,13 @@ def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> 
 
 
 def width(console: Console) -> int:
-    """Returns the width of the output in cells: the terminal's width, or `PIPED_WIDTH` where the output is not a terminal."""
-    return console.width if console.is_terminal else PIPED_WIDTH
+    """Returns the width of the output in cells: the terminal's; elsewhere the variable COLUMNS, or `PIPED_WIDTH` without it."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH
 
 
 def one_line_text(text: str | Text) -> Text:
-    """Returns the text without control characters (see `text.one_line`), so that it has the width that it is shown with."""
+    """Returns the text with a symbol for each control character (see `base.text.one_line`), so that its width in cells is the one
+    that it is shown with."""
     if isinstance(text, str):
         return Text(one_line(text))
     if not text.plain.isprintable():
@@ -157,7 +158,7 @@ def table(rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap:
 def recorder(width: int, flavour: str) -> ThemedConsole:
     """Returns a console that records what is printed, so that its `export_svg` can draw it.
 
-    `width` is in cells. `flavour` is the name of a colour scheme (see above).
+    `width` is in cells. `flavour` is the name of a colour scheme, one of `FLAVOURS`.
     """
     shown = {"width": width, "file": io.StringIO(), "force_terminal": True, "color_system": "truecolor", "_environ": {}}
     return ThemedConsole(flavour, record=True, legacy_windows=False, **shown)

@@ -59,7 +59,7 @@ _SHOWN = ("acceptance_rate", "block_efficiency", "mean_draft_length")
 _SPEED = next(column for column in COMPARED if column.key == "tokens_per_second")
 COLUMNS = (
     *(each for each in COMPARED if each.key in _SHOWN),
-    Column("run_count", "runs", label="runs", value=attrgetter("runs")),
+    Column("run_count", "runs", label="recorded", value=attrgetter("runs")),
 )
 
 

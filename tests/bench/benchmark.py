@@ -1,4 +1,4 @@
-"""How fast are we, against transformers on the same models? Not a test: `python tests/bench/benchmark.py` prints figures.
+"""Measures the speed of specgen's methods against transformers on the same models: `python tests/bench/benchmark.py`.
 
 Runs are taken in turn, prompt by prompt, so that a drifting machine is fair to all; each method's figure is the median over the
 prompts of its tokens a second over those of transformers' plain `generate` on the same prompt. All outputs must be identical.
@@ -32,7 +32,8 @@ Answer = tuple[list[int], float, dict[str, float]]
 
 
 def examples(count: int) -> list[str]:
-    """The first `count / 4`, at least one, of each category of examples.yaml that are not for tuning."""
+    """The texts of about `count` prompts of examples.yaml that are not for tuning: the first `count / 4` of each category, at
+    least one."""
     entries = yaml.safe_load((Path(__file__).parents[2] / "examples.yaml").read_text())["prompts"]
     by_category: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -42,7 +43,10 @@ def examples(count: int) -> list[str]:
 
 
 def transformers_runner(target: Any, draft: Any, tokens: int, settings: dict[str, Any]) -> Callable[[list[int]], Answer]:
-    """Transformers' generate; with a draft its assisted generation, whose settings count on the draft's own config only."""
+    """Returns a function that runs transformers' `generate` after token ids; with a draft, its assisted generation.
+
+    The `settings` are written to the draft's generation config, because transformers reads them only there.
+    """
     if draft is not None:
         draft.generation_config = GenerationConfig(**{**draft.generation_config.to_diff_dict(), **settings})
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -72,7 +76,7 @@ def specgen_runner(pair: specgen.Pair, written: str, tokens: int) -> Callable[[l
 
 
 class ForwardClock:
-    """Seconds inside the models' forward passes, clocked where the runners call them, early exit's included."""
+    """Adds up in `seconds` the time of all forward passes that the pair's model runners make, those of early exit included."""
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
@@ -134,7 +138,8 @@ def main() -> None:
 def measure(
     pair: specgen.Pair, runners: dict[str, Callable[[list[int]], Answer]], texts: list[str]
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """Per method and prompt: seconds, seconds relative to plain, share of the time outside the models."""
+    """Runs all methods on each text. Returns for each method, per text: its seconds, its seconds relative to plain decoding's,
+    and the share of the time outside forward passes."""
     inside = ForwardClock(pair)
     figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for position, text in enumerate([texts[0], *texts]):

@@ -1,4 +1,4 @@
-"""Holds what `tune --export` writes (`golden/exports.json`) against the engines. Run by hand, with the engines' sources:
+"""Checks that the engines accept what `tune --export` writes (`golden/exports.json`). Run by hand, with the engines' sources:
 
     pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 llama-cpp-python==0.3.36
     (unpack each into DIR/vllm, DIR/sglang, DIR/mlx_lm and DIR/llama)

@@ -28,7 +28,8 @@ STORY = "def read_lines(path):"
 
 
 def draw(pair: specgen.Pair, flavour: str) -> str:
-    """The rounds of a run as an SVG of a terminal."""
+    """Decodes with the pair and returns the output of `--rounds` as an SVG picture of a terminal, in the colour scheme
+    `flavour`."""
     console = recorder(WIDTH, flavour)
     sampling = specgen.SamplingParams(max_new_tokens=128)
     request = pair.request(f"{QUESTION}\nAnswer:", sampling=sampling)
@@ -51,7 +52,7 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
 
 
 def draw_inspected(flavour: str, folder: Path) -> str:
-    """Two recorded runs side by side, as `inspect` shows them in a terminal."""
+    """Returns an SVG picture of two recorded runs side by side, as `inspect` shows them in a terminal. Traces go to `folder`."""
     shown = []
     for method in ("svip", "beta-ts"):
         path = folder / f"{method}.jsonl"

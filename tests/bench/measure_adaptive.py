@@ -47,13 +47,16 @@ Given = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in target passes: of drafting one token, and of verifying one more token in the target's pass."""
+    """Costs in units of a target pass over one token: of drafting a token, and of verifying a further token in a target pass."""
 
     draft: float
     verify: float
 
     def speedup(self, summary: Figures, runs: int) -> float:
-        """Returns tokens per unit of cost. The pass over the prompt, one in each of `runs` runs, is not counted."""
+        """Returns the speedup over plain decoding: new tokens per unit of cost.
+
+        The pass over the prompt and its token, one in each of `runs` runs, are not counted.
+        """
         passes = summary.rounds - runs
         return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
 
@@ -91,7 +94,7 @@ def main() -> None:
 
 
 class Measurement:
-    """One drafter on some prompts, and what the length policies make of its drafts."""
+    """Compares the length policies on one drafter and some prompts. `folder` is for models that have to be made."""
 
     def __init__(self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path) -> None:
         self._drafter, self._prompts, self._folder, self._noise = drafter, prompts, folder, options.noise
@@ -141,7 +144,7 @@ class Measurement:
             yield from ((f"{policy}:threshold={value}", {"policy": policy, "threshold": value}) for value in tuned)
 
     def _simulated(self, pair: Pair) -> Simulator:
-        """Returns what simulates the drafter after the target's output in each run."""
+        """Returns a simulator of the pair's runs, with the target's output in each run as its references."""
         references = []
         for number, sampling in enumerate(self._samplings):
             ids = pair.tokenizer.encode(self._prompts[number % len(self._prompts)].text)
@@ -154,7 +157,8 @@ class Measurement:
         return simulator.run(method.name, given)
 
     def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
-        """Runs the decoder with each of the settings in `compared`, and prints the speedup by its rounds' counts."""
+        """Runs the real decoder with each of the settings in `compared`. Prints the speedup computed from the counts of its
+        rounds, beside the `simulated` one."""
         for name, given in compared.items():
             summary = Figures(name)
             with self._open() as pair:  # a new one, so that nothing was learned yet

@@ -45,7 +45,7 @@ def make(folder: Path, sizes: dict[str, int], seed: int) -> Path:
 
 
 def resident(name: str) -> int:
-    """Returns a figure of /proc/self/status in bytes: VmRSS now, or VmHWM at its highest."""
+    """Returns the resident memory of this process in bytes: `name` VmRSS is the present one, VmHWM the highest."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 

@@ -31,7 +31,8 @@ MOST_WINDOWS = 12  # of the sweep where --windows names none
 
 @dataclass(slots=True)
 class MethodFigures:
-    """What a method took: in all, and by category; `ratios` are speeds relative to plain decoding, one for each prompt."""
+    """A method's figures over all prompts and by category. `ratios` are speeds relative to plain decoding, one for each
+    prompt."""
 
     overall: Figures
     by_category: dict[str, Figures] = field(default_factory=dict)
@@ -41,7 +42,8 @@ class MethodFigures:
 def measure(
     pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> dict[str, MethodFigures]:
-    """Decodes each prompt with each method in turn; the first prompt once more before, to warm up."""
+    """Decodes each prompt with each of the methods `names` in turn, and returns their figures. The first prompt is decoded once
+    more before, to warm up."""
     figures = {name: MethodFigures(Figures(name)) for name in names}
     for position, prompt in enumerate([prompts[0], *prompts]):
         taken, outputs = {}, {}

@@ -27,8 +27,8 @@ MOST_AFTER_TORCH, MOST_AFTER_SD, MOST_MEMORY = 0.6, 0.5, 1.1
 
 
 class Start(NamedTuple):
-    """Seconds from the start of a process to its first byte on stdout (its end if it writes none), to its end, and of processor
-    time. Child processes that end before it are included in the last."""
+    """The seconds from the start of a process to its `first` byte on stdout (its end if it writes none) and to its `end`, and its
+    seconds of `processor` time, which include child processes that ended before it."""
 
     first: float
     end: float
@@ -52,7 +52,7 @@ def timed(command: Sequence[str]) -> Start:
 
 
 def peak_megabytes(command: Sequence[str]) -> float:
-    """The peaks of the resident memory of the process and of its draft worker, added up."""
+    """Runs a command and returns the sum of the peaks of resident memory (MiB) of its process and of its draft worker."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peaks: dict[int, float] = {}
     while process.poll() is None:

@@ -30,7 +30,8 @@ KINDS = ("ctrl-c", "closed", "dropped")
 
 
 class Run(NamedTuple):
-    """One run: how it decodes, and how it is interrupted (None: it is not), after so many rounds or calls of functions."""
+    """One run: how it decodes, and the kind of its interruption (None: there is none) `after` so many rounds or function
+    calls."""
 
     method: str
     prompt: str
@@ -40,7 +41,7 @@ class Run(NamedTuple):
 
 
 def counts() -> dict[str, int]:
-    """What the process holds."""
+    """The numbers of threads, child processes, open files, shared mappings, objects and MiB that this process has now."""
     for _ in range(3):
         gc.collect()
     own = Path("/proc/self")
@@ -94,7 +95,7 @@ def schedule(count: int, prompts: list[str], tokens: int, seed: int) -> list[Run
 
 
 def decode(pair: Pair, run: Run) -> str | None:
-    """The token ids of a run as text (the garbage collector counts lists). None if it was interrupted."""
+    """Makes a run and returns its token ids as text, because lists would be counted as objects. None if it was interrupted."""
     settings = SETTINGS.get(run.method, {})
     if run.interruption in ("closed", "dropped"):
         rounds = pair.rounds(run.prompt, run.method, run.sampling, **settings)

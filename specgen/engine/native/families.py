@@ -197,6 +197,26 @@ FAMILIES = {
     "granite": Family(_granite, 2, ()),
 }
 
+# Models with vision or audio that have a text part of a family: what that part's config has where it is silent.
+_TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma4": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+}
+_OUTER = (
+    "eos_token_id",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+)  # may stand outside of the text part's config
+
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     """Returns the contents of config.json in a model's folder. `name` is what messages call the model.
@@ -224,12 +244,27 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return config
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the text part of a model with vision or audio; of other models the config itself.
+
+    Tables are tied if one of the two configs says so: a file with both tables has its head nevertheless.
+    """
+    defaults, inner = _TEXT_DEFAULTS.get(str(config.get("model_type"))), config.get("text_config")
+    if defaults is None or not isinstance(inner, dict):
+        return config
+    outer = {name: config[name] for name in _OUTER if config.get(name) is not None}
+    tied = {"tie_word_embeddings": True} if config.get("tie_word_embeddings") is True else {}
+    return {**defaults, **outer, **{name: value for name, value in inner.items() if value is not None}, **tied}
+
+
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns what the config.json of a model describes. Both forms are read: complete ones, and older ones without defaults.
+    """Returns what the config.json of a model describes, of one with vision or audio the text part. Both forms are read: complete
+    ones, and older ones without defaults.
 
     Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
     computation.
     """
+    config = text_config(config)
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:

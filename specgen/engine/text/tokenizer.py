@@ -58,28 +58,36 @@ class Tokenizer:
             why = shorten(str(error), 160, placeholder=" …")
             raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
 
-    def chat(self, prompt: str, system: str | None, before: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Returns the token ids of a conversation in the model's chat template, up to where the model's next answer starts.
-
-        `prompt` is the user's last message, `system` the system message (None: none). `before` holds the earlier messages of the
-        user, each with the model's answer. Raises SpecgenError if there is no template or it refuses the messages.
-        """
-        turns = [{"role": "system", "content": system}] if system is not None else []
-        for question, answer in before:
-            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return self.conversation([*turns, {"role": "user", "content": prompt}])
-
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Does what `chat` does, for messages with the keys `role` and `content`."""
+        """Returns the token ids of messages in the model's chat template, up to where the model's next answer starts.
+
+        They have the keys `role` and `content`. Raises SpecgenError if there is no template or it refuses the messages.
+        """
+        return self.encode(self._rendered(messages), special=False)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What the chat template writes after an answer, where this is text: a model then goes on with the user's next message.
+
+        Empty where a special token follows the answer, such as the end-of-sequence token.
+        """
+        roles = ("user", "a"), ("assistant", "ANSWER"), ("user", "QUESTION")
+        try:
+            text = self._rendered([{"role": role, "content": content} for role, content in roles])
+        except SpecgenError:  # a template for one turn only
+            return ""
+        after = text.partition("ANSWER")[2].partition("QUESTION")[0].rstrip()
+        return "" if any(map(self.is_special, self.encode(after, special=False))) else after
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self.template:
             raise SpecgenError("this model has no chat template", "Leave --chat out, or take a model tuned for chat")
         from specgen.engine.text.chat_template import render  # imports jinja2
 
         try:
-            text = render(_default(self.template), messages, self.special_tokens)
+            return render(_default(self.template), messages, self.special_tokens)
         except Exception as error:  # a template is a program that may raise anything
             raise SpecgenError(f"the model's chat template refuses these turns: {error}") from error
-        return self.encode(text, special=False)
 
     @cached_property
     def opening(self) -> list[int]:

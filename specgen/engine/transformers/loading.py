@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import SpecgenError
@@ -34,6 +35,8 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        raise SpecgenError(f"{name} ({config.model_type}) is an encoder", "Take a decoder-only language model")
     return config
 
 

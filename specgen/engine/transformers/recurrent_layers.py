@@ -23,7 +23,8 @@ from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps
 _STATE_METHODS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
 _UNLIMITED = ("nemotron_h",)  # families whose limit of time steps transformers applies in some passes only, other engines nowhere
 _NO_LIMIT = 0.0, torch.inf
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})  # layers that need no state but a KV cache
+# layers that need no state but a KV cache
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 _PLAIN_TYPES = frozenset({"mlp", "moe", "dummy"})  # layers without a state
 

@@ -123,7 +123,10 @@ class TransformersModel:
         context, draft, first, last, cache = forward_pass[:5]
         assert self._fixed is not None
         if not forward_pass.is_chain:
-            raise SpecgenError(f"draft trees cannot be run: {self.warning}", "Take a method without draft trees")
+            kept = f"{self.module.config.model_type} keeps a state ({self._fixed.what})"
+            raise SpecgenError(
+                f"{kept} that cannot be rolled back, so it runs no draft trees", "Take a method without them: -m ar"
+            )
         if last < len(context):
             return ModelOutput(torch.empty(0, device=self.device))
         if not 0 <= cache.end <= first:
@@ -289,7 +292,7 @@ class AttentionMasks:
         self._recurrent = dict.fromkeys(types & RECURRENT_TYPES and RECURRENT_TYPES)  # they need no masks
         types = types - RECURRENT_TYPES | ({"full_attention"} if self._recurrent else set())
         self._windows = {name: window if name == "sliding_attention" else None for name in types}
-        self._window = window
+        self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
         """Returns the mask of a pass, whose tokens see what `sight` says. Raises SpecgenError for a tree with ALiBi."""
@@ -303,7 +306,12 @@ class AttentionMasks:
         """Returns the mask [1 or batch, 1, n, keys] of the tokens of one sequence or of several; see the class."""
         made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
-        return {name: masks[each] for name, each in self._windows.items()} | self._recurrent or masks[self._window]
+        found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
+        if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
+            first = sight.positions // self._chunk * self._chunk
+            before = sight.key_positions[..., None, :] < first[..., :, None]
+            found["chunked_attention"] = masks[None].masked_fill(before, torch.finfo(dtype).min)
+        return found or masks[self._window]
 
 
 def _takes_mapping(model: Any) -> bool:
