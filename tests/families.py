@@ -18,19 +18,25 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -63,6 +69,7 @@ _LLAMA = {
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.25,  # wide, so that the likeliest token stands clear of the next: a tie proves nothing
 }
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _WINDOW = 12  # shorter than the texts, so that sliding windows slide
 _IDS = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0, "vocab_size": VOCAB}
 
@@ -86,6 +93,34 @@ FAMILIES: dict[str, Any] = {
     "smollm3": lambda: SmolLM3Config(**_LLAMA, **_IDS, no_rope_layers=[1, 0, 1]),
     "granite": lambda: GraniteConfig(
         **_LLAMA, **_IDS, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.0
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_LLAMA, **_IDS, **_MOE, head_dim=8, num_experts=8, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "olmoe": lambda: OlmoeConfig(**_LLAMA, **_IDS, num_experts=8, num_experts_per_tok=2),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_LLAMA, **_IDS, **_MOE, head_dim=8, n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.5
+    ),
+    "minimax_m2": lambda: MiniMaxM2Config(**_LLAMA, **_IDS, head_dim=8, num_local_experts=8, num_experts_per_tok=2, rotary_dim=4),
+    "gpt_oss": lambda: GptOssConfig(
+        **_LLAMA, **_IDS, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=_WINDOW, swiglu_limit=2.0
+    ),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **_LLAMA | {"num_hidden_layers": 4},
+        **_IDS,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=_WINDOW,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=16,
     ),
     "starcoder2": lambda: Starcoder2Config(**_LLAMA, **_IDS, sliding_window=_WINDOW),
     "stablelm": lambda: StableLmConfig(**_LLAMA, **_IDS, use_qkv_bias=True, qk_layernorm=True),
@@ -175,8 +210,11 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 # the native decoder runs these families
 NATIVE = tuple(
-    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
+    name
+    for name in FAMILIES
+    if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text", "gemma4_text")
 )
+MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss")
 BACKENDS = ("native", "transformers")
 
 
@@ -190,6 +228,9 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     for name, weight in model.named_parameters():  # transformers sets some to ones
         if name.endswith(("A_log", "dt_bias", ".D", "bias")) and family in HYBRIDS:
             torch.nn.init.normal_(weight)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.2)
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
     return model

@@ -26,13 +26,19 @@ _TINY = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
-_OWN_HEAD = ("gemma", "gemma2", "gemma3_text", "qwen3")  # families whose head size does not follow from hidden_size
+# families whose head size does not follow from hidden_size
+_OWN_HEAD = ("gemma", "gemma2", "gemma3_text", "qwen3", "glm4_moe", "minimax_m2", "gpt_oss")
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _SLIDING_LAST = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 _ONE = {"num_attention_heads": 4, "num_key_value_heads": 1}
 _EQUAL = {"num_attention_heads": 4, "num_key_value_heads": 4}
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_OLMOE = {"num_experts": 8, "num_experts_per_tok": 2}
+_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 _GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 7.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -107,6 +113,21 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {**_ONE, "no_rope_layers": [1, 0, 0, 1], "layer_types": _TYPES, "sliding_window": 12, "tie_word_embeddings": False},
         {**_EQUAL, "no_rope_layers": [0, 0, 0, 0]},
     ],
+    "qwen3_moe": [
+        {**_SIX, **_MOE, "head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1], "attention_bias": True},
+        {**_ONE, **_MOE, "num_experts": 5, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+    ],
+    "olmoe": [{**_EQUAL, **_OLMOE}, {**_ONE, **_OLMOE, "norm_topk_prob": True, "num_experts_per_tok": 1}],
+    "glm4_moe": [
+        {**_SIX, **_GLM, "head_dim": 12, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+        {**_ONE, **_GLM, "attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ],
+    "minimax_m2": [{**_SIX, **_MINIMAX, "head_dim": 12, "rotary_dim": 6}, {**_EQUAL, **_MINIMAX, "num_experts_per_tok": 3}],
+    "gpt_oss": [
+        {**_SIX, **_OSS, "sliding_window": 7, "head_dim": 16, "rope_scaling": _YARN},
+        {**_ONE, **_OSS, "sliding_window": 12, "layer_types": _TYPES, "swiglu_alpha": 1.1, "swiglu_limit": 0.7},
+        {**_EQUAL, **_OSS, "attention_bias": False, "sliding_window": 5},
+    ],
     "granite": [
         {**_SIX, **_BIASES, **_GRANITE, "rope_scaling": _LLAMA3},
         {**_ONE, **_GRANITE, "tie_word_embeddings": True},
@@ -145,10 +166,13 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
         for name, weight in module.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.4, 1.8).mul_(torch.randint(0, 2, weight.shape) * 2 - 1.0)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
             else:
-                weight.normal_(std=0.5 if "embed" in name else weight.shape[1] ** -0.5)
+                weight.normal_(std=0.5 if "embed" in name else weight.shape[-1] ** -0.5)
+        for name, bias in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.3)
     return module.requires_grad_(False)
 
 

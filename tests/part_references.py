@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,14 +15,19 @@ import torch
 from families import exit_layers_of, make_model, random_predictor, save
 from head_layouts import write_head
 from runner_checks import four_layers, uncached
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from training_helpers import opened
 from transformers import DynamicCache
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts import eagle as eagle_runners
 from specgen.engine.parts import own_layers
+from specgen.engine.parts.mtp import read_layers
 from specgen.engine.parts.own_layers import ExitWeights
 from specgen.engine.parts.part import DecoderWeights, PartRunners
 from specgen.engine.parts.trained_part import open_part
@@ -39,9 +45,71 @@ def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> t
     return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
 
 
+# The names of the token's norm, the state's norm, the projection and the last norm, and what is before all names of layer k.
+MTP_LAYOUTS = {
+    "deepseek": ("model.layers.{last}.", "enorm hnorm eh_proj shared_head.norm"),
+    "qwen": ("mtp.layers.{k}.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
+    "mimo": ("model.mtp_layers.{k}.", "token_layernorm hidden_layernorm input_proj final_layernorm"),
+    "mimo-v2": ("model.mtp.layers.{k}.", "enorm hnorm eh_proj final_layernorm"),
+}
+
+
+def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", layers: int = 1) -> None:
+    """Adds random drafting layers to a model's files in `folder`, in a published layout. Their numbers are the same in all."""
+    (file,), (prefix, names), config = folder.glob("*.safetensors"), MTP_LAYOUTS[layout], module.config
+    tensors, width = load_file(file), config.hidden_size
+    changes = {name: value for name, value in config.to_diff_dict().items() if name not in ("model_type", "transformers_version")}
+    for k in range(layers):
+        torch.manual_seed(50 + k)
+        block = weakened(make_model(config.model_type, 70 + k, **changes)).model.layers[-1].state_dict()
+        own = prefix.format(k=k, last=config.num_hidden_layers + k)
+        tensors |= {own + name: tensor.clone() for name, tensor in block.items()}
+        token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
+        tensors |= {f"{name}.weight": 0.9 + torch.rand(width) / 4 for name in (token_norm, state_norm, out_norm)}
+        tensors[f"{join}.weight"] = torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 3
+        if layout == "deepseek":
+            tensors |= {own + "embed_tokens.weight": torch.zeros(3), own + "shared_head.head.weight": torch.zeros(3)}  # not read
+        if layout == "mimo":
+            tensors[f"{join}.weight"] = tensors[f"{join}.weight"].roll(width, dims=1)
+        if layout == "mimo-v2":
+            renamed = "post_attention_layernorm.weight"
+            tensors[own + renamed.replace("post_attention", "pre_mlp")] = tensors.pop(own + renamed)
+    save_file(tensors, file, {"format": "pt"})
+    stored = json.loads((folder / "config.json").read_text())
+    stored |= {"num_nextn_predict_layers": layers} if layout == "deepseek" else {}
+    stored |= {"model_type": "mimo", "auto_map": {"AutoConfig": "own.Config"}} if layout == "mimo" else {}
+    (folder / "config.json").write_text(json.dumps(stored))
+
+
+def weakened(module: Any) -> Any:
+    """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
+    for layer in module.model.layers:
+        for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            matrix.data *= 0.03
+    return module
+
+
+@cache
+def drafting_target(family: str, backend: str, layout: str, layers: int) -> tuple[Any, LoadedModel, Any]:
+    """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout."""
+    _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
+    own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
+    module = weakened(make_model(family))
+    module.model.norm.weight.data.uniform_(0.5, 1.5)
+    for folder, name in ((own, layout), (theirs, "deepseek")):
+        save(module, folder)
+        add_drafting_layers(module, folder, name, layers)
+    module.config.num_mtp_layers, module.config.name_or_path, module.config.dtype = layers, str(theirs), torch.float32
+    if getattr(module.config, "layer_types", None):
+        module.config.mtp_layer_types = module.config.layer_types[-1:] * layers
+    last = range(module.config.num_hidden_layers, module.config.num_hidden_layers + layers)
+    module._keys_to_ignore_on_load_unexpected = [rf"^model\.layers\.{number}\." for number in last]
+    return module, opened(own, backend), MtpModel.from_pretrained(module)
+
+
 class Part:
     """A trained part with random weights: a head in a published layout with these `sizes` (see `head_layouts.Sizes`), or for the
-    layout `exit` an exit layer after the target's first `depth` layers.
+    layout `exit` an exit layer after the target's first `depth` layers, for `mtp-...` the target's own drafting `layers`.
 
     `changes` are made to the target's config (None: those that give it four layers). `row` computes the part's logits as the
     paper defines them.
@@ -56,6 +124,12 @@ class Part:
         penalties: Callable[[], PenaltyProcessor | None] = lambda: None,
         **sizes: Any,
     ) -> None:
+        if layout.startswith("mtp-"):
+            self.kind, self.layout = "mtp", layout.removeprefix("mtp-")
+            self.module, loaded, self.layers = drafting_target(family, backend, self.layout, sizes["layers"])
+            self.model, self.weights = loaded.model, read_layers(loaded)
+            self.made = eagle_runners.make_runners(self.weights, self.model, ModelRunner(self.model), penalties)
+            return
         found = four_layers(family) if changes is None else changes
         hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found.items())
         self.module, loaded = target(family, backend, hashable)
@@ -76,7 +150,7 @@ class Part:
         """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`, without any cache."""
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
-        found: Tensor = {"medusa": medusa, "eagle": eagle, "glide": glide}[self.kind](self, list(ids), list(path))
+        found: Tensor = {"medusa": medusa, "eagle": eagle, "glide": glide, "mtp": mtp}[self.kind](self, list(ids), list(path))
         return found
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
@@ -144,6 +218,21 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
     if weights.version == 1:
         return part.model.head_logits(hidden[-1:])[0]
     return part.of_all_tokens(tensors["lm_head.weight"] @ layer.norm(hidden[-1], "norm"))
+
+
+def mtp(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    """Layer k joins the states of layer k - 1, at first the target's, with later tokens; a single one is its own successor."""
+    count, layers, before = len(ids) - 1, part.layers, list[Tensor]()
+    with part.module.model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0])):
+        states = part.states(ids[:-1])[-1]
+    states = before[0] if part.layout == "mimo" else states
+    for number in range(len(path) + 1):
+        several = layers.num_mtp_layers > 1
+        tokens = torch.tensor([[*ids, *path][number + 1 : number + 1 + count] if several else [*ids[1:], *path[:number]]])
+        positions, cache = torch.arange(tokens.shape[1])[None] + 1 + several * number, MtpCache(config=layers.config)
+        found = layers.forward_layer(several * number, states, positions, cache, input_ids=tokens)
+        states = found if several else torch.cat((states, found[:, -1:]), dim=1)
+    return part.model.head_logits(found[0, -1:])[0]
 
 
 def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:

@@ -65,7 +65,9 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out[-1:], len(out) > 20) == (0, b"\n", True)
     assert b"\x1b" not in out + err
-    assert re.fullmatch(r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  .*verif.*", err.decode().strip())
+    assert re.fullmatch(
+        r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  first token [\d.]+ s  cpu float32.*", err.decode().strip()
+    )
 
 
 def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], 
     lines = parsed(out.decode())
     check_record(lines)
     given = {"max_new_tokens": 40, "temperature": 1.5, "top_p": 1.0, "top_k": 0, "seed": 3, "stop": [], "ignore_eos": True}
-    assert lines[0]["sampling"] == given
+    assert lines[0]["sampling"] == given | {"min_p": 0.0}
     assert (lines[-1]["finish_reason"], lines[-1]["new_tokens"]) == ("length", 40)
 
 

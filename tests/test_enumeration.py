@@ -22,6 +22,7 @@ CHAINS = [  # the rejection sampler
     Case("sd", {"k": 4}, 6, seed=1),
     Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}),
     Case("sd", {"k": 3}, 5, THREE, {"top_p": 0.8, "temperature": 1.3}, seed=1),
+    Case("sd", {"k": 3}, 5, THREE, {"min_p": 0.4, "temperature": 1.2}, seed=1),
     Case("sd", {"k": 2}, 4, THREE, eos=(2,)),
     Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}, eos=(0,), zero=True),
     Case("sd", {"k": 2}, 4, THREE, zero=True, seed=1),
@@ -83,6 +84,8 @@ TREES = [
     Case("sd", {"policy": "confidence", "max_draft": 3, "cape": True}, 5, eos=(1,), seed=1),
     Case("sd", {"policy": "adaptive", "cape": True, "draft_cost": 0.1, "verify_cost": 0.05, "exploration": 0.1}, 4),
     Case("eesd-tree", {"width": 2, "policy": "adaptive", "draft_cost": 0.1, "verify_cost": 0.1, "exploration": 0.1}, 5),
+    Case("mtp", {"k": 2}, 5, THREE),
+    Case("mtp", {"k": 2, "width": 2, "nodes": 3}, 4, THREE, {"top_p": 0.9}),
     Case("specinfer", {"drafts": 2, "policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.1, "max_draft": 2}, 4),
     Case("specinfer", {"k": 2, "drafts": 2}, 4),
     Case("specinfer", {"k": 1, "drafts": 3}, 4, THREE, {"top_p": 0.9}, zero=True),
@@ -110,7 +113,7 @@ def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", ["sd", "pearl"])
-@pytest.mark.parametrize("cuts", [{"top_k": 2}, {"top_k": 2, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("cuts", [{"top_k": 2}, {"top_k": 2, "top_p": 0.8}, {"top_p": 0.8}, {"min_p": 0.5}], ids=str)
 def test_on_a_gpu(method: str, cuts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The method takes tensors for those of a GPU."""
     settings = {"k": 2} if method == "sd" else {"window": 2}

@@ -41,7 +41,7 @@ def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(inspect: Inspe
     trace, page = written(tmp_path, traces.a_run(spec="svip"), *runs, lossy, *others), tmp_path / "p.html"
     out, _ = inspect(trace, width=150)
     head, *rows = out.split("\n\n")[0].splitlines()
-    assert head.split() == ["tokens/s", "accepted", "a", "pass", "drafted", "runs"]
+    assert head.split() == ["tokens/s", "accepted", "a", "pass", "drafted", "recorded"]
     counts = {re.split(" {2,}", row)[0]: row.split()[-1] for row in rows[:5]}
     assert counts == {"svip": "1", "pearl": "3", "mtad:k=3 (lossy)": "1", "sd:k=4": "1", "sd:k=8": "1"}
     assert rows[5] == "lossy: the output differs from the target's by design, so it is not ranked."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, make_model, near_copy, plain, prompt, save, with_exit
+from families import BACKENDS, CONTEXT, MIXTURES, make_model, near_copy, plain, prompt, save, with_exit
 from runner_checks import HYBRID, LAYERED, RUN_BY, CountedLayers, four_layers
 from scripted_models import LENGTH_SETTINGS
 
@@ -82,6 +82,12 @@ def test_greedy_ids_of_drafts_by_the_targets_own_layers(early: PairOf, number: i
     family, backend = LAYERED[number]
     for case in range(2 * number, 2 * number + 2):
         check(early(family, 1 + number % 2, backend), OF_LAYERS[case % len(OF_LAYERS)], 1 + case % 8)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_greedy_ids_of_mixtures(pair_of: PairOf, family: str) -> None:
+    for number, written in enumerate(("lookup", f"adaptive:{COSTS}", "pearl:window=3", "selfsd:skip=1", "sd:width=3")):
+        check(pair_of(family, DRAFTS[number % 3], "native"), written, 1 + number)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from tuning_helpers import GREEDY
 import specgen
 from specgen import demo
 from specgen.base.types import SamplingParams
+from specgen.engine.devices import ThreadChoice
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
@@ -157,3 +158,14 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
             if not method.head or demo.head_folder(method.head).is_dir():
                 pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
         assert cast(Any, pair._worker)._channel is None
+
+
+def test_the_number_of_threads_is_measured_once_unless_a_command_measures(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, used = [], []
+    chosen = ThreadChoice(3, "the fewest", {3: 0.1, 4: 0.2})
+    monkeypatch.setattr(measurements, "pick_threads", lambda work: timed.append(work) or chosen)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    for remembered, times in ((True, 1), (True, 1), (False, 2)):
+        known = Measurements(near.target, near.draft)
+        known.set_threads(lambda: None, remembered=remembered)
+        assert (len(timed), known.threads, used.pop()) == (times, chosen, 3)

@@ -30,6 +30,7 @@ from native_models import (
     wrapped,
 )
 from runner_checks import path_to, random_tree
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -101,6 +102,20 @@ def test_logits_are_those_of_transformers(models: Any, family: str, index: int, 
             context.extend([tokens[0], 8])
 
 
+def test_experts_of_one_tensor_are_those_of_tensors_apart(tmp_path: Path) -> None:
+    """Which later checkpoints have, as the `experts.gate_up_proj` of Qwen 3.5."""
+    _, native = both(variant("qwen3_moe"), tmp_path)
+    path, ids = tmp_path / "model.safetensors", random_ids(30)
+    tensors, wanted = load_file(path), native.reference_logits(ids)
+    for layer in (0, 2, 3):
+        own = f"model.layers.{layer}.mlp.experts."
+        each = [[tensors.pop(f"{own}{number}.{part}_proj.weight") for part in ("gate", "up", "down")] for number in range(8)]
+        tensors |= {f"{own}gate_up_proj": torch.stack([torch.cat(parts[:2]) for parts in each])}
+        tensors |= {f"{own}down_proj": torch.stack([parts[2] for parts in each])}
+    save_file(tensors, path)
+    assert torch.equal(load(tmp_path).reference_logits(ids), wanted)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @torch.no_grad()
 def test_text_parts_of_models_with_vision(tmp_path: Path, wrapper: str) -> None:
@@ -139,7 +154,8 @@ def test_narrow_dtypes_are_as_good_as_in_transformers(models: Any, number: int, 
     found = torch.stack([native.reference_logits(row).float() for row in ids.tolist()]).log_softmax(-1)
     theirs = own(ids, use_cache=False).logits.float().log_softmax(-1)
     divergences = [(reference.exp() * (reference - other)).sum(-1) for other in (found, theirs)]
-    assert divergences[0].mean() < 1.5 * divergences[1].mean() + 1e-6
+    middle = torch.mean if native.architecture.mixture is None else torch.median  # some tokens are run by other experts
+    assert middle(divergences[0]) < 1.5 * middle(divergences[1]) + 1e-6
     assert divergences[0].quantile(0.9) < 2 * divergences[1].quantile(0.9) + 1e-6
 
 
@@ -188,7 +204,8 @@ def check_rotary(found: Architecture, reference: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_silence_means_the_defaults_of_the_class_but_for_sizes(family: str) -> None:
-    written_out = written(CONFIG_MAPPING[family](), whole=True)
+    own = {"head_dim": 128} if family == "glm4_moe" else {}
+    written_out = written(CONFIG_MAPPING[family](**own), whole=True)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     config = {name: written_out[name] for name in (*sizes, "max_position_embeddings", *FAMILIES[family].required)}
     assert read_architecture({"model_type": family, **config}) == read_architecture(written_out)

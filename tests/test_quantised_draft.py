@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import NATIVE, make_model, near_copy, plain, prompt, save
+from families import MIXTURES, NATIVE, make_model, near_copy, plain, prompt, save
 from worker_helpers import posix
 
 import specgen
@@ -44,6 +44,7 @@ def rounded_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     [
         pytest.param(family, kind, marks=() if (family, kind) in OFTEN else pytest.mark.slow)
         for family in NATIVE
+        if family not in MIXTURES
         for kind in QUANTISED
     ],
 )

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import NATIVE, make_model, near_copy, prompt, save
+from families import MIXTURES, NATIVE, make_model, near_copy, prompt, save
 
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import dtype_choice
 from specgen.engine.native.products import rows_are_independent
+from specgen.tune import profile
 
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(not rows_are_independent("int8", CPU), reason="this torch or this processor has no such products")
@@ -34,6 +35,7 @@ OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2))
     [
         pytest.param(family, threads, marks=() if (family, threads) in OFTEN else pytest.mark.slow)
         for family in NATIVE
+        if family not in MIXTURES
         for threads in (1, 2)
     ],
 )
@@ -70,7 +72,9 @@ def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -
 
 
 @needs_int8
-def test_commands_say_that_the_target_is_rounded(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_that_the_target_is_rounded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr("specgen.tune.rounding_cost.TOKENS", 96)
     _, out, _ = run_main(monkeypatch, capfd, "inspect", "--measure", "--device", "cpu", "--dtype", "int8", "--json")
     report = parsed(out)[0]
@@ -81,6 +85,9 @@ def test_commands_say_that_the_target_is_rounded(monkeypatch: pytest.MonkeyPatch
     assert cost["tokens"] == 96
     assert 0 < abs(cost["rounded_perplexity"] / cost["stored_perplexity"] - 1) < 0.1
     assert 0 <= cost["changed"] < 0.2
+    pair = ("--device", "cpu", "--dtype", "int8", "--out", str(tmp_path))
+    run_main(monkeypatch, capfd, "tune", *pair, "-m", "svip", "--limit", "1", "-n", "8", "--budget", "5", "-q")
+    assert profile.load(tmp_path).measured.rounding == cost
 
 
 def test_int8_targets_are_refused_where_rows_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

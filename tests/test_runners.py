@@ -30,6 +30,7 @@ from translated_pairs import permuted
 import specgen
 from specgen import demo
 from specgen.base.types import Context
+from specgen.engine.block_runner import PardRunner
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.families import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
@@ -134,6 +135,11 @@ def placed(family: str) -> Made:
     return single(ModelRunner(loaded(family, 0, devices=(CPU, CPU, OTHER, OTHER))))
 
 
+def pard(family: str) -> Made:
+    runner = PardRunner(ModelRunner(model(family)), 2)
+    return Made([runner], runner.clear_cache)
+
+
 class Kind(NamedTuple):
     """`make` makes the runners, `reference` those with an empty cache, by default the same."""
 
@@ -170,9 +176,12 @@ KINDS = {
     "features": Kind(partial(features, "qwen3")),
     "eagle1": Kind(partial(head, "eagle1", 4, head_layers=2), examples=30),  # its predictions as inputs amplify roundings
     "eagle3": Kind(partial(head, "eagle3", 4)),
+    "mtp": Kind(partial(head, "mtp-deepseek", 4, layers=1)),
+    "mtp of three layers": Kind(partial(head, "mtp-deepseek", 2, layers=3)),
     "glide": Kind(partial(head, "glide", head_layers=2), examples=30),
     "glide on transformers": Kind(partial(head, "glide", head_layers=2, backend="transformers")),
     "medusa": Kind(partial(head, "medusa-v0.1", 3)),
+    "pard": Kind(partial(pard, "qwen3"), examples=30),
     "translated": Kind(translated),
     "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),
 }

@@ -39,7 +39,7 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.skip("no pseudo-terminals")
     import pty
 
-    model = make_model("llama")
+    model, trace = make_model("llama"), tmp_path_factory.mktemp("trace") / "trace.jsonl"
     hostile = ("-t", save(model, tmp_path_factory.mktemp("hostile"), make_tokenizer(CONTROLS)))
     usual = ["generate", *pair, "--ignore-eos", "-n", "30", PROMPT]
     random = ["generate", *hostile, "--ignore-eos", "-n", "60", "--temperature", "50", "--seed", "1", "-m", "lookup", "abc"]
@@ -50,6 +50,7 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
         "hostile": (100, {}, random),
         "hostile rounds": (100, {}, [*random, "--rounds"]),
+        "conversation": (100, {}, ["generate", "--chat", "-n", "20", "--trace", str(trace)]),
         "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
         "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
     }
@@ -61,6 +62,9 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     command = [sys.executable, "-c", _SCENES, json.dumps(scenes)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
+    os.write(
+        ours, b"Where is Oslo?\n/method nosuch\n/nosuch\n/method sd:k=2\n/rounds\nAnd where\\\nis Lima?\n/reset\nhi\n/quit\n"
+    )
     seen = bytearray()
     while data := _read(ours):
         seen += data
@@ -68,7 +72,8 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     assert process.wait(timeout=60) == 0
     parts = re.split(r"<<([a-z0-9 ]+) ended with (\d+)>>", seen.decode())
     assert dict(zip(parts[1::3], parts[2::3], strict=True)) == {name: "2" if "error" in name else "0" for name in scenes}
-    return {name: text.replace("\r\n", "\n") for name, text in zip(parts[1::3], parts[::3], strict=False)}
+    seen_in = {name: text.replace("\r\n", "\n") for name, text in zip(parts[1::3], parts[::3], strict=False)}
+    return seen_in | {"trace": trace.read_text(encoding="utf-8")}
 
 
 def _read(terminal: int) -> bytes:
@@ -131,3 +136,18 @@ def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error:"]}
     assert styles(screens["error without colours"]) == {"1": ["error:"]}
+
+
+def test_a_conversation_keeps_its_turns_and_obeys_commands(screens: Mapping[str, str]) -> None:
+    lines = [json.loads(line) for line in screens["trace"].splitlines()]
+    starts, ends = ([line for line in lines if line["type"] == kind] for kind in ("start", "summary"))
+    assert [start["method"] for start in starts] == ["adaptive", "sd", "sd"]
+    assert starts[1]["settings"]["k"] == 2
+    first, answer = starts[0]["prompt_text"], ends[0]["text"].strip()
+    assert "Norway" in answer
+    assert starts[1]["prompt_text"].startswith(f"{first} {answer}\nUser: And where\nis Lima?")
+    assert "Oslo" not in starts[2]["prompt_text"]
+    screen = plain(screens["conversation"])
+    assert "error: there is no method 'nosuch'" in screen
+    assert "error: there is no command '/nosuch'. There are /reset, " in screen
+    assert screen.count("3/5 accepted") == 2  # the legends of the two answers with --rounds

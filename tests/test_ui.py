@@ -94,10 +94,10 @@ def a_summary(mode: Any = "sequential") -> Figures:
 @pytest.mark.parametrize(
     ("width", "notes", "line"),
     [
-        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass  34% drafting, 60% verifying"),
-        (60, [], "svip  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  first token 0.88 s  5.67 a pass"),
+        (60, [], "svip  51 tokens  58.0 tokens/s  81% accepted"),
         (40, [], "51 tokens  58.0 tokens/s  81% accepted"),
-        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted  5.67 a pass"),
+        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted"),
         (60, ["lossy"], "svip (lossy)  51 tokens  58.0 tokens/s  81% accepted"),
     ],
 )
@@ -108,7 +108,7 @@ def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> Non
 def test_footers_show_what_a_run_has() -> None:
     summary = a_summary("pre-verify")
     waiting = "5.67 a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
-    assert footer(summary, ["window 8, c 8.2"], 150).plain.endswith(waiting)
+    assert footer(summary, ["window 8, c 8.2"], 180).plain.endswith(waiting)
     assert footer(summary, [], 30, tuned="tuned: svip").plain.startswith("tuned: svip  51 tokens")
     summary = a_summary()
     summary.ties = 1
@@ -120,7 +120,9 @@ def test_footers_show_what_a_run_has() -> None:
     summary.add_energy(Energy("unavailable", reason="no counter"))
     assert "J/token" not in footer(summary, [], 120).plain
     plain = Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
-    assert footer(plain, [], 100).plain == "ar  1 token  2.0 tokens/s"
+    assert footer(plain, [], 100, prompt_tokens=100, where="cpu float32").plain == (
+        "ar  1 token  2.0 tokens/s  first token 0.5 s  cpu float32  prompt 200/s"
+    )
 
 
 # ------------------------------------------------------------------ text and colours

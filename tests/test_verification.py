@@ -14,7 +14,7 @@ from families import BACKENDS, make_model, model_of
 from runner_checks import uncached
 from scripted_models import PROMPT, TableRunner, scripted_run
 from statistics_checks import LENGTH, SIGNIFICANCE, TOKENS, first_tokens, output_distribution, p_value
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specgen.base.errors import RunError
 from specgen.base.settings import parse_pairs
@@ -155,13 +155,15 @@ def test_samples_of_a_real_model(name: str, backend: str, runs: int) -> None:
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 5000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01, 1e-46, 1e-320])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
 @pytest.mark.parametrize("vocabulary", [8, 1000])
-def test_warping_is_transformers(top_k: int, top_p: float, vocabulary: int) -> None:
+def test_warping_is_transformers(top_k: int, top_p: float, min_p: float, vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
     scores = TemperatureLogitsWarper(0.7)(None, logits)
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
-    ours = token_sampling.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p))
+    scores = MinPLogitsWarper(min_p)(None, scores) if min_p else scores
+    ours = token_sampling.warp(logits, SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
     assert torch.equal(ours > 0, scores.softmax(-1) > 0)
 

@@ -33,8 +33,8 @@ def nan_logits(whose: str) -> RunError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` means that a device or the machine ran out of memory. torch raises several types of errors in this case, so
-    the message is checked."""
+    """Whether `error` means that a device or the machine ran out of memory. Its message decides, as torch raises several types of
+    errors."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(
         phrase in text for phrase in ("out of memory", "can't allocate memory", "not enough memory")
@@ -42,8 +42,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns text such as `"; did you mean svip?"` if `name` looks like a misspelling of one of the `known` names, otherwise an
-    empty string."""
+    """Returns text such as `"; did you mean svip?"` if `name` looks like a misspelling of one of the `known` names, else an empty
+    string."""
     from difflib import get_close_matches  # slow to import, and only needed for an error
 
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)

@@ -60,9 +60,9 @@ def _umask() -> int:
 
 
 def own_stream(path: Path) -> FileIO | None:
-    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout.
+    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout; otherwise returns None.
 
-    Opened by its name, a file that it is redirected to would be written from the beginning. Returns None for any other path.
+    Opening such a path itself is wrong where the stream is redirected to a file: writing would start at the file's beginning.
     """
     if str(path) not in _STREAMS:
         return None
@@ -72,7 +72,8 @@ def own_stream(path: Path) -> FileIO | None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether `path` names a regular file, or none yet. An open file that has lost its name, such as /dev/fd/3, is none."""
+    """Whether `path` names a regular file, or no file yet. False for an open file whose name was deleted, such as one at
+    /dev/fd/3."""
     target = Path(os.path.realpath(path))
     return not path.exists() or (path.is_file() and target.exists())
 
@@ -85,8 +86,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a result to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Halves of characters become question
-    marks. Raises RunError if the file cannot be written."""
+    """Writes text to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Lone surrogates become question marks.
+
+    Raises RunError if the file cannot be written.
+    """
     try:
         with whole_file(path) as file:
             file.writelines(piece.encode("utf-8", "replace") for piece in pieces)
@@ -95,8 +98,10 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raises SpecgenError if the file `path` cannot be written, so that this is known before long work starts. The file is not
-    changed. `what` names the file in messages."""
+    """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
+
+    To be called before long work starts. `what` names the file in messages.
+    """
     named = f"cannot write the {what} {path}"
     if str(path) in _STREAMS:
         return
@@ -130,8 +135,10 @@ def _reason(error: OSError) -> str:
 
 
 def file_identity(path: Path) -> Hashable:
-    """Returns a value that is equal for all names of the same file, even of one that does not exist yet. None for a device, which
-    several may write to, and for standard output and error."""
+    """Returns a value that is equal for all names of one file, whether the file exists already or not.
+
+    Returns None for devices, standard output and standard error, to which several writers may write.
+    """
     if str(path) in _STREAMS:
         return None
     try:
@@ -143,9 +150,10 @@ def file_identity(path: Path) -> Hashable:
 
 
 def take_lock(path: Path) -> FileLock | None:
-    """Takes the lock of a file to write, which ends with `release` or with the process. None if another process has it.
+    """Takes the lock for writing the file `path` and returns it; None if another process holds it.
 
-    The lock is a file in the folder of caches, so it is seen by the processes of this user on this machine.
+    The lock ends when it is released or the process ends. It is a file in the folder of caches, so it is seen only by processes
+    of this user on this machine. Where no lock file can be made, the lock that is returned excludes nobody.
     """
     from filelock import FileLock, Timeout
 
@@ -201,15 +209,21 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
 
 
 def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
-    """The folder for a target's trained part of a kind: `exit` (a layer after the target's first layers, which can draft), or a
-    head, `medusa`, `eagle` or `glide`. It does not depend on the draft model."""
+    """The folder for a trained part of a target; the draft model does not matter.
+
+    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head: `medusa`, `eagle` or `glide`.
+    """
     own = pair_folder(target, target_fingerprint, None)
     return own if kind == "exit" else own / "heads" / kind
 
 
 def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
-    """The folder with the part that was trained on this machine for a target with these weights, also under another name, such as
-    another path. None if there is none."""
+    """The folder of the part of this kind that was trained on this machine for a target with these weights; None if there is
+    none.
+
+    The fingerprint of the weights decides: a part is found even if the target had another name (such as another path) when the
+    part was trained.
+    """
     own = pair_folder(target, target_fingerprint, None)
     name = EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}"
     others = sorted(own.parent.glob(f"*-{target_fingerprint}/{name}"))

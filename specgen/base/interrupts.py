@@ -1,4 +1,4 @@
-"""Handles Ctrl-C for the whole process: none is lost while a command runs, and none breaks off what has to be a whole."""
+"""Handles Ctrl-C for the whole process: each one is noticed, and work that must not be interrupted delays it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ class ReportedInterrupt(KeyboardInterrupt):
 
 
 class Interrupts:
-    """The handler of SIGINT, which raises KeyboardInterrupt. Where the caller ignores or handles SIGINT, it does nothing."""
+    """Handles SIGINT (Ctrl-C) by raising KeyboardInterrupt, and remembers that it was raised.
+
+    Does nothing outside of the main thread, and nothing if the program that called specgen ignores SIGINT or has a handler of its
+    own.
+    """
 
     def __init__(self) -> None:
         self._is_installed = self._is_raised = self._is_pending = False
@@ -24,10 +28,10 @@ class Interrupts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notices every Ctrl-C in this block, such as a command.
+        """Makes sure that no Ctrl-C during this block, such as a command, is lost.
 
-        Python can lose a KeyboardInterrupt: if it stops an import, the import may raise another error instead, and if it is
-        raised in a destructor, Python only prints it. Any error after a Ctrl-C is therefore raised as a KeyboardInterrupt, and
+        Python can lose a KeyboardInterrupt: an import that is interrupted may raise another error instead, and an interrupt in a
+        destructor is only printed. So if an error leaves the block after a Ctrl-C, KeyboardInterrupt is raised in its place.
         `check` raises a KeyboardInterrupt that was lost without an error.
         """
         hook = sys.unraisablehook
@@ -54,13 +58,14 @@ class Interrupts:
             self._is_installed = False
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raises KeyboardInterrupt if one was raised since `watched` began. `cause` is an error it may have caused."""
+        """Raises KeyboardInterrupt if one was raised since `watched` began. `cause` is the error that it may have led to."""
         if self._is_raised:
             raise KeyboardInterrupt from cause
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """For a block that handles Ctrl-C itself: no error after one becomes a KeyboardInterrupt."""
+        """Like `watched`, for a block that handles Ctrl-C itself: errors that leave the block stay as they are, even after a
+        Ctrl-C."""
         with self.watched():
             try:
                 yield
@@ -69,10 +74,10 @@ class Interrupts:
 
     @contextmanager
     def held(self, *, raises: bool = True) -> Iterator[Callable[[], bool]]:
-        """Delays a first Ctrl-C to the end of the block; unless `raises`, nothing is raised there either.
+        """Delays the first Ctrl-C during this block: KeyboardInterrupt is raised at its end, or not at all if `raises` is False.
 
-        Yields a function that tells whether there was one. A second Ctrl-C is raised at once, because what the block does, such
-        as writing to a pipe, may take forever.
+        Yields a function that returns whether a Ctrl-C is being delayed. A second Ctrl-C raises KeyboardInterrupt at once,
+        because the work of the block, such as writing to a pipe, may take forever.
         """
         with self.watched():
             self._held += 1

@@ -30,7 +30,7 @@ class Launch:
 
 
 def launch() -> Launch | None:
-    """Returns how torchrun started this process; None if it did not, and if this is its only process."""
+    """Returns how torchrun started this process; None if torchrun did not start it, or started only this one."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
     if not all(map(str.isdecimal, values)) or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -52,8 +52,10 @@ def _libraries() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what identifies this machine (name, processor, number of cores) in cached measurements and in tuning profiles,
-    because several machines may share their folders. Under torchrun, the number of its processes too."""
+    """Returns what identifies this machine in cached measurements and tuning profiles, whose folders several machines may share.
+
+    These are its name, processor and number of cores, and under torchrun the number of processes.
+    """
     named = {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     return named if (launched := launch()) is None else named | {"ranks": launched.ranks}
 

@@ -36,11 +36,12 @@ def timed(
     most: int = 15,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
-    """Returns the seconds of each counted call of each kind of `work`; their median or minimum is the caller's choice.
+    """Calls each function in `work` several times. Returns the seconds of its counted calls, in order, under the same key.
 
-    The kinds take turns, so that a machine that becomes slower affects all alike. The first `warm_up` turns do not count. After
-    about `seconds` the turn that has begun is the last one, but each kind is counted at least `fewest` and at most `most` times.
-    `before` is called before each start of the clock (to empty a cache), and `work` has to wait for a GPU itself.
+    The functions take turns, so that a machine that becomes slower affects all alike. The first `warm_up` turns do not count. No
+    turn begins later than `seconds` after the start, except that each function is counted at least `fewest` times; it is counted
+    at most `most` times. `before` is called before each start of the clock (to empty a cache). A function that uses a GPU has to
+    wait for it itself.
     """
     samples: dict[Key, list[float]] = {key: [] for key in work}
     deadline = time.perf_counter() + seconds
@@ -58,19 +59,22 @@ def timed(
 
 
 def distinct_ids(count: int, vocab_size: int) -> list[int]:
-    """Returns `count` token ids, always the same ones, to time passes with: distinct, as long as the vocabulary allows it.
+    """Returns `count` token ids, the same ones at each call, to time passes with. They are distinct if the vocabulary is large
+    enough.
 
-    Copies of one token would be run by the same experts of a mixture of experts, of which a text's tokens need more.
+    In a mixture of experts, copies of one token would all be run by the same experts, and the pass would take less time than one
+    over a text.
     """
     order = Random(0).sample(range(vocab_size), min(count, vocab_size))
     return [order[index % vocab_size] for index in range(count)]
 
 
 class PrefillReports:
-    """Passes reports of prompts that are run in several forward passes on to an observer, if there is one.
+    """Tells an observer how many tokens of a long prompt have been run. Without an observer, reports are dropped.
 
-    One for the process: a run's models report in the threads that run them, and heads and exit layers have caches of their own.
-    An observer is called with a number that identifies the KV cache, the tokens that have been run, and those to run in all.
+    One object serves the whole process, because models report from several threads. The observer is called with a number that
+    identifies the KV cache (heads and exit layers have caches of their own), the number of tokens that have been run, and the
+    number to run in all.
     """
 
     def __init__(self) -> None:
@@ -95,9 +99,10 @@ prefill_reports = PrefillReports()
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """The energy used in `seconds` seconds: `joules` beyond what the idle devices use, `gross_joules` in all.
+    """The energy used in `seconds` seconds: `gross_joules` in all, and `joules` without what the devices use when idle
+    (`idle_watts`).
 
-    `source` names the counters. If there is none, all numbers are None and `reason` says why.
+    `source` names the counters. If there are no counters, all numbers are None and `reason` says why.
     """
 
     source: str
@@ -110,7 +115,7 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy. `read` returns joules, or raises an error; after `restart` joules it begins at 0 again."""
+    """A counter of energy. `read` returns joules, or raises an error. After `restart` joules the counter begins at 0 again."""
 
     name: str
     read: Callable[[], float]
@@ -118,12 +123,12 @@ class Counter:
 
 
 class EnergyMeter:
-    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power,
-    which takes some seconds.
+    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power, for
+    2 s.
 
     Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) gives exact
-    results. Without counters nothing is measured, and `reason` says why. A counter that can no longer be read ends the measuring
-    in the same way: the run and those after it have no figure.
+    results. Without counters nothing is measured, and `reason` says why. If a counter can no longer be read, `reason` says so,
+    and this run and all later ones have no figures.
     """
 
     def __init__(self, counters: Sequence[Counter], reason: str | None = None) -> None:
@@ -148,7 +153,10 @@ class EnergyMeter:
         return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
 
     def _readings(self) -> list[tuple[float, float]]:
-        """Reads each counter when it changes: the time in seconds, and the counter's joules. None after one cannot be read."""
+        """Reads each counter at the moment when it changes. Returns the time in seconds and the counter's joules for each.
+
+        If a counter cannot be read, drops all counters, sets `reason` and returns no readings.
+        """
         found = []
         try:
             for counter in self.counters:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LARGEST) -> T:
-    """Reads a JSON file (by its suffix) or else a YAML file, and returns its content as a `kind`.
+    """Reads a file and returns its content as a `kind`: JSON if the file's suffix is .json, otherwise YAML.
 
     `what` is what messages call the file, such as "profile"; `hint` says what to do about a file that is missing or damaged.
     Raises SpecgenError if the file cannot be read, is larger than `largest` bytes, is not UTF-8, JSON or YAML, or does not fit
@@ -44,7 +44,10 @@ def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LA
 
 
 def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> str:
-    """Returns the text of a UTF-8 file or pipe. Raises SpecgenError as `read` does."""
+    """Returns the text of a UTF-8 file or pipe. `what` and `hint` are for messages, as in `read`.
+
+    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(largest + 1)
@@ -61,8 +64,11 @@ def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> 
 
 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
-    """Converts JSON text to a `kind`, with strict types. Raises SpecgenError with the first problem; `where` names the text, for
-    instance `FILE, line 3`."""
+    """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with strict types.
+
+    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` ends
+    it.
+    """
     from pydantic import ValidationError
 
     try:
@@ -72,10 +78,10 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
 
 
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
-    """Returns the value of JSON text.
+    """Returns the value of JSON text. `where` names the text in messages.
 
-    Raises SpecgenError for what is not JSON, such as half of a character, for deep nesting, and unless `finite` is False for NaN,
-    infinity and numbers that a float64 cannot hold.
+    Raises SpecgenError if the text is not JSON, is deeply nested or escapes half of a surrogate pair. Unless `finite` is False,
+    also for NaN, infinity and numbers that a float64 cannot hold.
     """
     from pydantic_core import from_json
 
@@ -94,10 +100,10 @@ def _check_number(digits: str) -> None:
 
 
 def parse_yaml(text: str, where: str, hint: str = "") -> Any:
-    """Returns the value of a YAML document, read by a safe loader.
+    """Returns the value of a YAML document, read by a safe loader. `where` names the document in messages.
 
-    Raises SpecgenError, with the line if it is known, for what is not YAML, for a value that does not fit its tag, and for what
-    can take any amount of memory: aliases and deep nesting.
+    Raises SpecgenError, with the line if it is known, for what is not YAML and for a value that does not fit its tag. Aliases and
+    deep nesting are refused too, because they can take any amount of memory.
     """
     import yaml
 

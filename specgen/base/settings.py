@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def drafts_text(self) -> bool:
-        """Whether these values ask for drafts by way of their text: `translation=text`."""
+        """Whether the draft model drafts text, which the target's tokenizer then encodes: `translation=text`."""
         return self.values.get("translation") == "text"
 
     def with_value(self, name: str, value: Value) -> Settings:

@@ -29,10 +29,11 @@ PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
 def check_models(named: Mapping[str, str | None], backend: str, draft_dtype: str | None) -> None:
-    """Raises SpecgenError for an unknown backend or draft dtype, and for what is given without the model that it belongs to.
+    """Checks the names of models and their options before anything is loaded. Raises SpecgenError for the first mistake.
 
-    `named` are `target`, `draft`, `revision` and `draft_revision`. Without a target and a draft model, the two that come with
-    specgen are meant.
+    Mistakes are an unknown `backend` or `draft_dtype`, and an option without the model that it belongs to, such as `revision`
+    without `target`. `named` has the values of `target`, `draft`, `revision` and `draft_revision`, None where not given. If
+    neither model is named, the bundled pair is meant, so that a `draft_dtype` alone is allowed.
     """
     for what, name, known in (("backend", backend, BACKENDS), ("draft dtype", draft_dtype, DRAFT_DTYPES)):
         if name is not None and name not in known:
@@ -50,6 +51,7 @@ _SAMPLING = {  # the bounds of `SamplingParams`
     "top_p": Setting(1.0, "", 0, 1),
     "top_k": Setting(0, "", 0, LARGEST),
     "seed": Setting(0, "", 0, 2**63 - 1),
+    "min_p": Setting(0.0, "", 0, 1),
 }
 
 
@@ -57,8 +59,9 @@ _SAMPLING = {  # the bounds of `SamplingParams`
 class SamplingParams:
     """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
 
-    `seed` None stands for a random seed. `stop` are strings that end the generated text; `ignore_eos` generates on after
-    an end-of-sequence token. Raises SpecgenError for a value out of range.
+    `min_p` cuts the tokens whose probability is less than this share of the likeliest token's. `seed` None stands for a random
+    seed. `stop` are strings that end the generated text; `ignore_eos` generates on after an end-of-sequence token. Raises
+    SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = 128
@@ -68,6 +71,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -92,14 +96,17 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """The parameters that change the distributions tokens are chosen from, by name: if greedy, none but the temperature."""
-        return {"temperature": self.temperature} | ({} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k})
+        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen: if greedy, only the
+        temperature (0)."""
+        cuts = {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {"temperature": self.temperature, **cuts}
 
 
 class Context:
     """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens join once they are accepted.
 
-    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is -1 without tokens.
+    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is the largest of the ids, -1 if
+    there are no tokens.
     """
 
     __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
@@ -130,18 +137,19 @@ class Draft:
     """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
 
     Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
-    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from: all nodes, or a chain before nodes that
-    were not drawn. None if no node was drawn.
+    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. n is the number of nodes, or, if other
+    nodes follow a chain that was drawn, the length of this chain. None if no node was drawn.
     `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
     `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
     `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
     no penalties, top-k or top-p); both are empty for a drafter without a model.
     `stop_reason` says in a few words why drafting ended; None only for an empty draft.
     `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
-    None. `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a
-    tree), given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
-    Only the first `judged` nodes are candidates for the output (None: all). The target runs the others too, but they are not
-    verified: the drafter learns from the logits after them (lookahead decoding).
+    None.
+    `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a tree),
+    given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
+    Only the first `judged` nodes are candidates for the output (None: all). The target runs the other nodes too, but they are not
+    verified: the drafter learns from the target's logits after them (lookahead decoding).
     """
 
     tokens: Sequence[int] = ()
@@ -158,7 +166,8 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
-        """Returns a draft in which each token follows the previous token; `fields` are further fields of `Draft` by name."""
+        """Returns a draft that is a chain: each token follows the one before it. `fields` are further fields of `Draft` by
+        name."""
         return cls(tokens, range(-1, len(tokens) - 1), **fields)
 
     @property
@@ -179,22 +188,27 @@ class Draft:
 
     @property
     def candidates(self) -> Draft:
-        """The draft without the nodes that are not verified."""
+        """The draft's first `judged` nodes, which are verified; the whole draft if `judged` is None."""
         if self.judged is None:
             return self
         return replace(self, tokens=self.tokens[: self.judged], parents=self.parents[: self.judged], judged=None)
 
     def part(self, start: int, stop: int | None = None) -> Draft:
-        """Returns a chain of this chain's tokens `start` to `stop` - 1, with their probabilities and other per-token fields.
+        """Returns a chain of this chain's tokens `start` to `stop` - 1 (None: to the end), with their per-token fields such as
+        `probs`.
 
-        As in a slice, `stop` None means up to the end. Only for chains.
+        Only for chains.
         """
         of_tokens = {name: getattr(self, name) for name in ("probs", "entropies", "top_probs", "logits", "predicted")}
         parts = {name: None if values is None else values[start:stop] for name, values in of_tokens.items()}
         return Draft.chain(self.tokens[start:stop], stop_reason=self.stop_reason, **parts)
 
     def with_predictions(self, predictions: Sequence[float]) -> Draft:
-        """Returns this draft with the `predictions` for its first tokens (levels, for a tree) as `predicted`."""
+        """Returns this draft with `predicted` set to `predictions`: an acceptance probability for each token (each level of a
+        tree).
+
+        Predictions beyond the draft's last level are dropped; levels without a prediction get NaN.
+        """
         if not predictions or not self.tokens:
             return self
         levels = self.levels
@@ -203,10 +217,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DistributionOverlap:
-    """How close the target's probabilities p and the draft's probabilities q are at each drafted token.
+    """How close the target's distribution p and the draft model's distribution q are at each drafted token.
 
-    Both are taken at temperature 1, without penalties, top-k and top-p. `overlap` is the sum of min(p, q) over the vocabulary:
-    the acceptance probability at temperature 1 without penalties. `kl` is KL(q||p) in nats.
+    Both are taken at temperature 1, without penalties, top-k, top-p and min-p. `overlap` is the sum of min(p, q) over the
+    vocabulary, which is the acceptance probability at temperature 1. `kl` is KL(q||p) in nats.
     """
 
     overlap: Sequence[float]
@@ -215,12 +229,12 @@ class DistributionOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying a draft: the accepted nodes, in order, and the token that the target chose after them.
+    """The result of verifying a draft: the accepted nodes (`path`), in order, and the `token` that the target chose after them.
 
-    `source` says whether that token is a correction (after a rejection) or a bonus (after a whole accepted path). It is None for
-    an empty draft. `token` is None if the output ended inside the draft, or if the target's logits after its last token are
+    `source` says whether the token is a correction (after a rejection) or a bonus (after a whole accepted path); None for an
+    empty draft. `token` is None if the output ended inside the draft, or if the target's logits after the last accepted node are
     missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
-    tokens of the target's choice that rounding may have decided: in half precision, its two largest logits were equal.
+    target's choices in this verdict that rounding may have decided: in half precision, its two largest logits were equal.
     """
 
     path: tuple[int, ...] = ()
@@ -232,12 +246,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One forward pass of the target, the draft that it verified, and the verdict. All output is computed from rounds.
+    """One step of decoding: a draft, the forward pass of the target that verified it, and the verdict.
 
-    Only the search of joint decoding takes several passes of the target in a round: `target_passes`.
-    `seconds` maps each phase of the round (see `PHASES`) to its duration. `policy_state` are numbers that the length policy (the
-    rule that ends drafts) has learned; None if it learns nothing. `unjudged` counts the nodes that the pass ran and that were no
-    candidates for the output (see `Draft.judged`); they are not in `draft`.
+    `mode` says which step of the schedule it was. `seconds` maps each phase of the round (see `PHASES`) to its duration.
+    `policy_state` are numbers that the length policy (the rule that ends drafts) has learned; None if it learns nothing.
+    `target_passes` is the number of the target's passes; only joint decoding takes more than one. `unjudged` counts nodes that
+    the pass ran besides those in `draft`, because they are no candidates for the output (see `Draft.judged`).
     """
 
     index: int
@@ -251,12 +265,13 @@ class Round:
 
     @property
     def pass_tokens(self) -> int:
-        """The tokens of the target's pass in the schedule `sequential`: the last token of the context and all nodes."""
+        """The number of tokens in the target's pass, in the schedule `sequential`: the context's last token and all drafted
+        nodes."""
         return 1 + len(self.draft.tokens) + self.unjudged
 
     @property
     def drafting_seconds(self) -> float:
-        """The seconds of drafting, with the length policy's."""
+        """The seconds spent on drafting, those of the length policy included."""
         return self.seconds["draft"] + self.seconds["policy"]
 
     @property
@@ -275,7 +290,10 @@ class Round:
 
     @property
     def statuses(self) -> tuple[TokenStatus, ...]:
-        """The status of each drafted node. With a correction, all children of the last accepted node are REJECTED."""
+        """The status of each drafted node. After a correction, the children of the last accepted node are REJECTED.
+
+        All other nodes that were not accepted are DISCARDED.
+        """
         accepted = set(self.verdict.path)
         last = self.verdict.path[-1] if self.verdict.path else -1
         corrected = self.verdict.source == "correction"

@@ -168,7 +168,7 @@ def _usage_error(error: Exception) -> int:
     message: str = error.format_message()  # type: ignore[attr-defined]
     option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
     if option is not None and checks is not None:  # the parser's message about a wrong value does not contain it
-        what = str(error).removeprefix("Value error, ").partition(",")[0]
+        what = str(error).removeprefix("Value error, ").partition(",")[0].replace("Input should", "It has to")
         return _report(SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", what))
     if message:  # it is empty where the parser has shown the help text instead
         _report(SpecgenError(message.rstrip("."), "See --help"))

@@ -38,6 +38,7 @@ def open_pair(
     parallel: bool = False,
     sequential: bool = True,
     tuned_for: SamplingParams | None = None,
+    remembered: bool = False,
 ) -> tuple[Pair, Profile | None]:
     """Loads the models and runs them once to warm them up, with a progress line on the console `err`. Returns the pair, and the
     profile for sampling as in `tuned_for`; None if there is no profile, or if `tuned_for` is None.
@@ -45,10 +46,12 @@ def open_pair(
     `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second process for the draft model. That
     process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
     in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
-    --draft-dtype is given.
+    --draft-dtype is given. `remembered`: see `Pair.warm_up`.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
+    if models.threads is not None:  # read by torch when it is imported, here and in the draft's process
+        os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
         from specgen.pair.loading import load
@@ -64,7 +67,7 @@ def open_pair(
             profile = find_profile(pair, tuned_for, models.profile, note, any_draft_dtype=may_round)
             if profile is not None:
                 pair, profile = _with_profile(pair, profile, process, note)
-        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel)
+        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel, remembered=remembered)
         interrupts.check()
         doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
         doubts += [pair.draft.warning] if pair.draft is not None and pair.draft.warning is not None else []

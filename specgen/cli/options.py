@@ -17,7 +17,7 @@ from specgen.base.types import SamplingParams, check_models
 
 Rows = Mapping[str, tuple[str, str]]  # by field: a short name, a long one if it is not `--the-field`, the value; the help text
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
-LEAST = {"limit": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
+LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
@@ -43,6 +43,9 @@ ROWS: Rows = {
     "temperature": ("T", "The sampling temperature. 0: greedy decoding."),
     "top_p": ("P", "Sample from the most probable tokens whose probabilities add up to P."),
     "top_k": ("K", "Sample from the K most probable tokens. 0: from all."),
+    "min_p": ("P", "Sample only from tokens with at least P times the probability of the likeliest one."),
+    "repetition_penalty": ("R", "Make tokens that are in the context less likely by this factor. Default: the model's own."),
+    "threads": ("N", "Compute with N CPU threads. Default: as many as timed passes choose, or OMP_NUM_THREADS."),
     "seed": ("N", "The random seed; it gives the same tokens again, with adaptive and pearl for equal measured costs."),
     "ignore_eos": ("", "Continue after an end-of-sequence token, so that every measured run is equally long."),
     "stop": ("TEXT", "End the output before this text (repeatable)."),
@@ -58,6 +61,7 @@ ROWS: Rows = {
 GENERATE_ROWS: Rows = {
     "prompt": ("PROMPT", "The text to continue. Standard input is read where it is - or missing."),
     "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
+    "file": ("-f FILE", "Read the prompt from a file."),
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
     "help_method": ("", "Describe --method and its settings, then exit."),
@@ -144,6 +148,7 @@ class ModelOptions:
     head: Path | None = None
     backend: str = "auto"
     context: int | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         models = {"target": self.target, "draft": self.draft, "revision": self.revision, "draft_revision": self.draft_revision}
@@ -167,8 +172,7 @@ class ModelOptions:
     def arguments(self) -> dict[str, Any]:
         """Returns these options as keyword arguments for `specgen.load`."""
         given = asdict(self)
-        given.pop("profile", None)
-        return given
+        return {name: value for name, value in given.items() if name not in ("profile", "threads")}
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class DecodingOptions(ModelOptions):
     """
 
     exact: bool = False
+    repetition_penalty: float | None = None
     profile: Path | None = None
 
     def __post_init__(self) -> None:
@@ -198,6 +203,7 @@ class SamplingOptions:
     top_k: int = 0
     seed: int | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
 
     def params(self) -> SamplingParams:
         """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
@@ -230,6 +236,7 @@ class GenerateOptions:
 
     panel: ClassVar[str | None] = None
     prompt: str | None = None
+    file: Path | None = None
     method: str | None = None
     settings: list[str] | None = None
     chat: bool = False

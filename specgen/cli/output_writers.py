@@ -28,17 +28,24 @@ if TYPE_CHECKING:
 class OutputWriter:
     """Writes the output of one generation.
 
-    `tuned` says in words which method and settings were taken from what `specgen tune` saved; empty where none were. `trace`
-    gets every line of the recorded run. If a line cannot be written to it, the whole output is shown nevertheless, and `write`
-    then raises the error.
+    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and
+    settings were taken from what `specgen tune` saved; empty where none were. `trace` gets every line of the recorded run. If a
+    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error.
     """
 
     def __init__(
-        self, pair: Pair, request: Request, run: Run, output: GenerateOutput, tuned: str, trace: TraceWriter | None
+        self,
+        pair: Pair,
+        request: Request,
+        run: Run,
+        output: GenerateOutput,
+        tuned: str,
+        trace: TraceWriter | None,
+        where: str = "",
     ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        self._pair, self._request, self._run, self._output, self._tuned = pair, request, run, output, tuned
+        self._pair, self._request, self._run, self._output, self._tuned, self._where = pair, request, run, output, tuned, where
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
@@ -58,6 +65,11 @@ class OutputWriter:
                 parallel=request.method.is_parallel,
                 branches=request.method.drafts_trees(run.settings),
             )
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._answer.text
 
     def write(self) -> None:
         """Runs the generation and writes each round as it ends.
@@ -127,7 +139,8 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            self._err.print(footer(figures, notes, theme.width(self._err), tuned=self._tuned))
+            width, size = theme.width(self._err), len(self._request.prompt_ids)
+            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=size, where=self._where))
         if self._trace_error is not None:
             raise self._trace_error
 
@@ -160,7 +173,8 @@ class OutputWriter:
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
-            yield "no draft model"
+            stand_in = self._pair.parts.stand_in(method)
+            yield "no draft model" if stand_in is None else f"{stand_in.name} drafts"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             yield f"the context of {len(run.context):,} tokens is full"
         if energy is not None and energy.joules is None:

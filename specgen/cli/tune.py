@@ -152,6 +152,7 @@ def _tune(
     `rounded` is the pair with its draft's weights rounded, None if it is not tried.
     """
     from specgen.tune import profile as profiles
+    from specgen.tune.rounding_cost import rounding_cost
     from specgen.tune.tuner import tune
 
     sampling, key = request.sampling, profiles.profile_key_of(pair)
@@ -163,8 +164,9 @@ def _tune(
     with Progress(err, quiet=output.quiet) as line:
         progress = TuneProgress(line, begin, asked.budget)
         progress.done(f"{models_in_words(pair)}, {how}: loaded")
+        rounding = rounding_cost(pair, line.announce, is_small_only=True)
         outcome = tune(pair, request, progress, rounded)
-    profile = profiles.from_outcome(outcome, key, request.prompts)
+    profile = profiles.from_outcome(outcome, key, request.prompts, rounding)
     path, failure = None, None
     try:
         path = profiles.save(profile, folder)

@@ -112,7 +112,15 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
     drawn: dict[str, Any] = {"do_sample": False}  # transformers warns about sampling fields in greedy decoding
     if not sampling.greedy:
         drawn = {"do_sample": True, "temperature": float(sampling.temperature), "top_p": float(sampling.top_p)}
-        drawn |= {"top_k": int(sampling.top_k), "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+        drawn |= {
+            "top_k": int(sampling.top_k),
+            "min_p": sampling.min_p,
+            "typical_p": 1.0,
+            "epsilon_cutoff": 0.0,
+            "eta_cutoff": 0.0,
+        }
+    if (penalty := pair.target.generation.repetition_penalty) is not None:
+        drawn["repetition_penalty"] = penalty
     return GenerationConfig(max_new_tokens=limit, eos_token_id=ends, pad_token_id=max(ends[0], 0), use_cache=True, **drawn)
 
 

@@ -146,7 +146,7 @@ class Runner:
         # plain decoding's runs are added first, because other methods' outputs are compared with its outputs
         for traced, run in sorted(recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE):
             start = traced.start
-            self._check_settings({**start, **start["sampling"]}, recorded.path)
+            self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
             spec, prompt, repeat = specs.get(start["spec"]), prompts.get(start["prompt_index"]), start["repeat"]
             if spec is None or prompt is None or repeat >= self.config.repeats:
                 continue

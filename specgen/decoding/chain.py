@@ -1,4 +1,4 @@
-"""Drafts that a model makes token by token, with CaPE's further candidates at each position, or by way of their text."""
+"""Drafters of chains: a model drafts token by token, CaPE adds candidates at each position, and text is encoded again (SLEM)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ class ModelDrafter(DraftModelUser):
     """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
     The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
-    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. A context with tokens that the draft model
-    lacks gets an empty draft.
+    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. The draft is empty if the context has
+    tokens that the draft model lacks. A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens
+    also where the target samples.
 
     With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et al. 2024), see
-    `with_candidates`. The length policy sees the chain's tokens. Verification is lossless: in sampling, the chain's token is
-    drawn from its distribution and verified first, and the others are fixed tokens, verified against what its rejection leaves of
-    the target's distribution.
-    A draft ends before a token whose distribution has a largest probability below `fallback` (BiLD; temperature 1, no top-k or
-    top-p). This token is dropped, so that the draft may be empty. Not lossless.
+    `with_candidates`. The length policy sees only the chain's tokens. Verification is lossless, also in sampling: the chain's
+    token is verified as a draw from its distribution; if it is rejected, the target draws a token from the residual distribution,
+    and a candidate that equals this token is accepted.
+
+    With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest probability below `fallback` (at
+    temperature 1, without top-k and top-p); that token is dropped, so that the draft may be empty. This is not lossless.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:
+        if setup.draft is not None and not getattr(setup.draft, "draws", True):
+            setup = replace(setup, sampling=SamplingParams())
         super().__init__(setup, depth=depth)
         self._cape, self._fallback = cape, fallback
 
@@ -52,9 +56,10 @@ class ModelDrafter(DraftModelUser):
         unverified: Sequence[int] = (),
         show: Callable[[int, int], bool] | None = None,
     ) -> Draft:
-        """Drafts at most `limit` new tokens after the context and after `unverified`: tokens drafted earlier.
+        """Drafts at most `limit` new tokens after the context and after `unverified`, which are tokens drafted earlier.
 
-        `show` gets each new token's number, from 0, and the token, as soon as it is drafted. If it returns False, the draft ends.
+        `show` is called for each new token as soon as it is drafted, with its number (from 0) and the token. If it returns False,
+        the draft ends.
         """
         tokens = list(unverified)
         limit = self._room(context, limit + len(tokens)) - len(tokens)
@@ -94,7 +99,8 @@ class ModelDrafter(DraftModelUser):
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 
     def _device_chain(self, context: Context, policy: LengthPolicy, unverified: Sequence[int]) -> DeviceChain | None:
-        """Begins a draft whose tokens the host reads when it has ended. Returns None if the host needs each token at once."""
+        """Begins a draft whose tokens are chosen on the device. Returns None if the host needs to know each token before the next
+        one."""
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
@@ -104,11 +110,11 @@ class ModelDrafter(DraftModelUser):
 
 
 class HostChain:
-    """A draft that grows token by token, with what the length policy and the verifier need of each.
+    """A chain of drafted tokens that grows token by token, with what the length policy and the verifier need to know of each.
 
-    `read` are the names of the signals (numbers about a token) that the policy reads. `statistics` are entropy and top
-    probability of each token's distribution. `candidates` is the number of likeliest tokens that are kept of each
-    position.
+    `read` are the names of the signals (numbers about a token) that the policy reads. `statistics` has the entropy (nats) and the
+    largest probability of each token's distribution. `candidates` is the number of likeliest tokens that are kept for each
+    position; 0: none.
     """
 
     def __init__(self, setup: Setup, generator: torch.Generator, read: Signals, candidates: int) -> None:
@@ -130,8 +136,8 @@ class HostChain:
         """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
 
         `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
-        are the logits of the draft model's own distribution, without penalties; None if `logits` are. They may have more columns:
-        see `ModelOutput.unrestricted`.
+        are the logits of the draft model's own distribution, which may have more columns (see `ModelOutput.unrestricted`); None
+        if `logits` are these. Raises RunError for logits that hold a NaN.
         """
         if self._setup.record:
             self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
@@ -180,7 +186,8 @@ class HostChain:
 
 
 def further_candidates(top_prob: float) -> int:
-    """Returns how many candidates join a drafted token whose distribution has this largest probability (CaPE; temperature 1)."""
+    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the largest probability at
+    temperature 1."""
     return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
 
 
@@ -188,7 +195,8 @@ def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
     """Returns the chain with further candidates at each position: the likeliest tokens there besides the chain's own (CaPE).
 
     `likeliest` has the most likely tokens at each position, likeliest first; -1 for none. The candidates come after all tokens of
-    the chain, so `probs` belong to the chain's tokens alone. Each is a leaf: a sibling that is verified after the chain's token.
+    the chain, so that `probs` still belong to the first nodes. Each candidate is a leaf, and a sibling of the chain's token at
+    its position.
     """
     tokens, origins = list(chain.tokens), list(range(len(chain.tokens)))
     for position, (top_prob, found) in enumerate(zip(chain.top_probs, likeliest, strict=True)):
@@ -206,11 +214,12 @@ def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
 
 
 class TextDrafter:
-    """Drafts text, and encodes it with the target's tokenizer (SLEM: Timor et al. 2025, arXiv 2502.05202, Algorithm 2).
+    """Drafts text with the draft model, and encodes it with the target's tokenizer (SLEM: Timor et al. 2025, arXiv 2502.05202,
+    Algorithm 2).
 
-    The draft model reads and chooses its own tokens, always the likeliest, so the length policy counts these; `limit` counts the
-    target's. The drafted tokens were not drawn from any distribution over the target's vocabulary: a verifier accepts them where
-    they are the target's argmax, or its own draw.
+    For draft models with another tokenizer. The draft model always takes its likeliest token, and the length policy counts its
+    tokens. The target's tokens that the text is encoded to were not drawn from a distribution: a verifier accepts them where they
+    equal the target's argmax, or the token that the target draws.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -228,9 +237,10 @@ class TextDrafter:
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        """Drafts at most `limit` of the target's tokens. Empty where the drafted text has no tokens that continue the context.
+        """Drafts at most `limit` of the target's tokens.
 
-        Also where the context has no text yet, and where the draft model has no embedding for a token of the text.
+        The draft is empty if the drafted text has no tokens that continue the context, if the context has no text yet, or if the
+        draft model has no embedding for a token of the text.
         """
         if limit < 1:
             return Draft()

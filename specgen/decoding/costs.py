@@ -47,8 +47,8 @@ class Curve:
 class CostTable:
     """Seconds as a function of the number of tokens and of the context length.
 
-    `curves` has a curve for each measured context length (one or two). For other context lengths, the cost is linear in the
-    context length; with one curve it does not depend on it.
+    `curves` has one or two measured curves by context length. Between and beyond the two, seconds are linear in the context
+    length; with one curve they do not depend on it.
     """
 
     curves: Mapping[int, Curve]
@@ -87,9 +87,9 @@ class RoundCosts:
 
     @classmethod
     def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
-        """Returns the costs that `as_dict` returned, also if JSON has made strings of the keys, or if `together` is missing.
+        """Returns the costs that `as_dict` wrote. Keys may be strings, as JSON makes them, and `together` may be missing (0).
 
-        Raises ValueError if they are not valid.
+        Raises ValueError if the costs are not valid.
         """
         try:
             tables = [
@@ -133,13 +133,14 @@ class SpeedupModel:
     """Computes the expected speedup over plain decoding of drafting k tokens per round, from the times of forward passes.
 
     `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among the keys. `draft_seconds` is
-    the time of one draft pass (0: there is no draft model). `context_length` is the number of tokens in the caches during these
-    passes.
+    the time of one draft pass (0: there is no draft model). A draft of k tokens takes k draft passes, or one if `drafts_blocks`.
+    `context_length` is the number of tokens in the caches during these passes.
     """
 
     target_seconds: Mapping[int, float]
     draft_seconds: float
     context_length: int
+    drafts_blocks: bool = False
 
     @property
     def draft_lengths(self) -> list[int]:
@@ -149,10 +150,10 @@ class SpeedupModel:
     def break_even_acceptance(self, k: int) -> float | None:
         """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k tokens beat plain decoding.
 
-        A round yields 1 + rate * k tokens for k draft passes and one target pass over k + 1 tokens. None: no rate is high enough.
+        A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens. None: no rate is high enough.
         """
         single = self.target_seconds[1]
-        rate = (k * self.draft_seconds + self.target_seconds[k + 1] - single) / (k * single)
+        rate = (self._drafting(k) + self.target_seconds[k + 1] - single) / (k * single)
         return max(0.0, rate) if rate < 1 else None
 
     @property
@@ -162,7 +163,10 @@ class SpeedupModel:
 
     def speedup(self, k: int, acceptance: float) -> float:
         """Returns the speedup of drafting k tokens if each is accepted with probability `acceptance`, independently."""
-        return _tokens(k, acceptance) * self.target_seconds[1] / (k * self.draft_seconds + self.target_seconds[k + 1])
+        return _tokens(k, acceptance) * self.target_seconds[1] / (self._drafting(k) + self.target_seconds[k + 1])
+
+    def _drafting(self, k: int) -> float:
+        return (1 if self.drafts_blocks else k) * self.draft_seconds
 
     def best(self, acceptance: float) -> tuple[int, float]:
         """Returns (k, speedup) of the draft length k with the largest speedup at this acceptance probability."""

@@ -1,4 +1,5 @@
-"""Drafts whose tokens are chosen on a GPU, one after the other, without the host, which reads them once, at the end."""
+"""Chains whose tokens are chosen on a GPU, one after the other. The host reads the tokens at the end of a draft, not one by
+one."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ _ROWS = 16  # tokens; the host reads them before more are chosen
 
 
 class DeviceChooser:
-    """Chooses tokens on the device, and keeps them for the host. Implements `graphs.TokenChooser`.
+    """Chooses tokens on the device, and keeps them there for the host to read. Implements `graphs.TokenChooser`.
 
-    Logits from `vocab_size` on are cut. `table` [rows, 3] has the token, its entropy and top probability; `drawn_from` are the
-    distributions (None in greedy decoding), and `row` [1] is the row of the next token. `point` [1] is a random number in [0, 1)
-    by which a token is drawn: the caller writes a new one before each token, since random numbers cannot be drawn by a CUDA
-    graph's replay alone.
+    Logits from column `vocab_size` on are ignored. A row of `table` [rows, 3] has a chosen token, and the entropy (nats) and
+    largest probability of its distribution; the same row of `drawn_from` [rows, vocabulary] has the distribution it was drawn
+    from (None in greedy decoding). `row` [1] is the row for the next token. `point` [1, 1] is a random number in [0, 1) that
+    decides which token is drawn; the caller writes a new one before each token, since a replayed CUDA graph cannot draw random
+    numbers alone.
     """
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device) -> None:
@@ -52,9 +54,9 @@ class DeviceChooser:
 
 
 class DeviceChain:
-    """A draft that grows token by token on the device, after the context and after `unverified`: tokens that follow it.
+    """A draft that grows token by token on a GPU, after the context and after `unverified`, which are tokens drafted earlier.
 
-    The host reads no token before the draft ends, or before there are more than it keeps rows for.
+    The host reads the tokens when the draft ends, and during the draft whenever the table for unread tokens is full.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class DeviceChain:
         self._unread = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
 
     def append(self, position: int) -> DraftedToken:
-        """Adds the token at this position (from 1)."""
+        """Lets the device choose the next token, at this position (from 1). The token that is returned has no signals."""
         if self._unread in (0, _ROWS):
             self._read()
             self._chooser.row.zero_()
@@ -85,8 +87,8 @@ class DeviceChain:
     def draft(self, reason: str) -> Draft:
         """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
 
-        Cut after the first end-of-sequence token, with the reason `eos`; else `reason` says why it ended. Raises RunError for a
-        NaN in logits.
+        If the draft has an end-of-sequence token, it is cut after the first one, with the reason `eos`; otherwise `reason` says
+        why it ended. Raises RunError if logits held a NaN.
         """
         if self._count == 0:
             return Draft(stop_reason=reason)

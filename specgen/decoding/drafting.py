@@ -38,13 +38,16 @@ class Drafter(Protocol):
 
 
 class LearningDrafter(Drafter, ABC):
-    """A drafter that learns from the target's logits. Only the schedule `sequential` lets it."""
+    """A drafter that learns from the target's logits. Works with the schedule `sequential` only, because no other calls
+    `learn`."""
 
     @abstractmethod
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
-        """Learns from the round of the last draft: the target's output for the context's last token and for all nodes of `draft`.
+        """Learns from the target's pass over `draft`, the last draft that this drafter proposed.
 
-        Called after verification, before accepted tokens join the context. `output` is valid only during the call.
+        `output` has the target's logits after the context (row 0) and after each node i of the draft (row i + 1), also after the
+        nodes that are not verified. It is valid only during the call. Called after verification, before accepted tokens join the
+        context.
         """
 
 
@@ -56,7 +59,7 @@ class NoDrafter:
 
 
 class UnrelatedDrafter:
-    """Drafts `tokens` in turn, whatever the context. This takes no time, so a round takes as long as the target's pass.
+    """Drafts the next of `tokens`, in a cycle, whatever the context. For measuring the target's passes: drafting takes no time.
 
     The policy has to be a `LengthSweep`, which sets the number of tokens.
     """
@@ -69,22 +72,25 @@ class UnrelatedDrafter:
 
 
 def derive_seed(seed: int, role: str) -> int:
-    """Derives an independent seed: from a run's for each source of randomness (`draft`, `target`, `policy`), from a
-    comparison's for each prompt and repeat."""
+    """Returns a seed that depends on `seed` and `role` alone. Seeds for different roles are independent of each other.
+
+    A role names one use of random numbers: `draft`, `target` or `policy` in a run, or a prompt and its repeat in a comparison.
+    """
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The models and parameters that a method's drafter, verifier and schedule are made from, for one run (one output).
+    """The models and parameters from which the drafter, the verifier and the schedule of one run (one output) are made.
 
-    `draft` runs the draft model; None if there is none and no part of the target drafts. `target` is None only in a draft worker.
-    `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: both models' distributions
-    are compared, so drafts keep their logits. `acceptance_predictor` is trained with an exit layer; None if there is none.
-    `capacity` is the number of tokens to allocate KV caches for. `window` is what was measured for PEARL's setting `auto`, and
-    `worker` runs its draft model. `adaptive` is what the length policy of this name decides by. `history` has the outputs of
-    earlier runs to copy from. `tokenizers` are the target's and the draft model's. All of these are None where a run has no use
-    for them. The types of some are those of a method, in `methods`.
+    `draft` runs the draft model or the part of the target that drafts; None if there is none. `target` is None only in a draft
+    worker. `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: drafts keep their
+    logits, so that both models' distributions can be compared. `capacity` is the number of tokens to allocate KV caches for.
+
+    The other fields are for some methods, and None for the rest: `acceptance_predictor` (trained with an exit layer), `window`
+    (PEARL's measured window, for its setting `auto`), `worker` (runs PEARL's draft model), `adaptive` (the inputs of the length
+    policy `adaptive`), `history` (outputs of earlier runs to copy from) and `tokenizers` (the target's and the draft model's).
+    Fields typed `Any` have types of `methods` and `workers`, which cannot be imported here.
     """
 
     draft: DraftRunner | None
@@ -104,21 +110,22 @@ class Setup:
 
     @property
     def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
-        """The sampling parameters, the device and the seed of a verifier."""
+        """What a verifier is made with: the sampling parameters, the target's device, and a seed for the verifier's random
+        numbers."""
         assert self.target is not None
         return self.sampling, self.target.device, derive_seed(self.seed, "target")
 
     @property
     def for_worker(self) -> Setup:
-        """What a draft worker in another process needs of this: no models."""
+        """This setup without models and tokenizers, to be sent to a draft worker in another process."""
         return replace(self, draft=None, target=None, acceptance_predictor=None, worker=None, tokenizers=None)
 
 
 class DraftModelUser:
     """Base of all drafters that run a draft model (or part of the target as one).
 
-    `depth` is the largest number of levels of a draft (tokens, for a chain), which the policy may stay below; with None the
-    policy alone decides.
+    `depth` is the largest number of tokens in a draft (of levels, for a tree), which the length policy may end earlier. None: no
+    such limit.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None) -> None:
@@ -137,12 +144,16 @@ class DraftModelUser:
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
-        """Returns the reason why a draft of at most `levels` levels ended: the drafter's depth has a reason of its own."""
+        """Returns the reason why a draft ended: `reason`, or `depth N` in place of `length` if the drafter's depth was the
+        limit."""
         return f"depth {levels}" if reason == "length" and levels == self._depth else reason
 
     def _scores(self, policy: LengthPolicy, context: Context) -> Scores | None:
-        """Returns the acceptance predictor's `score` for a draft after the context; None without a predictor, and if the policy
-        does not read its scores. The time that it takes is added to `policy.seconds`: on a GPU that to start its kernels."""
+        """Returns the acceptance predictor's function `score` for a draft after the context.
+
+        None without a predictor, or if the policy does not read its scores. The time that the predictor takes is added to
+        `policy.seconds`; on a GPU, the time to start its kernels.
+        """
         predictor = self._setup.acceptance_predictor
         if predictor is None or "predicted_acceptance" not in policy.signals:
             return None

@@ -25,7 +25,7 @@ NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 
 
 def comparison(value: float, sign: str, limit: float) -> str:
-    """Returns text such as `0.38 < 0.40`, with two decimals, or as many as the two different numbers need to look different."""
+    """Returns text such as `0.38 < 0.40`. The numbers have two decimals, or more if they would look equal."""
     for digits in range(2, 9):
         first, second = f"{value:.{digits}f}", f"{limit:.{digits}f}"
         if first != second:
@@ -37,8 +37,8 @@ def comparison(value: float, sign: str, limit: float) -> str:
 class DraftedToken:
     """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
 
-    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`. For a tree it is the
-    likeliest token of a level, and `nodes` is the number of tokens that the level adds to the draft.
+    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`. In a tree, a level is
+    represented by its likeliest token, and `nodes` is the number of tokens that the level adds to the draft.
     """
 
     position: int
@@ -54,14 +54,15 @@ class DraftedToken:
 
 
 class LengthPolicy:
-    """Decides when a draft ends. `reason` says in a few words why the last draft ended. This base never ends one.
+    """Decides after each drafted token whether the draft continues. This base class never ends a draft.
 
-    `name`, `source` (the paper) and `settings` (parameters by name) describe a policy to users and to `tune`. A `random` policy's
-    constructor takes a `seed` besides the settings. `signals` are the numbers about a drafted token that the policy reads.
-    `optional_signals` maps a boolean setting to the signals that the policy reads only if the setting is true. It reads the
-    `preferred_signals` only where the drafter computes them. `predictions` are the acceptance probabilities that it predicted for
-    the tokens of the last draft, if it predicts any. `seconds` is how long the policy and the acceptance predictor have taken
-    since `take_seconds` was called.
+    `reason` says in a few words why the last draft ended. `name`, `source` (the paper) and `settings` (parameters by name)
+    describe a policy to users and to `tune`. The constructor takes the settings, and if the policy is `random` also a `seed`.
+    `signals` are the names of the numbers about a drafted token that the policy needs. `optional_signals` maps a boolean setting
+    to the signals that the policy needs only if the setting is true. Signals in `preferred_signals` are read only where the
+    drafter computes them. `predictions` are the acceptance probabilities that the policy predicted for the tokens of the last
+    draft; empty if it predicts none. `seconds` is the time that the policy and the acceptance predictor have taken since the last
+    call of `take_seconds`.
     """
 
     name: ClassVar[str] = ""
@@ -81,10 +82,11 @@ class LengthPolicy:
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
     def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        """Whether to draft at all in this round. If not, `reason` says why, and the target computes one token.
+        """Whether to draft at all in this round. If False, `reason` says why, and the target's pass adds one token.
 
-        In PEARL the draft would follow `unverified` drafted tokens. `signals` are those of the first token that are known before
-        it is drafted. If not `is_last`, another drafter of this round follows, for which the policy decides again after a no.
+        `unverified` is the number of drafted tokens, not verified yet, that the draft would follow (PEARL). `signals` are those
+        of the draft's first token, as far as they are known before it is drafted. `is_last` False: if this call returns False,
+        the policy is asked again in this round, for another drafter.
         """
         return True
 
@@ -100,15 +102,18 @@ class LengthPolicy:
         """
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        """Learns from what prompt lookup found in the last round, also if nothing of it was drafted.
+        """Learns how well the last match of prompt lookup predicted the tokens generated since, whether or not they were drafted.
 
-        The first `agreed` tokens of the copied text, found after `match_length` equal tokens, equal the tokens that followed in
-        the context. `ended`: the copied token after them did not.
+        The match is an earlier occurrence of the context's last `match_length` tokens. The first `agreed` tokens after the
+        occurrence equal the generated ones. `ended`: the token after those differs from the generated one.
         """
 
     def observe_seconds(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
-        """Learns from the times of a round: `levels` tokens that a model drafted in a row took `drafting` seconds, the target's
-        pass over `tokens` drafted tokens `verification` seconds. Only the schedule `sequential` tells them."""
+        """Learns from the times of a round, in seconds. Called by the schedule `sequential` only.
+
+        `drafting` is the time in which a model drafted `levels` tokens one after the other (levels, for a tree). `verification`
+        is the time of the target's pass over `tokens` drafted tokens and of the rest of the round.
+        """
 
     def state(self) -> Mapping[str, float] | None:
         """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
@@ -142,12 +147,12 @@ WARM_UP = 2  # rounds at the beginning of a run that `LengthSweep` does not coun
 
 
 class LengthSweep(LengthPolicy):
-    """Length policy for measurements: each round has the next of `lengths` as draft length; 0 drafts nothing.
+    """Length policy for measurements: each round drafts the next of `lengths` tokens, in a cycle; 0 drafts nothing.
 
-    Each length is used once for each of `signals`: with the named signals (numbers about a drafted token, such as entropy)
-    computed. The first `WARM_UP` rounds of a run, which are not timed, all use the same length, so that no length is lost in
-    them. The pass over the prompt counts as such a round. `levels` is how many levels (tokens, for a chain) the last draft
-    computed: a tree may have left the last ones out, and they took their time all the same.
+    Each length is used once for each set of names in `signals`, with these signals (numbers about a drafted token) computed, so
+    that their cost can be measured. In the first `WARM_UP` rounds of a run, which are not timed, the length stays the same; the
+    pass over the prompt is the first of them. `levels` is how many tokens (levels, for a tree) the last draft computed, even if a
+    tree left the last levels out of the draft.
     """
 
     reason = "sweep"
@@ -185,7 +190,7 @@ class LengthSweep(LengthPolicy):
 
 
 def longest_draft_setting(default: int, *tuned: int) -> Setting:
-    """The setting `max_draft` of a policy: its default, and the values that `tune` tries."""
+    """Returns the setting `max_draft` of a policy, with this default; `tuned` are the values that `tune` tries."""
     return Setting(default, "longest draft", 1, 1000, tuned=tuned)
 
 
@@ -201,10 +206,9 @@ def extend_draft(
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
 
     Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
-    returns the token for the policy to judge, or a string: the reason to end the draft without asking the policy, such as `eos`.
-    At `limit` the reason is `length`. The draft follows `unverified` drafted tokens (PEARL). `known` are the first token's
-    signals that are known before it is drafted; for `is_last` see `LengthPolicy.starts_draft`. The time that the policy takes is
-    added to `policy.seconds`.
+    returns the token for the policy to judge, or a string, which ends the draft without asking the policy and is the reason, such
+    as `eos`. At `limit` the reason is `length`. `unverified`, `known` (as `signals`) and `is_last` are passed to
+    `LengthPolicy.starts_draft`. The time that the policy takes is added to `policy.seconds`.
     """
     start = perf_counter()
     drafts = policy.starts_draft(unverified=unverified, signals=known, is_last=is_last)

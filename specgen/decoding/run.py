@@ -1,6 +1,6 @@
-"""A run is the generation of one output with one method. `Run` holds the models' and method's parts, and checks where it ends.
+"""A run generates one output with one method. `Run` holds the models, the method's parts and the state of the output.
 
-The usual schedule of speculative decoding is here too: draft, then verify.
+The usual schedule of speculative decoding (`sequential`: draft, then verify) is here too.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ class Clock:
         self._start = time.perf_counter()
 
     def lap(self, phase: str, *, on_device: bool = False) -> None:
-        """Adds the time since the previous lap (or `start`) to `phase`. With `on_device` it ends with the device's queued work.
+        """Adds the time since the previous lap (or `start`) to `phase`.
 
-        The laps after it begin no earlier.
+        With `on_device`, the lap ends when the device has finished the work queued so far; the next lap begins there. The host
+        does not wait for that.
         """
         self._laps.append((phase, self._timer.mark() if on_device and self._timer is not None else time.perf_counter()))
 
     def move(self, seconds: float, source: str, phase: str) -> None:
-        """Takes `seconds` from the phase `source` and adds them to `phase`."""
+        """Counts `seconds` of the phase `source` in `phase` instead."""
         self._moves.append((seconds, source, phase))
 
     def seconds(self) -> dict[str, float]:
@@ -90,10 +91,11 @@ class Clock:
 class Run:
     """The state of a run: the generation of one output.
 
-    `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run
-    ends with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
-    `settings` are the method's, with measured values in place of `auto`, and `seed` is that of the run's random numbers.
-    `costs` are the pass times (`methods.pearl.ParallelCosts`) that PEARL's window was computed from, None if it was given.
+    `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run ends
+    with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
+    `settings` are the method's, with measured values in place of `auto`. `seed` is the seed of all random numbers of the run.
+    `costs` are the pass times (`methods.pearl.ParallelCosts`) from which PEARL's window was computed; None for other methods, and
+    if the user gave the window.
     """
 
     context: Context
@@ -127,7 +129,10 @@ class Run:
         return self.commit("prefill", Draft(), self.verify(Draft(), output))
 
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        """Verifies a draft; see `Verifier.verify`. Compares both models' distributions if the draft has its logits."""
+        """Verifies a draft by the target's `output`, as `Verifier.verify` does.
+
+        If the draft has its logits, the verdict's `agreement` compares both models' distributions.
+        """
         verdict = with_agreement(self.verifier.verify(draft, output), draft, output)
         self.clock.lap("sample")
         return verdict
@@ -137,10 +142,10 @@ class Run:
     ) -> Round:
         """Appends the verdict's tokens to the context, up to the end of the output, and returns the finished round.
 
-        Tells the length policy how many tokens were accepted, and sets `finish_reason` if the output has ended. The last
-        `unverified` tokens of the draft, a chain, are not verified yet. If all tokens before them were accepted and the run goes
-        on, they are left out of this round, because the next round verifies and reports them. `unjudged` nodes were in the
-        target's pass besides the draft.
+        Tells the length policy how many tokens were accepted, and sets `finish_reason` if the output has ended. In PEARL, the
+        last `unverified` tokens of the draft (a chain) are not judged by this verdict. If all tokens before them were accepted
+        and the output has not ended, they are left out of the round, because the next round verifies and reports them. `unjudged`
+        is the number of nodes that the target's pass ran besides the draft.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)

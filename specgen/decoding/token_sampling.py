@@ -16,16 +16,21 @@ _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Computes the distributions [..., vocabulary] to sample from: temperature, then top-k, then top-p, as in transformers.
+    """Computes the distributions [..., vocabulary] to sample from: temperature, top-k, top-p and min-p in this order, as in
+    transformers.
 
-    Tokens whose logit equals the k-th largest are kept. Tokens cut by top-k or top-p have probability exactly 0.
+    Tokens whose logit equals the k-th largest are kept. Tokens that are cut have probability exactly 0.
     """
     scores = logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         weakest = scores.topk(sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < weakest, -torch.inf)
     probs = scores.softmax(dim=-1)
-    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+    probs = _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+    if not sampling.min_p:
+        return probs
+    kept = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -45,10 +50,11 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draws one token from each distribution [..., vocabulary], which need not sum to 1; -1 if it holds a NaN or only zeros.
+    """Draws one token from each distribution in `probs` [..., vocabulary], which need not sum to 1. Returns token ids [...].
 
-    Uses inversion, in float64 where the device supports it, so that rounding over a large vocabulary does not bias the draws.
-    torch.multinomial draws one random number per token of the vocabulary, and its checks would synchronise a GPU.
+    The token is -1 where a distribution holds a NaN or only zeros. Draws by inversion, in float64 where the device supports it,
+    so that rounding over a large vocabulary does not bias the draws. torch.multinomial draws one random number per token of the
+    vocabulary, and its checks would synchronise a GPU.
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     points = torch.rand(*probs.shape[:-1], 1, dtype=exact, device=probs.device, generator=generator)
@@ -56,7 +62,11 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def draw_at(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Returns the token of each distribution [..., vocabulary] at the `points` [..., 1] in [0, 1): `draw` with random numbers."""
+    """Draws one token from each distribution in `probs` [..., vocabulary] by inversion of the cumulative sum. Returns ids [...].
+
+    `points` [..., 1] in [0, 1) are the random numbers: the token is the one at this share of the total. It is -1 where a
+    distribution holds a NaN or only zeros.
+    """
     cumulative = probs.cumsum(dim=-1, dtype=points.dtype)
     total = cumulative[..., -1:]
     token = torch.searchsorted(cumulative, points * total, right=True).clamp_max_(probs.shape[-1] - 1)
@@ -82,9 +92,10 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
 
 
 def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Returns `argmax_tokens`, and for each row whether another token has the same logit. One transfer to the host.
+    """Returns `argmax_tokens(logits)`, and for each row whether another token has the same logit, with one transfer to the host.
 
-    Ties are only looked for in half precision, where rounding makes them: they may be decided otherwise in a pass of other width.
+    Ties are only looked for in half precision, where rounding makes them: a forward pass over another number of tokens may break
+    them differently. In float32 no row counts as tied.
     """
     if logits.dtype == torch.float32:
         return argmax_tokens(logits), [False] * logits.shape[0]
@@ -100,9 +111,9 @@ def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes entropy (nats) and largest probability, each [...], from logits [..., vocabulary].
+    """Computes the entropy (nats) and the largest probability of distributions, each [...], from logits [..., vocabulary].
 
-    The distributions are taken at temperature 1, without top-k and top-p.
+    The distributions are taken at temperature 1, without top-k, top-p and min-p.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
@@ -111,10 +122,11 @@ def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
-    """Computes the likeliest token of logits [vocabulary], their entropy (nats) and largest probability, for the host.
+    """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest probability of their softmax, for the
+    host.
 
-    Entropy and probability are those of `entropy_and_top_prob`. On a CPU by NumPy, which takes a quarter of torch's time for one
-    row. Returns NaN as entropy if the logits hold a NaN or no finite maximum.
+    On a CPU they are computed by NumPy, which takes a quarter of torch's time for one row. The entropy is NaN if the logits hold
+    a NaN or no finite maximum.
     """
     if not logits.is_cpu:
         token, *numbers = torch.stack((argmax_token(logits).float(), *entropy_and_top_prob(logits))).tolist()  # exact to 2^24
@@ -142,14 +154,15 @@ def signals(
 ) -> dict[str, torch.Tensor]:
     """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor [...] on the device.
 
-    `logits` [..., vocabulary] are the draft's, from which the tokens were chosen. `unpenalised` are its logits without penalties
-    (such as a repetition penalty); None if `logits` have none. `probs` [..., vocabulary] are the distributions that the tokens
-    were drawn from; None in greedy decoding.
+    `logits` [..., vocabulary] are the draft model's, from which the tokens were chosen. `unpenalised` are its logits without
+    penalties (such as a repetition penalty); None if `logits` have none. `probs` [..., vocabulary] are the distributions that the
+    tokens were drawn from; None in greedy decoding.
     `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest) are of the draft model's own
     distribution: without penalties, at temperature 1, without top-k and top-p. `prob` is the token's probability in the
-    distribution it was chosen from: `probs`, or in greedy decoding `logits` at temperature 1, penalties included, as for
-    transformers' assisted generation. If `unpenalised` has further columns, for tokens that cannot be drafted, it is the token's
-    share of all of them. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
+    distribution it was chosen from: `probs`, or in greedy decoding the softmax of `logits`, penalties included, as in
+    transformers' assisted generation. If `unpenalised` has more columns than `logits`, for tokens that cannot be drafted, `prob`
+    is multiplied by the probability of those that can. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left
+    out if None.
     """
     own = logits if unpenalised is None else unpenalised
     found = {}
@@ -173,7 +186,7 @@ def signals(
 
 
 def is_forbidden(logits: torch.Tensor) -> bool:
-    """Whether a row of logits [..., vocabulary] leaves no token: penalties forbid all."""
+    """Whether all logits of a row of `logits` [..., vocabulary] are -inf, because penalties forbid all tokens."""
     return bool((logits.amax(dim=-1) == -torch.inf).any())
 
 

@@ -1,4 +1,4 @@
-"""Token trees: what all drafts with several candidates at a position grow, and the drafter of the likeliest continuations."""
+"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest continuations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tree:
         return node
 
     def extend(self, parent: int, tokens: Iterable[int]) -> list[int]:
-        """Adds a path of tokens after node `parent`, where it is missing, and returns its nodes."""
+        """Adds a path of tokens after node `parent`, and returns its nodes. Nodes that the tree has already are used again."""
         path: list[int] = []
         for token in tokens:
             parent = self.add(parent, token)
@@ -54,10 +54,11 @@ class Tree:
 
 
 class DraftTree(Tree):
-    """A tree that a draft model grows level by level. Its KV cache holds the nodes, so each is computed only once.
+    """A tree that a draft model grows level by level. The model's KV cache holds the nodes, so each is computed only once.
 
-    `hidden` [nodes, width] and `unpenalised` [nodes, ...] belong to the last logits: see `ModelOutput.hidden_states`, and
-    `ModelOutput.unpenalised_part`. They are None if the runner returns none, and if the logits have no penalties.
+    `hidden` [n, width] and `unpenalised` [n, ...] are the hidden states, and the logits without penalties, that belong to the n
+    rows which `next_logits` returned last; see `ModelOutput`. `hidden` is None if the runner returns no hidden states,
+    `unpenalised` if there are no penalties.
     """
 
     def __init__(self, setup: Setup, context: Context) -> None:
@@ -73,10 +74,10 @@ class DraftTree(Tree):
         return super().add(parent, token_sampling.valid_token(token, "draft"))
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:
-        """Runs the draft model on all nodes added since the last call. Returns the logits [nodes, vocabulary] after `nodes`.
+        """Runs the draft model on all nodes added since the last call. Returns the logits [len(nodes), vocabulary] after `nodes`.
 
-        `nodes` are some of these. The first call, with [-1], returns the logits after the context. None: penalties forbid all
-        tokens after one of the nodes, where drafts end.
+        `nodes` are some of the nodes added since the last call. The first call, with [-1], returns the logits after the context.
+        Returns None if penalties forbid all tokens after one of the nodes.
         """
         first = sum(map(len, self._logits)) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
@@ -99,7 +100,11 @@ class DraftTree(Tree):
         probs: torch.Tensor | None = None,
         score: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Computes signals of `tokens` [n], chosen from the `rows` [n] of the last logits, or of `probs`."""
+        """Computes signals of `tokens` [n], by name; see `token_sampling.signals`.
+
+        Token i was chosen from row `rows[i]` of `logits`, which `next_logits` returned last, or drawn from this row of `probs`.
+        `score` [n] is the predicted acceptance probability.
+        """
         if not names:
             return {}
         row, own, drawn_from = (
@@ -109,7 +114,8 @@ class DraftTree(Tree):
         return token_sampling.signals(names, row, tokens, drawn_from, score, own)
 
     def draft(self, reason: str, nodes: Sequence[int] | None = None, **fields: Any) -> Draft:
-        """Returns some of the nodes, each after its parent, as a draft with the nodes in this order; None: all.
+        """Returns a draft with some `nodes` of the tree, in this order, in which each has to come after its parent; None: all
+        nodes.
 
         `reason` says why the draft ended; `fields` are further fields of `Draft` by name.
         """
@@ -138,10 +144,10 @@ class DraftTree(Tree):
 
 
 class _Candidate(NamedTuple):
-    """A token that may be in the draft, after `parent`, and the log-likelihood (nats) of the path to it.
+    """A token that may be in the draft, after `parent`, with the log-likelihood (nats) of the path to it.
 
-    `parent` is a node of the tree that the draft model runs (-1: the context), and so is `node`, the candidate's own; None: the
-    tree does not have the candidate.
+    `parent` is a node of the tree that the draft model runs (-1: the context). `node` is the candidate's own node in that tree;
+    None if it was not added.
     """
 
     parent: int
@@ -153,10 +159,11 @@ class _Candidate(NamedTuple):
 class TopKTreeDrafter(DraftModelUser):
     """Drafts a tree of the likeliest continuations: several candidates at each position (EESD, section 5.7, and EAGLE-2).
 
-    Each level has the `width` likeliest continuations of the previous level, by the whole path's probability. Without `nodes`,
-    these are the draft. With `nodes`, the tree is EAGLE-2's dynamic tree (sections 4.1 and 4.2): the draft has the `nodes`
-    likeliest of all tokens that were candidates for a level, the `width` likeliest after each node that was continued; of equally
-    likely ones, the earlier level's, then the likelier node's. Fewer, if the draft ends early.
+    Each level has the `width` likeliest continuations of the previous level, by the probability of the whole path. If `nodes` is
+    None, these levels are the draft. Otherwise the draft is EAGLE-2's dynamic tree (sections 4.1 and 4.2): all `width` likeliest
+    tokens after each node of the previous level are candidates, and the `nodes` likeliest candidates of all levels are the draft.
+    Of equally likely ones, that of the earlier level counts as likelier, then that after the likelier node. A draft that ends
+    early may have fewer nodes.
     Probabilities are those at temperature 1. No node is drawn at random, even if the target samples. The length policy sees only
     the likeliest node of each level, after the whole level is in the tree.
     """

@@ -42,13 +42,14 @@ class GreedyVerifier:
 
 
 class RejectionSampling:
-    """Verifies drawn tokens by rejection sampling and all others by the target's own draws. Lossless, for chains and trees.
+    """Verifies drawn tokens by rejection sampling, and all other drafted tokens by whether the target draws the same. Lossless.
 
-    p are the target's probabilities and q the draft's, after temperature, top-k and top-p. The draft's first nodes, as many as it
-    has `probs`, are a chain drawn from q: token i of them is accepted with probability min(1, p_i / q_i); after a rejection the
-    target draws its token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023), after the whole chain from p. No other node was
-    drawn: if one of them follows there and has this token, it is accepted, the target draws a token after it from p, and so on.
-    A node's children that were not drawn are so accepted with the sum of their p, as by rejection sampling with q = 1 for each.
+    For chains and trees. p are the target's probabilities and q the draft model's, after temperature, top-k and top-p. The first
+    n nodes, as many as the draft has `probs` for, are a chain drawn from q. Token i of this chain is accepted with probability
+    min(1, p_i / q_i). After the first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023);
+    after a chain without rejection, from p. The other nodes were not drawn at random. If one of them follows the last accepted
+    node and has the token that the target has drawn, it is accepted, and the target draws a token after it from p. This is
+    repeated until no node has the target's token.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -84,10 +85,10 @@ class RejectionSampling:
 
 
 def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdict:
-    """Returns the verdict with how close target's and draft's distributions are at each drafted token; without logits, as it is.
+    """Returns the verdict with `agreement`: how close target's and draft model's distributions are at each drafted token.
 
-    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. Drafts such as those of
-    prompt lookup have no logits, and others only if they were asked to keep them.
+    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. A draft without logits
+    (of a drafter without a model, or if nothing is recorded) gets the verdict back unchanged.
     """
     if draft.logits is None:
         return verdict
@@ -100,10 +101,11 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
 
 
 def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
-    """Returns a function that draws a model's token for a row of its logits [rows, vocabulary]; -1 if the row holds a NaN.
+    """Returns a function from a row number to a token drawn from this row of `logits` [rows, vocabulary]; -1 if the row holds a
+    NaN.
 
-    It may be called once for each row. On a CPU only the rows on the path are drawn; a GPU draws all with the first call, for a
-    single transfer.
+    The token is drawn after temperature, top-k and top-p. The function may be called once for each row. On a CPU each call draws
+    one token; on a GPU the first call draws the tokens of all rows, for a single transfer.
     """
     if logits.is_cpu:
         return lambda row: int(token_sampling.draw(token_sampling.warp(logits[row], sampling), generator))
@@ -134,11 +136,12 @@ def accept_prefix(
 
 
 def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int = 0, accepted: int = 0) -> Verdict:
-    """Returns the verdict that accepts the path of drafted tokens on which each equals the target's choice.
+    """Returns the verdict that accepts the path of drafted tokens on which each token equals the target's choice.
 
-    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row` - 1. It is only called for
-    rows on the path, once for each. There are `rows` of them: the one after a chain's last node may be missing. Of the first
-    `drawn` nodes, a chain, the first `accepted` are accepted already and the others are not.
+    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row` - 1. It is called once for
+    each row on the accepted path. `rows` is the number of rows: the one after a chain's last node may be missing, and then a
+    fully accepted chain gets no token after it. The first `drawn` nodes, a chain, have been verified already: the first
+    `accepted` of them are accepted, the others are not.
     """
     path = list(range(accepted))
     if accepted == rows:

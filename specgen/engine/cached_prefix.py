@@ -17,7 +17,8 @@ _MASK_NUMBERS = PREFILL_CHUNK << 15  # of a pass over a longer prompt: bounds th
 
 
 def chunk_size(cached: int) -> int:
-    """Returns how many tokens of a long prompt to run in a pass after so many cached ones: fewer after many."""
+    """Returns how many tokens of a long prompt to run in one pass if `cached` tokens are in the KV cache already: fewer after
+    many."""
     size = _MASK_NUMBERS // (cached + PREFILL_CHUNK)
     return min(PREFILL_CHUNK, max(size - size % 64, _SMALLEST_CHUNK))
 
@@ -25,9 +26,10 @@ def chunk_size(cached: int) -> int:
 class CachedPrefix:
     """Says which tokens a model's KV cache holds: the first `committed` tokens of a context, then the nodes of a draft.
 
-    An exception such as KeyboardInterrupt may come between any two statements; every token counted as cached must be in the cache
-    then. The cache indices of draft nodes start at `committed`, so `draft` is emptied before `committed` changes. `exact`:
-    nothing is kept for other contexts, because what passes over draft trees have computed differs from a chain's in some bits.
+    An exception such as KeyboardInterrupt may come between any two statements. Even then, every token counted as cached is in the
+    cache. Draft node i is at cache index `committed` + i, so `draft` is emptied before `committed` changes. `exact`: nothing is
+    kept when the context changes, because keys and values that passes over draft trees have computed may differ from a chain's in
+    some bits.
     """
 
     def __init__(self, cache: Cache, rope_boundary: int | None, *, exact: bool = False) -> None:
@@ -37,7 +39,7 @@ class CachedPrefix:
         self.clear()
 
     def clear(self) -> None:
-        """Counts no token as cached."""
+        """Counts no token as cached any more."""
         self._context = Context(())
         self.committed = 0
         self.draft: TreeNodes = NO_NODES
@@ -47,10 +49,10 @@ class CachedPrefix:
         return self.committed + len(self.draft.tokens)
 
     def truncate_for(self, context: Context, draft: TreeNodes, start: int) -> None:
-        """Drops all cached tokens that a call of `ModelRunner.logits` with these arguments has to run.
+        """Stops counting as cached what a call of `ModelRunner.logits` with these arguments has to run.
 
-        Logits index 0 follows the context, index i + 1 follows draft node i. The logits from index `start` on are wanted. Each of
-        them is computed by running the token that it follows, so these tokens must not count as cached. Tokens that differ from
+        The call returns logits from index `start` on: index 0 follows the context, index i + 1 follows draft node i. They are
+        computed by running the tokens that they follow, so these tokens must not count as cached. Cached tokens that differ from
         `context` and `draft` are dropped too.
         """
         self.switch_to(context)
@@ -65,10 +67,10 @@ class CachedPrefix:
                 self.draft = TreeNodes(cached.tokens[:kept], cached.parents[:kept])
 
     def switch_to(self, context: Context) -> None:
-        """Counts as cached only the tokens with which `context` begins, and the draft nodes after them.
+        """Counts as cached only tokens with which `context` begins, and the draft nodes after them.
 
-        Draft nodes that have been accepted are part of `context` now, and count as committed. In a tree, their keys and values
-        are moved next to those of the other committed tokens, and the rest of the draft is dropped.
+        Draft nodes that have been accepted are part of `context` now, and become committed tokens. If the draft is a tree, their
+        keys and values are moved next to those of the other committed tokens, and the rest of the draft is dropped.
         """
         if context is not self._context:
             shared = common_prefix_length(self._context.ids, context.ids, self.committed)
@@ -125,7 +127,8 @@ class CachedPrefix:
     def uses_long_rope(self, context: Context) -> bool:
         """Whether the model uses its rotary frequencies for long contexts (LongRoPE) in a run with this context.
 
-        The prompt's length decides: a run ends before a shorter prompt's output needs them (`LoadedModel.max_tokens`).
+        The prompt's length decides. A run with a shorter prompt ends before its output needs these frequencies
+        (`LoadedModel.max_tokens`).
         """
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
@@ -138,10 +141,10 @@ class CachedPrefix:
         self.committed = self.cache.restorable(min(self.committed, committed))
 
     def _chunk_size(self, context: Context) -> int:
-        """Returns how many tokens of a prompt to run in one forward pass.
+        """Returns how many tokens of a prompt to run in the next forward pass.
 
-        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. So if the prompt is
-        longer than this boundary, already its first pass has to reach beyond it.
+        A LongRoPE model uses its long-context frequencies in passes whose last position is beyond a boundary. If the prompt is
+        longer than this boundary, all its passes have to use them, so the first pass already has to reach beyond the boundary.
         """
         boundary = self._rope_boundary if self.uses_long_rope(context) else None
         return max(chunk_size(self.committed), 0 if boundary is None else boundary + 1 - self.committed)
@@ -153,7 +156,10 @@ class CachedPrefix:
 
 
 def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
-    """Returns the path of draft nodes, from the root on, with the first of `tokens`; it ends at a token without an equal node."""
+    """Returns the nodes of the path from the tree's root whose tokens are the first ones of `tokens`.
+
+    The path ends before the first token that no child of its last node has.
+    """
     path: list[int] = []
     for token in tokens:
         parent = path[-1] if path else -1

@@ -20,15 +20,15 @@ _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
+_TIMING_SECONDS = 0.5  # spent on a choice of the number of threads, after the first round with each
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 
 def pick_device(name: str) -> torch.device:
     """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then MPS, then the CPU.
 
-    For `auto-map` returns the device that `auto` means: which devices are used is planned when the models' sizes are known.
-
-    Raises SpecgenError if the machine does not have the device.
+    For `auto-map` returns the same as for `auto`; which layers go to other devices is planned later, when the models' sizes are
+    known. Raises SpecgenError for an unknown name, or if the machine does not have the device.
     """
     if name in ("auto", AUTO_MAP):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -55,9 +55,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_draft_device(name: str | None, target_name: str, target: torch.device) -> torch.device:
-    """Returns the draft model's device named `name`. None: the target's, or a second GPU if that was chosen by `auto`.
+    """Returns the draft model's device, named `name`. None: a second GPU if the target's was chosen by `auto`, else the target's
+    device.
 
-    `target_name` is the name that `target` was chosen by. Raises SpecgenError as `pick_device`.
+    `target_name` is the name that the device `target` was chosen by. Raises SpecgenError as `pick_device`.
     """
     if name == AUTO_MAP:
         raise SpecgenError(
@@ -71,14 +72,15 @@ def pick_draft_device(name: str | None, target_name: str, target: torch.device) 
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device as text, for a CUDA device with the GPU's product name, because measurements hold for one GPU only."""
+    """Returns the device as text, with the product name of a CUDA GPU, because measurements hold for one type of GPU only."""
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a CPU tensor in memory from which a copy to `device`, if this is a GPU, does not make the host wait.
+    """Returns a CPU tensor in page-locked memory if `device` is a GPU, so that the host need not wait for a copy; else the tensor
+    itself.
 
-    Torch uses that memory again only after copies from it, made with `non_blocking`, have ended.
+    Torch does not reuse that memory before copies from it, made with `non_blocking`, have ended.
     """
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -91,7 +93,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in the CPU's memory, from a GPU through memory that it can write directly; waits for it."""
+    """Returns a copy of a tensor in the CPU's memory, and waits for it. From a GPU, it is copied through page-locked memory."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -107,9 +109,10 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Announces that a tensor is dropped after work of the current stream reads it: its memory is not used again before that.
+    """Keeps a GPU tensor's memory from being reused before work that is queued on the current stream has read it.
 
-    Needed where the memory may have been allocated on another stream of the GPU.
+    To be called before the tensor is dropped, where its memory may have been allocated on another stream. Does nothing for other
+    devices.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -123,9 +126,9 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
 
 
 class DeviceTimer:
-    """Finds out when a GPU finished some work of the current stream: `start`, then `mark`s.
+    """Finds out when a GPU finishes work that was queued on the current stream. Use: `start`, then any number of `mark`s.
 
-    The work is timed by CUDA events, which the host reads after it has waited for a result, so that it waits for nothing else.
+    The work is timed by CUDA events. Reading them after the host has waited for a result takes no further waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,7 +139,8 @@ class DeviceTimer:
         self._origin, self._started = self._event(), time.perf_counter()
 
     def mark(self) -> Callable[[], float]:
-        """Marks the end of the work queued so far. Returns a function that waits for it, and returns when it ended.
+        """Marks the end of the work queued so far. Returns a function that waits for this work and returns the time when it
+        ended.
 
         The time is in seconds on the clock of `time.perf_counter`.
         """
@@ -161,7 +165,8 @@ def device_timer(device: torch.device) -> DeviceTimer | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch use one CPU thread. For measurements: several threads on a busy machine wait for each other for any length."""
+    """Lets torch use one CPU thread in the `with` block. For measurements: on a busy machine several threads would wait for each
+    other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -201,12 +206,12 @@ class ThreadChoice:
 
 
 def pick_threads(work: Callable[[], object]) -> ThreadChoice:
-    """Sets torch's number of CPU threads to the smallest with which `work` is nearly as fast as with the fastest number.
+    """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
-    `work` is a round of decoding with the loaded models. Tries one thread, half of them and all. A small model gains little from
-    a second thread, and on a busy machine threads wait for each other at every matrix product, which was measured to be twenty
-    times slower. Changes nothing if the user has set `OMP_NUM_THREADS`, or if `work` takes more than `_MAX_SECONDS`, as with a
-    large model.
+    `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
+    gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
+    measured to be twenty times slower. Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not
+    run), or if `work` takes more than `_MAX_SECONDS`, as with a large model.
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -218,11 +223,12 @@ def pick_threads(work: Callable[[], object]) -> ThreadChoice:
         torch.set_num_threads(threads)
         work()
 
-    if timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0] > _MAX_SECONDS:
-        return ThreadChoice(all_threads, "the models are large")
+    first = timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0]
+    if first > _MAX_SECONDS:
+        return ThreadChoice(all_threads, "the models are large", {all_threads: first})
     candidates = sorted({1, all_threads // 2, all_threads})
-    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _MAX_SECONDS, fewest=1, most=4)
+    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _TIMING_SECONDS, fewest=1, most=4)
     best = {threads: min(taken) for threads, taken in samples.items()}
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
-    torch.set_num_threads(chosen)
+    torch.set_num_threads(all_threads)
     return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)

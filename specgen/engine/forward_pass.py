@@ -26,7 +26,8 @@ def chain_parents(length: int) -> range:
 
 
 def draft_nodes(tokens: list[int], parents: Sequence[int] | None) -> TreeNodes:
-    """Returns the nodes of a draft; `parents` None means a chain. Of a chain they are a range, whatever is given."""
+    """Returns the nodes of a draft; `parents` None means a chain. The parents of a chain are returned as a range, in whatever
+    form given."""
     chain = chain_parents(len(tokens))
     is_tree = not (parents is None or isinstance(parents, range)) and list(parents) != list(chain)
     return TreeNodes(tokens, list(parents or ()) if is_tree else chain)
@@ -38,8 +39,8 @@ NO_NODES = TreeNodes([], chain_parents(0))
 class Cache(Protocol):
     """A KV cache with one entry per token of each sequence in each layer. The first `length` entries are valid.
 
-    Forward passes write after the first `length` entries and leave `length` as it is. Buffers that are allocated later have room
-    for at least `capacity` tokens.
+    Forward passes write after the first `length` entries and do not change `length`; the caller does. When buffers are allocated
+    anew, they have room for at least `capacity` tokens.
     """
 
     length: int
@@ -72,8 +73,8 @@ class Cache(Protocol):
 class ForwardPass(NamedTuple):
     """One forward pass over some of the tokens of a context followed by a draft.
 
-    `first` and `last` say which: the pass runs tokens `first` to `last - 1` and writes their keys and values to the same indices
-    of `cache`. A committed token's position is its index; a draft node's position is the context's length plus its depth.
+    The pass runs the tokens with indices `first` to `last - 1` and writes their keys and values to the same indices of `cache`. A
+    committed token's position is its index; a draft node's position is the context's length plus its depth in the tree.
     `long_rope`: a LongRoPE model uses its frequencies for long contexts.
     """
 
@@ -113,7 +114,7 @@ class BatchPass(NamedTuple):
 
 
 def text_pass(ids: torch.Tensor) -> BatchPass:
-    """Returns the pass over one text from its beginning, without a cache. `ids` [n] are the text's token ids."""
+    """Returns the pass over a single text, from its beginning and without a cache. `ids` [n] are the text's token ids."""
     positions = torch.arange(len(ids), device=ids.device)[None]
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
     return BatchPass(ids[None], positions, causal[None], positions)
@@ -122,14 +123,14 @@ def text_pass(ids: torch.Tensor) -> BatchPass:
 class ModelOutput(NamedTuple):
     """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's next call.
 
-    `hidden_states` [n, width] are the LM head's inputs. They are None if the model was run by transformers' own `forward`, which
-    does not return them.
-    Tokens are chosen from `logits`. If these have penalties applied (`PenaltyProcessor`), `unpenalised` [n, the model's
-    vocabulary] are the logits before them; otherwise it is None.
-    `features` [m, ...] are the hidden states that `engine.model.Model.forward` names, of all m tokens of the
-    pass; None from other forward functions.
-    `unrestricted` [n, vocabulary + m] are the logits of a draft model with another tokenizer, without penalties: also those of
-    its m tokens that the target lacks, which cannot be drafted. None if there are none.
+    Tokens are chosen from `logits`. If penalties were applied to these (`PenaltyProcessor`), `unpenalised` [n, the model's
+    vocabulary] are the logits before; otherwise it is None.
+    `hidden_states` [n, width] are the LM head's inputs; None if the model was run by transformers' own `forward`, which does not
+    return them.
+    `features` [m, ...] are the hidden states that `taps` of `engine.model.Model.forward` ask for, of all m tokens of the pass;
+    None without taps.
+    `unrestricted` [n, vocabulary + m] is for a draft model with another tokenizer: its logits without penalties, also those of
+    its m tokens that the target lacks and that cannot be drafted. None if there are none.
     """
 
     logits: torch.Tensor
@@ -144,13 +145,13 @@ class ModelOutput(NamedTuple):
         return self.logits if self.unpenalised is None else self.unpenalised
 
     def first(self, count: int) -> ModelOutput:
-        """Returns the output for the first `count` tokens."""
+        """Returns the output for the first `count` tokens: the first rows of all tensors."""
         return ModelOutput(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
 
     def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:
-        """Returns the logits of the draft model's own distribution if they are others than `logits`: that of the signals.
+        """Returns the logits of the draft model's own distribution, from which signals are computed; None if these are `logits`.
 
-        These are `unrestricted`, or `unpenalised` without the logits beyond `vocab_size`.
+        They are `unrestricted`, or if that is None `unpenalised` without the columns from `vocab_size` on.
         """
         if self.unrestricted is not None:
             return self.unrestricted

@@ -47,7 +47,8 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
 
 
 def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]) -> Path:
-    """Returns the folder of a trained head: `name` itself if there is such a folder or file, otherwise as `model_folder` does."""
+    """Returns the folder of a trained head: `name` itself if it exists, otherwise the folder that `model_folder` finds or
+    downloads."""
     path = Path(name).expanduser()
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
 

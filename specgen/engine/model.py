@@ -1,4 +1,4 @@
-"""The interface of a model with its weights, which our own decoder (`native`) and transformers implement, and a model's sizes."""
+"""The interface of a model with its weights, which the native decoder and transformers' models implement, and a model's sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from specgen.engine.forward_pass import BatchPass, Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 
+STATE_TYPES = ("linear_attention", "conv")  # kinds of layers that keep a state in place of keys and values
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
 
@@ -21,8 +22,10 @@ class ModelShape:
     `intermediate_size` is the width of the MLPs, None if the config states none. `vocab_size` is the number of token ids, which
     have an embedding and a logit each. `context_limit` is the longest context in tokens, `NO_LIMIT` if the config states none.
     `rope_boundary` is the length in tokens beyond which a LongRoPE model uses other rotary frequencies, None for other models.
-    `dtype` names the weights' dtype, None if the config does not. `tied`: the head's weights are the embedding's. `default_eos`
-    is the config's end-of-sequence id or ids; where config.json is silent, the family's default.
+    `dtype` names the weights' dtype, None if the config does not. `tied`: the LM head's weights are the embedding's.
+    `default_eos` is the config's end-of-sequence id or ids; where config.json is silent, the family's default. `kv_numbers` is
+    how many numbers the keys and values of one token have in all layers together; `num_kv_heads` and `head_size` are those of the
+    first layer, from which others may differ.
     """
 
     model_type: str
@@ -38,10 +41,11 @@ class ModelShape:
     dtype: str | None
     tied: bool
     default_eos: int | list[int] | None
+    kv_numbers: int
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Returns the bytes that one token's keys and values take in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * bytes_per_number
+        return self.kv_numbers * bytes_per_number
 
 
 def of_transformers(config: Any) -> ModelShape:
@@ -49,31 +53,46 @@ def of_transformers(config: Any) -> ModelShape:
     config = config.get_text_config()
     dtype = getattr(config, "dtype", None)
     limit, boundary = _context(config)
+    count = config.num_hidden_layers
     heads = _first_integer(config, "num_attention_heads", "num_heads") or 1  # some models have no attention
+    is_uniform = not getattr(config, "is_heterogeneous", False)
+    layers = [config] * count if is_uniform else [config.per_layer_config[index] for index in range(count)]
+    sizes = [
+        (
+            _first_integer(layer, "num_key_value_heads") or heads,
+            _first_integer(layer, "head_dim") or config.hidden_size // heads,
+        )
+        for layer in layers
+    ]
+    types = getattr(config, "layer_types", None) or [None] * count
+    owners = [size for size, kind in zip(sizes, types, strict=True) if kind not in STATE_TYPES]
+    owners = owners[: len(owners) - (getattr(config, "num_kv_shared_layers", None) or 0)]  # the others read the keys of these
     return ModelShape(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
         intermediate_size=_first_integer(config, "intermediate_size", "ffn_dim", "n_inner"),
-        num_layers=config.num_hidden_layers,
+        num_layers=count,
         num_heads=heads,
-        num_kv_heads=_first_integer(config, "num_key_value_heads") or heads,
-        head_size=_first_integer(config, "head_dim") or config.hidden_size // heads,
+        num_kv_heads=sizes[0][0],
+        head_size=sizes[0][1],
         vocab_size=config.vocab_size,
         context_limit=limit,
         rope_boundary=boundary,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         default_eos=getattr(config, "eos_token_id", None),
+        kv_numbers=sum(2 * kv_heads * size for kv_heads, size in owners),
     )
 
 
 def _first_integer(config: Any, *names: str) -> int | None:
-    """Returns the first of the attributes that is a number; some models have lists with a number for each layer."""
+    """Returns the value of the first of these attributes that is an integer (in some models it is a list with a number per
+    layer)."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def _context(config: Any) -> tuple[int, int | None]:
-    """Returns the longest context and the rope boundary."""
+    """Returns the longest context in tokens, and the rope boundary (see `ModelShape`)."""
     limit = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     rope = getattr(config, "rope_parameters", None) or {}
     parameters = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -87,10 +106,10 @@ def _context(config: Any) -> tuple[int, int | None]:
 
 
 class Model(Protocol):
-    """A model with its weights, on one device, to which outputs are moved if its layers are on several.
+    """A model with its weights. All outputs are on `device`, also if its layers are on several devices.
 
-    `shape` is an `Architecture` if the model's family is one that the native decoder knows. `exact`: a token's logits have the
-    same bits whichever tokens are run with it, in drafts without trees.
+    `shape` is an `Architecture` if the native decoder knows the model's family. `exact`: in drafts without branches, a token's
+    logits have the same bits whichever tokens are run with it.
     """
 
     @property
@@ -117,15 +136,15 @@ class Model(Protocol):
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns the function that runs some of the layers (None: all), then the final norm and the LM head.
+        """Returns a function that runs some of the layers (None: all), then the final norm and the LM head, on a forward pass.
 
-        `inputs` returns the hidden states that enter the first of them; None takes the token embeddings. Without the head
+        `inputs` returns the hidden states that enter the first of the layers; None: the token embeddings enter. Without the head
         (`with_head` False) the output's `hidden_states` are those after the last layer, and its `logits` mean nothing.
 
-        With `taps`, which are for the whole model, the output's `features` [m, len(taps) * width] are, for each of the m tokens
-        of the pass, one hidden state for each number in `taps`: the input of the layer with this index, or with `num_layers` the
-        output of the final norm. These numbers are the indices of transformers' `hidden_states`. Raises SpecgenError if the
-        model's layers cannot be run one by one, which all but the whole model without taps needs.
+        `taps` can be given if all layers are run. The output's `features` [m, len(taps) * width] then have, for each of the m
+        tokens of the pass, one hidden state for each number in `taps`: the input of the layer with this index, or for
+        `num_layers` the output of the final norm. transformers' `hidden_states` have the same indices. Raises SpecgenError if
+        this needs to run layers one by one (all uses but that of the whole model without taps) and the model does not allow it.
         """
         ...
 
@@ -142,14 +161,16 @@ class Model(Protocol):
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first `layers` layers (None: all) on several sequences, as `forward`'s functions do on one.
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens each. The other arguments are as in
+        `forward`.
 
-        The output's tensors are [batch, n, ...], `logits` those of each sequence's last `logits_to_keep` tokens (None: all).
+        The output's tensors are [batch, n, ...]; `logits` are those of each sequence's last `logits_to_keep` tokens (None: all).
         """
         ...
 
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] after each of the n tokens `ids`, by one forward pass without a KV cache."""
+        """Returns the logits [n, vocabulary] after each of the n tokens `ids`, computed by one forward pass without a KV
+        cache."""
         ...
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +182,7 @@ class Model(Protocol):
         ...
 
     def check_layers(self, feature: str) -> None:
-        """Raises SpecgenError if the layers cannot be run one by one, which `feature` needs."""
+        """Raises SpecgenError if the layers cannot be run one by one. `feature` is what messages say needs this."""
         ...
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
@@ -173,7 +194,8 @@ class Model(Protocol):
         ...
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of the weights, but for the embedding and the first `kept_layers` layers; 0: of all weights.
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers.
 
         After that, the model can only run the layers that it has kept.
         """

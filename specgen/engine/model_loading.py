@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
+from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name
 from specgen.engine.hub import GGUF_HINT, model_folder
 from specgen.engine.inference_mode import inference
@@ -45,7 +46,8 @@ class ModelSource:
     computed in the same order of operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `on_mps`: the model is to run on an Apple GPU, where `auto` takes transformers, as the native decoder was never run there.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the model was made for.
-    `quantise` (`int8`, `int4`): the native decoder rounds the weights to that. `wide_attention`: see `native.layer.NativeLayer`.
+    `repetition_penalty` replaces the generation config's. `quantise` (`int8`, `int4`): the native decoder rounds the weights to
+    that. `wide_attention`: see `native.layer.NativeLayer`.
     """
 
     location: str
@@ -58,6 +60,7 @@ class ModelSource:
     on_mps: bool = False
     context: int | None = None
     quantise: str | None = None
+    repetition_penalty: float | None = None
     wide_attention: bool = False
 
     @property
@@ -69,10 +72,10 @@ class ModelSource:
 class PreparedModel:
     """What a model's files in `folder` say, without its weights. `raw` is the content of config.json, `shape` the model's sizes.
 
-    The native decoder runs the model if there is an `architecture`. If it is None, transformers does, with `transformers_config`,
-    and `fallback` says why: the field that the native decoder does not know, or the user's choice. `quantisation` has the
-    settings with which the checkpoint's weights are quantised, None if they are not. Tokenizer and generation config are read
-    when they are first needed.
+    If there is an `architecture`, the native decoder runs the model. If it is None, transformers runs the model, with
+    `transformers_config`, and `fallback` says why: a field that the native decoder does not know, or the user's choice.
+    `quantisation` has the settings with which the checkpoint's weights are quantised, None if they are not. Tokenizer and
+    generation config are read when they are first needed.
     """
 
     source: ModelSource
@@ -92,9 +95,17 @@ class PreparedModel:
     def backend(self) -> str:
         return "transformers" if self.architecture is None else "native"
 
+    @property
+    def rounding_refusal(self) -> str | None:
+        """Why the weights cannot be rounded to int8 or int4 when they are loaded; None if they can."""
+        if self.architecture is None:
+            return f"{self.name} runs on transformers: {self.fallback}"
+        return None if self.architecture.mixture is None else f"{self.name} is a mixture of experts"
+
     @cached_property
     def generation(self) -> GenerationConfig:
-        return read_generation_config(self.folder, self.raw)
+        found, penalty = read_generation_config(self.folder, self.raw), self.source.repetition_penalty
+        return found if penalty is None else replace(found, repetition_penalty=penalty)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -114,7 +125,7 @@ class PreparedModel:
     def parameters(self) -> Mapping[str, int]:
         """How many numbers each weight has, by its name, as the headers of the files say. Raises SpecgenError for damaged files.
 
-        Those of quantised weights, which are packed in the files, are the ones of the model that transformers would build.
+        Quantised weights are packed in the files; their numbers are those of the model that transformers would build.
         """
         if self.quantisation is not None:
             from specgen.engine.transformers.transformers_model import model_without_weights
@@ -127,9 +138,9 @@ class PreparedModel:
         return {name: prod(stored[name][0]) for name in used}
 
     def dequantises_on(self, device: torch.device) -> bool:
-        """Whether quantised weights become ordinary numbers when they are loaded on a device.
+        """Whether quantised weights are converted to ordinary floating-point numbers when they are loaded onto `device`.
 
-        Raises SpecgenError if transformers cannot load weights in their format there.
+        False for a model that is not quantised. Raises SpecgenError if transformers cannot load weights in this format there.
         """
         if self.quantisation is None:
             return False
@@ -167,6 +178,9 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
+            if source.exact and architecture.mixture is not None:
+                problem = f"--exact: bits of a mixture of experts such as {name} depend on the tokens that are run together"
+                raise SpecgenError(problem, "Leave it out")
             return PreparedModel(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)
@@ -196,6 +210,7 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
     return settings
 
 
+DraftModelRunner = ModelRunner | PardRunner | TranslatedRunner
 Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.device] | None], Model]
 """Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several."""
 
@@ -203,13 +218,13 @@ Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.devi
 class LoadedModel:
     """A model on its device, ready to decode with. Its weights are loaded at the first use of `model`, which `load_model` makes.
 
-    A pair may never need its draft's weights in this process: plain decoding has no draft model, and PEARL's may run in a process
-    of its own. All else is known without weights.
+    Weights may never be needed in this process: plain decoding has no draft model, and PEARL's may run in a process of its own.
+    All else is known without weights.
 
-    `prepared` is what the model's files say, `dtype` that of its computations. `translation` is between the tokens of the target
-    and of this draft model; None if they are the same, and if there is none: then `refusal` says why, and drafts go by way of
-    their text. `warning` is for the user, None if there is none. `layer_devices` has the device of each layer if they are on
-    several; None: all are on one. `load` loads the weights.
+    `prepared` is what the model's files say, `dtype` that of its computations. For a draft model with another tokenizer than the
+    target's, `translation` translates between their tokens; if that is not possible, `refusal` says why, and only drafts by way
+    of their text work. Both are None if the tokens are the same. `warning` is a text for the user, or None. `layer_devices` has
+    the device of each layer if they are on several; None: all are on one. `load` loads the weights.
     """
 
     def __init__(
@@ -244,7 +259,7 @@ class LoadedModel:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether the generation config changes logits depending on earlier tokens (repetition penalty, suppressed tokens).
+        """Whether the generation config changes logits (repetition penalty, suppressed tokens and the like).
 
         Raises SpecgenError if it does so in a way that is not supported.
         """
@@ -252,7 +267,8 @@ class LoadedModel:
 
     @cached_property
     def transformers_module(self) -> Any:
-        """Transformers' model with this model's weights, dtype and device; loaded again if the native decoder runs it."""
+        """This model as transformers' own object, with the same dtype and device. Its weights are loaded again if the model is
+        native."""
         from specgen.engine.transformers.loading import load_module
         from specgen.engine.transformers.transformers_model import TransformersModel
 
@@ -268,8 +284,19 @@ class LoadedModel:
         runner.context_limit = self.context_limit
         return runner
 
-    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner | TranslatedRunner:
-        """Returns a runner that answers in the target's token ids; with a `refusal`, in its own. `penalties` are the target's."""
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether this is a PARD draft model (`block_runner.PardRunner`) that can be used as one: its tokens are the target's."""
+        return isinstance(self.prepared.raw.get("pard_token"), int) and self.translation is None and self.refusal is None
+
+    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> DraftModelRunner:
+        """Returns a runner of this draft model that takes and answers in the target's token ids; if there is a `refusal`, in its
+        own ids.
+
+        `penalties` are the target's.
+        """
+        if self.drafts_blocks:
+            return PardRunner(self.runner(), self.prepared.raw["pard_token"], penalties)
         if self.translation is None:
             return self.runner(penalties)
         return TranslatedRunner(self.runner(), self.translation, penalties)
@@ -324,9 +351,10 @@ def load_model(
     load: Loader | None = None,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> LoadedModel:
-    """Loads a prepared model's weights onto `device`, by `load`, or on several; see `LoadedModel` for `layer_devices`.
+    """Loads a prepared model's weights onto `device`, or onto several; see `LoadedModel` for `layer_devices` and `load`.
 
-    Raises SpecgenError for weights that are damaged, no safetensors or unfit for rollbacks, and RunError if memory is short.
+    Raises SpecgenError for weights that are damaged or no safetensors, or if the model's KV cache cannot be rolled back; RunError
+    if memory is short.
     """
     where = f" on {len(set(layer_devices))} devices, without CUDA graphs" if layer_devices else ""
     announce(f"loading {prepared.name}{where}")
@@ -341,7 +369,7 @@ def load_weights(
     device: torch.device,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> Model:
-    """Loads a model's weights with the backend that its files need. Raises SpecgenError and RunError as `load_model`."""
+    """Loads a model's weights with the backend that runs it. Raises SpecgenError and RunError as `load_model`."""
     source, folder = prepared.source, prepared.folder
     check_weight_files(folder, source.name)
     try:

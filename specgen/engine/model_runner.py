@@ -37,9 +37,9 @@ class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
-    `vocab_size` the number of logits per position. A runner that cannot draft more than some number of tokens (levels, for a
-    tree) has this number as `longest_draft`: see `longest_draft`. One that counts a context's tokens in another way has a
-    method `room`: see `room`.
+    `vocab_size` the number of logits per position. A runner may also have a number `longest_draft`, the most tokens (levels, for
+    a tree) that it can draft, and a method `room(context)`, which replaces the usual rule for how many tokens fit after a
+    context.
     """
 
     context_limit: int
@@ -55,15 +55,15 @@ class DraftRunner(Protocol):
 
 
 def longest_draft(runner: DraftRunner) -> int | None:
-    """Returns the number of tokens that the runner can draft at most; None: as many as its context limit allows."""
+    """Returns the most tokens (levels, for a tree) that the runner can draft; None: as many as its context limit allows."""
     number: int | None = getattr(runner, "longest_draft", None)
     return number
 
 
 def room(runner: DraftRunner, context: Context) -> int:
-    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if that is too long.
+    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if the context is too long.
 
-    0 if the context holds a token that the model has no embedding for. A runner has its own rule if it has a method `room`.
+    0 if the context holds a token that the model has no embedding for. If the runner has a method `room`, this method decides.
     """
     own: Callable[[Context], int] | None = getattr(runner, "room", None)
     if own is not None:
@@ -72,9 +72,10 @@ def room(runner: DraftRunner, context: Context) -> int:
 
 
 class HiddenStates(NamedTuple):
-    """The hidden states that a call of `ModelRunner.logits` returned: `states` [n, width], those from index `start` on.
+    """The hidden states `states` [n, width] that a call of `ModelRunner.logits` returned, from index `start` on.
 
-    The call's context had `length` tokens, and `draft` followed it.
+    Index 0 is the hidden state at the last token of the call's context, which had `length` tokens; index i + 1 is that at node i
+    of the call's `draft`.
     """
 
     length: int
@@ -83,9 +84,10 @@ class HiddenStates(NamedTuple):
     states: torch.Tensor
 
     def before_last(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width] that predicted the last token of `context`, the call's context with more tokens.
+        """Returns the hidden state [width] from which the last token of `context` was predicted.
 
-        The tokens before the last one must be a path of the draft; otherwise returns None.
+        `context` is the context of the call that returned these states, with the tokens added since. The added tokens but the
+        last one must be a path of that call's draft; otherwise returns None.
         """
         tokens = context.ids[self.length : -1]
         path = matching_path(self.draft, tokens)
@@ -98,8 +100,8 @@ class ModelRunner:
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
 
     Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits from
-    which tokens are chosen (None: no change). `forward` runs some of the layers instead of the whole model. `cache` is another
-    runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
+    which tokens are chosen (None: no change). `forward` is the function that runs the model; None: the whole model. `cache` is
+    another runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class ModelRunner:
 
         Only the logits from index `start` on are returned: [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of
         draft token i's parent in the tree, lower than i (-1: the context); `parents` None means a chain. Runs the model on the
-        tokens that its KV cache lacks: in one pass, and a long prompt in chunks before. Draft tokens of the last call that are
-        part of `context` now (they were accepted) need not be run again.
+        tokens that its KV cache lacks, in one pass; most of a long prompt is run in chunks before this pass. Draft tokens of the
+        last call that have been accepted, and so are part of `context` now, are not run again.
         """
         tokens = list(draft)
         nodes = draft_nodes(tokens, parents)
@@ -161,22 +163,24 @@ class ModelRunner:
     def chooses_on_device(self) -> bool:
         """Whether the tokens of a chain can be chosen on the device, by `chooser`, `choose_next` and `count_chosen`.
 
-        Only where there are CUDA graphs: elsewhere the host is as fast.
+        True only with CUDA graphs and without penalties: elsewhere choosing on the host is as fast, or necessary.
         """
         return self._feeding is not None
 
     def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
-        """Returns what `choose_next` chooses tokens with by this rule: made by `make`, and the same one for equal rules."""
+        """Returns the object that chooses tokens in `choose_next(rule, ...)`: made by `make` at the first call with this rule,
+        and then kept."""
         assert self._feeding is not None
         return self._feeding.chooser(rule, make)
 
     @inference
     def choose_next(self, rule: Hashable, context: Context, draft: Sequence[int], chosen: int) -> None:
-        """Chooses the next token of a chain after the context and the chain `draft`, and after `chosen` tokens chosen so.
+        """Chooses a further token of a chain on the device, without the host reading it.
 
-        The calls for one draft have the same arguments, but for `chosen`: 0, 1, ... Each first runs the token that the last one
-        chose. They stay on the device: the caller gets them from the chooser, and reports those that were run to `count_chosen`,
-        so that they need not be run again.
+        The chain follows the context and the draft `draft` (a chain too), and has `chosen` tokens already. One chain is made by
+        calls with the same arguments but for `chosen`: 0, 1, ... Each call runs the token that the call before chose. The caller
+        gets the tokens from the chooser of this `rule`, and reports those that were run to `count_chosen`, so that they need not
+        be run again.
         """
         assert self._feeding is not None
         if chosen == 0:
@@ -187,14 +191,16 @@ class ModelRunner:
             self._feeding.feed(rule, self.cache, position, long_rope=is_long)
 
     def count_chosen(self, tokens: Sequence[int]) -> None:
-        """Counts a chain after the context as cached: `draft` of the last calls of `choose_next`, and the tokens they ran."""
+        """Counts a chain of tokens after the context as cached: the `draft` of the last calls of `choose_next`, and the tokens
+        that they ran."""
         self._cached.draft = draft_nodes(list(tokens), None)
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
 
         The other runner shares the cache and may write after these tokens. Returns how many tokens are cached, and a number that
-        changes when this runner writes to the cache again, which invalidates what the other runner has written.
+        differs from that of the last call if this runner has written to the cache since; what the other runner had written is
+        then invalid.
         """
         cached = self._cached
         cached.switch_to(context)
@@ -204,16 +210,18 @@ class ModelRunner:
         return cached.committed, self.forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width], after the norm, from which the last call with `context` predicted its last token.
+        """Returns the hidden state [width], after the norm, from which this runner predicted the last token of `context`.
 
-        `context` has grown since that call. Other contexts may have been run in between. None if that call did not compute it.
+        It was computed by the last call with this context, before the context grew; other contexts may have been run since. None
+        if that call did not compute it.
         """
         last = self._last
         found = last[1] if last is not None and last[0] is context else self._earlier.get(context)
         return None if found is None else found.before_last(context)
 
     def _keep_hidden_states(self, context: Context) -> None:
-        """Copies the last call's hidden states, which the next call overwrites, if that call is for another context."""
+        """Copies the hidden states of the last call if it had another context than `context`, because the next call overwrites
+        them."""
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())

@@ -47,8 +47,8 @@ Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 class GenerationConfig:
     """The fields of a generation config that change which token is generated or when generation ends; None where not set.
 
-    Sampling defaults such as `temperature` are not among them: `SamplingParams` replaces them. `unsupported` are the fields that
-    change logits in ways that are not supported, see `has_penalties`; their values are kept as they are in the file.
+    Sampling defaults such as `temperature` are left out, because `SamplingParams` replaces them. `unsupported` has the fields
+    that change logits in ways that are not supported (see `has_penalties`), with their values in the file.
     """
 
     eos_token_id: Ids | None = None
@@ -94,8 +94,9 @@ def eos_ids(
 ) -> frozenset[int]:
     """Returns the ids of the tokens that end an output.
 
-    They come from `generation`, else from `config` (a config.json), else they are `default_eos` (of the model's family), else
-    `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are no token ids.
+    The first source that names any counts: `generation`, then `config` (a config.json), then `default_eos` (of the model's
+    family), then `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are
+    no token ids.
     """
     found: Any = generation.eos_token_id
     if found is None:
@@ -105,7 +106,7 @@ def eos_ids(
 
 
 def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config`; the fields that it leaves unset are those of the language model's config inside it, if there is one."""
+    """Returns `config`, in which fields that are unset are taken from the language model's config inside it, if there is one."""
     nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     return {**config, **{name: value for name, value in nested.items() if config.get(name) is None}}
 
@@ -113,7 +114,8 @@ def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
 def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str) -> bool:
     """Whether a model's generation config sets penalties, such as a repetition penalty or suppressed tokens.
 
-    `name` is the model's name for the message. Raises SpecgenError for a setting that changes logits and is not supported.
+    A minimum length counts only if the model has end-of-sequence tokens (`eos_ids`). `name` is the model's name for the message.
+    Raises SpecgenError for a setting that changes logits and is not supported.
     """
     for setting, value in config.unsupported.items():
         problem = f"{name}'s generation_config.json sets {setting}={value!r}, which specgen does not support"
@@ -124,7 +126,7 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
 
 class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in its order.
+    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in transformers' order.
 
     A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
     are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or
@@ -196,12 +198,14 @@ class PenaltyProcessor:
         return torch.cat(rows)
 
     def _repeated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of tokens that were seen before: times the penalty where they are negative, else divided by it."""
+        """Returns logits of tokens that occurred before, with the repetition penalty: times the penalty if negative, else divided
+        by it."""
         penalty = self._config.repetition_penalty or 1.0
         return torch.where(logits < 0, logits * penalty, logits / penalty)
 
     def _row_bans(self, context: Context, path: list[int]) -> set[int]:
-        """Returns the tokens that may not follow the context and the drafted tokens `path`, whatever these are."""
+        """Returns the tokens that are forbidden after the context and the drafted tokens `path`, by rules that only count
+        tokens."""
         config, new_tokens = self._config, len(context) - context.prompt_length + len(path)
         banned = {*self._always}
         if len(context) + len(path) < (config.min_length or 0) or new_tokens < (config.min_new_tokens or 0):

@@ -1,9 +1,9 @@
 """Reads safetensors files: single tensors of a model, a trained head or an exit layer, sizes, and fingerprints.
 
-Only what is used is read. A fingerprint is a short hash that identifies weights, of a few hundred bytes of each tensor.
+Only what is used is read. A fingerprint is a short hash that identifies weights by a few hundred bytes of each tensor.
 
-Use: open `WeightFiles`, `check` all tensors that there have to be, with their shapes, then `take` them one by one. Every problem
-is a SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
+Use: open `WeightFiles`, `check` the shapes of all tensors that have to be there, then `take` them one by one. Every problem is a
+SpecgenError of one line that calls the files' owner by name, such as "the head DIR" or a model's id.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class WeightFiles:
     """The tensors at `path` by name: of a file, or of a folder with the file `single` or an index of several files.
 
-    `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files, its key, into the name that it
-    has here; None leaves it out. `device` is where tensors are put. Only headers are read before `take` is called. Raises
-    SpecgenError for files that are missing or damaged, and for two keys with one name.
+    `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files (its key) into the name by which
+    it is known here, or into None, which leaves it out. `device` is where tensors are put. Only headers are read before `take` is
+    called. Raises SpecgenError for files that are missing or damaged, and for two keys with the same name.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WeightFiles:
         return self._keys.keys()
 
     def key(self, name: str) -> str:
-        """Returns what the files call a tensor, for a message; the name itself if there is none."""
+        """Returns a tensor's name in the files, for a message; `name` itself if the files lack the tensor."""
         return shown(self._keys.get(name, name))
 
     def shape(self, name: str) -> Shape:
@@ -99,7 +99,7 @@ class WeightFiles:
             return self._file(next(iter(self._paths.values()))).metadata() or {} if self._paths else {}
 
     def refuse(self, problem: str, hint: str = AGAIN) -> SpecgenError:
-        """Returns an error that says what is wrong with these files."""
+        """Returns the error to raise for these files: `problem` says what is wrong with them, `hint` what to do."""
         return SpecgenError(f"{self.owner}: {problem}", hint)
 
     def check(self, expected: Mapping[str, Shape]) -> None:
@@ -110,17 +110,20 @@ class WeightFiles:
                 raise wrong_shape(self.owner, self.key(name), found, shape)
 
     def check_no_others(self, known: Collection[str], layers: int) -> None:
-        """Raises SpecgenError for tensors that are not known by name and may matter; `layers`: see `check_no_extra`."""
-        check_no_extra((key for name, key in self._keys.items() if name not in known), self.owner, layers)
+        """Raises SpecgenError if the files have tensors that are not in `known` and may matter; `layers`: see
+        `check_no_extra`."""
+        others = (key for name, key in self._keys.items() if name not in known)
+        check_no_extra(others, self.owner, layers, sum(name.endswith(".eh_proj.weight") for name in self._keys))
 
     def _check_complete(self, names: Iterable[str]) -> None:
         if missing := sorted(name for name in names if name not in self._keys):
             raise missing_tensors(self.owner, missing)
 
     def take(self, name: str) -> torch.Tensor:
-        """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, unless the files are small.
+        """Returns a tensor in its stored dtype on the device; on a CPU a view of the mapped file, or a copy if the files are
+        small.
 
-        Raises SpecgenError if it is missing or damaged, or holds no floating-point numbers.
+        Raises SpecgenError if the tensor is missing or damaged, or holds no floating-point numbers.
         """
         tensor = self._stored(name)
         self._check_dtype(name, tensor.dtype)
@@ -143,7 +146,7 @@ class WeightFiles:
         return tensor
 
     def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
-        """Returns some rows (`dimension` 0) or columns (1) of a tensor, those of all `ranges`, as a copy. Reads nothing else."""
+        """Returns those rows (`dimension` 0) or columns (1) of a tensor that are in `ranges`, as a copy. Reads nothing else."""
         self._check_complete([name])
         with reading_weights(self.owner):
             stored, slices = self._slice(name), [slice(part.start, part.stop) for part in ranges]
@@ -162,7 +165,7 @@ class WeightFiles:
         return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
 
     def use_device(self, device: torch.device) -> None:
-        """Makes `device` the one that tensors are put on from now on."""
+        """Puts tensors on `device` from now on. Closes the files."""
         self.close()
         self._device = device
         self._opened_on = str(device) if device.type == "cuda" else "cpu"  # where safetensors puts what it reads
@@ -181,12 +184,17 @@ class WeightFiles:
 
 
 def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
-    """Returns the tensors of a model by their names without the prefix `model.`, or that of a text part."""
+    """Returns the tensors of a model by their names without a prefix such as `model.`, or that of a text part
+    (`language_model.`)."""
     return WeightFiles(folder, owner, device, name_of=lambda key: _PREFIX.sub("", key, count=1))
 
 
 def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:
-    """Returns the file of each tensor: all of one file, or as the index in a folder says. Call it within `reading_weights`."""
+    """Returns the path of the file that holds each tensor, by the tensor's name in it.
+
+    All tensors are in one file, or the index in a folder says where they are. Call it within `reading_weights`, because it raises
+    the errors of damaged files.
+    """
     file = path if path.is_file() else path / single
     if file.is_file():
         with safe_open(file, framework="pt") as opened:
@@ -218,17 +226,18 @@ def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:
 
 
 def wrong_shape(owner: str, key: str, found: Iterable[int], expected: Iterable[int]) -> SpecgenError:
-    """Returns the error for a tensor that has another shape than it has to have by the config."""
+    """Returns the error for a tensor whose shape `found` in the files is not the shape `expected` by the config."""
     stored, wanted = (" x ".join(map(str, sizes)) or "a single number" for sizes in (found, expected))
     return SpecgenError(f"{owner}: {key} is {stored} in its file, but has to be {wanted} by its config.json", AGAIN)
 
 
 def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_layers: int = 0) -> None:
-    """Raises SpecgenError if `keys`, of tensors that a model has no use for, contain others than harmless ones: then weights and
-    config do not belong together, and the model would generate nonsense.
+    """Raises SpecgenError if `keys` has tensors that may matter. `keys` are those in a model's files that the model has no use
+    for.
 
-    `layers` is the number of the model's layers, after which its files may have `prediction_layers` further ones that predict
-    several tokens at once (`num_nextn_predict_layers`).
+    Then weights and config do not belong together, and the model would generate nonsense. Harmless are, for instance, vision
+    encoders and buffers. `layers` is the number of the model's layers; its files may have `prediction_layers` further ones that
+    predict several tokens at once (`num_nextn_predict_layers`).
     """
 
     def predicts(key: str) -> bool:
@@ -245,7 +254,7 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Returns the shape and safetensors' name of the dtype of each tensor in a model's files.
+    """Returns each tensor in a model's files by name: its shape, and its dtype by safetensors' name (such as BF16).
 
     Raises SpecgenError for an unreadable file.
     """
@@ -270,7 +279,11 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def file_fingerprint(file: BinaryIO) -> str:
-    """Returns the fingerprint of the weights in an open safetensors file. Raises OSError and ValueError, among others."""
+    """Returns 16 hexadecimal digits that identify the weights in an open safetensors file, as `weights_fingerprint` does for a
+    folder.
+
+    Raises OSError and ValueError, among others, for a damaged file.
+    """
     return _combined(_digests(file))
 
 

@@ -14,7 +14,7 @@ from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
-from specgen.methods.heads import EAGLE, GLIDE, MEDUSA
+from specgen.methods.heads import EAGLE, GLIDE, MEDUSA, MTP_METHOD
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
@@ -34,7 +34,7 @@ PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_ki
 
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
 _ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
-_ROWS += [MEDUSA, EAGLE, GLIDE, SELFSD]
+_ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, SELFSD]
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
 POLICIES: Mapping[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)
@@ -42,14 +42,17 @@ POLICIES: Mapping[str, type[LengthPolicy]] = {
 
 
 def find(name: str) -> Method:
-    """Returns the method `name`. If there is none, raises SpecgenError with the most similar name."""
+    """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method with a similar name."""
     if name not in METHODS:
         raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
     return METHODS[name]
 
 
 def split(written: str) -> tuple[str, dict[str, str]]:
-    """Splits a method with settings, written like `svip:threshold=0.4:max_draft=12`, into its name and its settings by name."""
+    """Splits text such as `svip:threshold=0.4:max_draft=12` into a method's name and the settings by name, not yet checked.
+
+    Raises SpecgenError for a setting that is not written NAME=VALUE.
+    """
     name, *pairs = (part.strip() for part in written.strip().split(":"))
     given: dict[str, str] = {}
     for pair in pairs:
@@ -63,7 +66,8 @@ def split(written: str) -> tuple[str, dict[str, str]]:
 
 
 def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
-    """Returns the method `name` with these settings and the defaults of all others. Raises SpecgenError as `resolve`."""
+    """Returns the method `name` with the settings `given`, and default values for all others. Raises SpecgenError as `resolve`
+    does."""
     method = find(name)
     return Choice(method, given, resolve(method, given, has_predictor=has_predictor))
 
@@ -74,9 +78,9 @@ def signals_of(settings: Settings) -> Signals:
 
 
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
-    """Returns the definitions of all settings of `method` with the length policy `policy`, by name.
+    """Returns the definitions of all settings of `method` with the length policy `policy` (None: no policy), by name.
 
-    The setting `policy` itself is not included. Default values are those of this method with this policy.
+    The setting `policy` itself is not included. The default values are those for this combination of method and policy.
     """
     known = dict(method.settings)
     if policy is not None:
@@ -89,9 +93,9 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
 def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
 
-    A `k` without a `policy` means `policy=fixed` where the method's own policy is `adaptive` (`Method.k_alone`).
-    `has_predictor` says whether the exit layer has an acceptance predictor, which decides the length policy of some methods if
-    the user names none. With None (not known yet) the settings of both possible policies are accepted.
+    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which has no `k`. `has_predictor` says
+    whether the exit layer has an acceptance predictor; for some methods this decides the length policy if the user names none.
+    With None (not known yet) the settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -159,9 +163,9 @@ def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -
 
 
 def available_policies(method: Method) -> list[str]:
-    """The names of the length policies that work with the method's drafter: it computes all signals that they always read.
+    """The names of the length policies that work with the method: its drafter computes all signals that they need.
 
-    Signals are numbers about a drafted token, such as its entropy.
+    Signals are numbers about a drafted token, such as its entropy. Signals that a setting can switch off do not count.
     """
     return [name for name, policy in POLICIES.items() if policy.signals <= method.signals]
 

@@ -6,9 +6,11 @@ probability that a drafted token was rejected). After the tokens drafted so far,
     P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
 
 The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`). They are learned from the times of the run's own rounds, but for runs
-that draw tokens with a seed, where they stay what they were at the beginning: equal runs give equal tokens.
-Prompt lookup drafts by the same rule; where a draft model follows, only if it is expected to gain more.
+in units of a target pass over one token (`DraftingCosts`). If a drafter computes all tokens of a draft in one pass, this pass
+counts only in the decision whether to draft at all.
+Costs are learned from the times of the run's own rounds. In a run that draws tokens with a seed they stay what they were at the
+beginning, so that equal runs give equal tokens.
+Prompt lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to gain more.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 
 
 def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
-    """Returns what a drafted token's acceptance is predicted from: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
 
-    p is the draft's largest probability and H its entropy (nats), at temperature 1 and without penalties. q is the probability of
-    the token in the distribution that it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    p is the largest probability of the draft model's distribution and H its entropy (nats), at temperature 1 and without
+    penalties. q is the probability of the token in the distribution that it was chosen from. Probabilities are kept between 0.001
+    and 0.999.
     """
     top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
     return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
@@ -58,12 +61,12 @@ def _copied_score(match_length: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInputs:
-    """What a run's policy `adaptive` decides by: the costs of drafting, and what is known about the drafter.
+    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
 
-    `learned` changes during the run. `timed` gets the times of the run's rounds, and `costs` are only those at its beginning;
-    None: they stay. `in_parallel`: drafts are made during the target's passes (PEARL), and cost nothing.
-    Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run shares
-    nothing.
+    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
+    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
+    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
+    shares nothing.
     """
 
     costs: DraftingCosts
@@ -78,11 +81,12 @@ _Step = tuple[float, float, float]
 
 
 class Adaptive(LengthPolicy):
-    """Drafts another token while it is expected to be worth more than it costs; drafts nothing where no draft is.
+    """Drafts another token while its expected worth is above its cost, and drafts nothing if that holds for no token.
 
-    `inputs` are the costs on this machine and what is known about the drafter; the settings `draft_cost` and `verify_cost`
-    replace the costs. `predictions` are the acceptance probabilities that were predicted for the tokens of the last draft.
-    A token with the signal `match_length` is prompt lookup's; others are a model's.
+    `inputs` has the costs on this machine and what was learned about the drafter; values of the settings `draft_cost` and
+    `verify_cost` other than `auto` replace the costs. `predictions` are the acceptance probabilities that were predicted for the
+    tokens of the last draft. A token with the signal `match_length` is treated as copied by prompt lookup, any other token as
+    drafted by a model.
     """
 
     name = ADAPTIVE
@@ -127,7 +131,7 @@ class Adaptive(LengthPolicy):
     @property
     def _model_gain(self) -> float:
         """What a draft of the model is expected to gain; negative if a token costs more than it is worth."""
-        surplus = self.learned.worth - self._costs.of_draft(1, 1)
+        surplus = self.learned.worth - self._costs.of_further(1, 1)
         return self.learned.mean_gain if surplus > 0 else surplus
 
     def _pauses(self, guard: DraftingGuard) -> bool:
@@ -173,7 +177,7 @@ class Adaptive(LengthPolicy):
         self._survival *= acceptance
         self._tokens += token.nodes
         gain = self._survival * learned.following.predict(following_score) * learned.worth * OPTION
-        cost = self._costs.of_draft(1, token.nodes)
+        cost = self._costs.of_further(1, token.nodes)
         if gain <= cost:
             self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False
@@ -223,10 +227,11 @@ class Adaptive(LengthPolicy):
 
 
 class HybridDrafter:
-    """Asks the length policy in each round whether to copy text of the context, and if not, whether to run the draft model.
+    """Drafts by prompt lookup or with a draft model, as the length policy decides in each round.
 
-    The policy compares what both are expected to gain (`adaptive` does). `model` is None if there is no draft model. The reason
-    why a draft of prompt lookup ended begins with `lookup:`.
+    The policy is first asked whether to copy text of the context, and if it does not, whether to run the draft model; `adaptive`
+    compares what both are expected to gain. `model` is None if there is no draft model. The reason why a draft of prompt lookup
+    ended begins with `lookup:`.
     """
 
     def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
@@ -243,7 +248,10 @@ class HybridDrafter:
 
 
 def hybrid_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """Prompt lookup or the draft model, whichever is expected to gain more; only one of them without a draft model or lookup."""
+    """Makes a drafter that uses prompt lookup or the draft model, whichever is expected to gain more in a round.
+
+    Without a draft model it uses prompt lookup alone; with the setting `lookup` false, the draft model alone.
+    """
     model = None if setup.draft is None else model_drafter(setup, settings)
     if settings.values["lookup"]:
         return HybridDrafter(lookup_drafter(setup, settings), model)
@@ -261,6 +269,7 @@ ADAPTIVE_METHOD = Method(
     signals=DRAFT_SIGNALS | {MATCH_LENGTH},
     settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)},
     drafts_without_model=True,
+    stand_in="mtp",
     drafts="model",
     recorded=True,
 )

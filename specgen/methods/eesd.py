@@ -1,7 +1,8 @@
 """EESD: the target's first layers and a trained exit layer draft, and Thompson sampling ends the drafts. Imports no torch.
 
-The exit layer follows 5 to 10 % of the target's layers, whose KV cache draft and target share: verification resumes from there.
-Sections 3.1 (the exit layer), 3.3 (Thompson sampling), 5.7 (trees); Tables 4 and 5 compare the length policies.
+The exit layer follows the first 5 to 10 % of the target's layers. Draft and target share the results of these layers, so that
+verification runs only the later ones. Sections 3.1 (the exit layer), 3.3 (Thompson sampling), 5.7 (trees); Tables 4 and 5 compare
+the length policies.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class CaliTS(ThompsonSampling):
     """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
 
     mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and theta_hat, the share of verified
-    tokens accepted so far. `theta0` counts as one such token (the paper's printed update forgets earlier observations).
-    `model_prediction` and `sampling_prediction` switch theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
+    tokens accepted so far. The prior acceptance rate `theta0` counts as one verified token, of which this share was accepted. The
+    paper's printed update forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction` switch
+    theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
     """
 
     name = "cali-ts"
@@ -141,9 +143,10 @@ class CaliTS(ThompsonSampling):
             self.predictions.clear()
 
     def state(self) -> Mapping[str, float]:
-        """theta_hat and the number of verified drafts; also theta's mean and standard deviation at the last mean theta_M.
+        """theta_hat and the number of verified drafts (`rounds`), and the mean and standard deviation of theta.
 
-        Mean and deviation are missing before the first draft if `model_prediction` is on.
+        The last two are computed for the mean theta_M of the last draft. If `model_prediction` is on, they are missing before the
+        first draft.
         """
         learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
         if self.model_prediction and self._mean_score is None:

@@ -1,18 +1,20 @@
 """Methods that draft with a head trained on the target's hidden states. Imports no torch.
 
-Medusa: heads on the last hidden state each predict a later token (Cai et al. 2024, Medusa-1); `medusa_tree` joins them to a tree.
-EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is `decoding.tree.TopKTreeDrafter` with
-`nodes`. GliDe: a head that also attends to the target's KV cache; CaPE is `cape` (Du et al. 2024).
+Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1); `medusa_tree`
+makes a tree of the predictions. EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is
+`decoding.tree.TopKTreeDrafter` with `nodes`. MTP: layers in the target's own files draft as EAGLE's do (DeepSeek-AI 2024). GliDe:
+a head that also attends to the target's KV cache; its candidates at each position are the setting `cape` (CaPE; Du et al. 2024).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.base.settings import Setting, Settings
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.adaptive import ADAPTIVE_GRID
-from specgen.methods.method import DEFAULT_HEAD, Grid, Method
+from specgen.methods.method import DEFAULT_HEAD, MTP, Grid, Method
 from specgen.methods.sd import CAPE, CAPE_GRID, model_drafter, tree_settings
 from specgen.methods.svip import SVIP_GRID
 
@@ -69,6 +71,23 @@ EAGLE = Method(
         {**_CHAIN, **SVIP_GRID},
     ),
     engines=("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+)
+MTP_METHOD = replace(
+    EAGLE,
+    name="mtp",
+    paper="multi-token prediction, DeepSeek-V3 2024",
+    needs=MTP,
+    settings=tree_settings(1, "auto") | CAPE,
+    defaults={"fixed": {"k": 3}},
+    drafts="mtp",
+    grids=(
+        {"k": (1, 2, 3, 4, 6)},
+        SVIP_GRID,
+        ADAPTIVE_GRID,
+        CAPE_GRID,
+        {"width": (2, 3), "nodes": (4, 6, 10), "k": (2, 3, 4)},
+    ),
+    engines=(),
 )
 GLIDE = Method(
     "glide",

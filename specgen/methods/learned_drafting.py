@@ -22,6 +22,7 @@ _LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # fading of what all tokens
 _USUAL = 6  # drafted tokens: costs per token are taken at this length
 _COST_FADING = 0.98  # of the sums over rounds from which costs are learned, for each round
 _OUTLIER = 3.0  # a time counts as at most this many times the expected one
+_BLOCK_RATIO = 3.0  # of the costs of the first and of each further token, above which a drafter makes them in one pass
 _WIDEST = 8  # drafted tokens of the second one of two passes that stand for the first guess
 
 
@@ -29,26 +30,36 @@ _WIDEST = 8  # drafted tokens of the second one of two passes that stand for the
 class DraftingCosts:
     """The costs of drafting and of verifying one more token, in units of a target pass over one token.
 
-    `draft` is that of one more drafted token (of one more level, for a tree), `verify` what a drafted token adds to the target's
-    pass.
+    `draft` is the cost of one more drafted token (one more level, for a tree), `verify` what a drafted token adds to the target's
+    pass. `start` is a cost per draft: that of the pass of a drafter that computes all its tokens at once, 0 for other drafters.
     """
 
     draft: float
     verify: float
+    start: float = 0.0
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
-        """Converts measured seconds of rounds, at this context length (tokens)."""
+        """Converts measured seconds of rounds to costs in target passes, for a context of `context_length` tokens."""
         single, usual = (costs.verification_cost.at(width, context_length) for width in (1, _USUAL + 1))
-        draft = costs.draft_cost.at(_USUAL, context_length) / _USUAL + costs.signal_cost
-        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL)
+        first, whole = (costs.draft_cost.at(length, context_length) for length in (1, _USUAL))
+        further = max(0.0, whole - first) / (_USUAL - 1)
+        # a drafter of single tokens takes about as long for the first as for each further one
+        start = first - further if first > _BLOCK_RATIO * further else 0.0
+        draft = (whole - start) / _USUAL + costs.signal_cost
+        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL, start / single)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
-        """Returns these costs with another cost of drafting or of verifying; None keeps what they have."""
-        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify)
+        """Returns these costs with `draft` and `verify` replaced by the given values; None keeps a value."""
+        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify, self.start)
 
     def of_draft(self, levels: int, tokens: int) -> float:
         """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
+        return (self.start if levels else 0.0) + self.of_further(levels, tokens)
+
+    def of_further(self, levels: int, tokens: int) -> float:
+        """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a draft that has begun (without
+        `start`)."""
         return levels * self.draft + tokens * self.verify
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
@@ -63,16 +74,20 @@ class DraftingCosts:
         return best
 
     def differs(self, other: DraftingCosts, factor: float) -> bool:
-        """Whether the cost of a drafted token is more than `factor` times that of the `other` costs, or the reverse."""
+        """Whether drafting and verifying one token costs more than `factor` times as much as with the `other` costs, or the
+        reverse."""
         own, its = self.of_draft(1, 1), other.of_draft(1, 1)
         return max(own, its) > factor * min(own, its)
 
 
 class LearnedCosts:
-    """Learns the costs of drafting from the times of rounds, beginning with a `guess`. `costs` are those learned so far.
+    """Learns the costs of drafting from the times of rounds. `guess` are the costs at the beginning, `costs` those learned so
+    far.
 
-    The cost of verification is the slope of a line through the seconds of target passes by the number of drafted tokens, that of
-    drafting the mean of the seconds per drafted token. Two target passes and a draft that the guess predicts count, too.
+    The cost of verification is the slope of a line through the seconds of target passes over the number of drafted tokens. The
+    cost of drafting is the mean of the seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed
+    in one pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other seconds of a draft. Two
+    target passes and a draft with the times that the guess predicts are counted as if they had been measured.
     """
 
     def __init__(self, guess: DraftingCosts) -> None:
@@ -83,7 +98,7 @@ class LearnedCosts:
         self._drafts = [0.0, 0.0]  # sums of seconds and of tokens (levels of a tree)
 
     def add(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
-        """Adds a round, see `LengthPolicy.observe_seconds`."""
+        """Learns from the times of a round. The arguments are those of `LengthPolicy.observe_seconds`."""
         guess, expected = self.guess, self.costs
         if not self._single:
             self._single = max(verification, 1e-9) / (1 + guess.verify * tokens)
@@ -91,25 +106,31 @@ class LearnedCosts:
         added = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
         self._passes = [_COST_FADING * old + new for old, new in zip(self._passes, added, strict=True)]
         if levels:
-            drafting = min(drafting, _OUTLIER * self._single * max(levels * expected.draft, 0.1))
-            self._drafts = [_COST_FADING * self._drafts[0] + drafting, _COST_FADING * self._drafts[1] + levels]
+            drafting = min(drafting, _OUTLIER * self._single * max(expected.of_draft(levels, 0), 0.1))
+            counted = 1 if guess.start else levels
+            besides = levels * guess.draft * self._single if guess.start else 0.0
+            drafting = max(0.0, drafting - besides)
+            self._drafts = [_COST_FADING * self._drafts[0] + drafting, _COST_FADING * self._drafts[1] + counted]
         count, x, xx, y, xy = self._passes
         widest = self._single * (1 + guess.verify * _WIDEST)
         count, x, xx = count + 2, x + _WIDEST, xx + _WIDEST**2
         y, xy = y + self._single + widest, xy + _WIDEST * widest
         slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
         self._single = max((y - slope * x) / count, 0.1 * self._single)
-        draft = (self._drafts[0] / self._single + guess.draft) / (self._drafts[1] + 1)
-        self.costs = DraftingCosts(draft, slope / self._single)
+        first = guess.start or guess.draft
+        mean = (self._drafts[0] / self._single + first) / (self._drafts[1] + 1)
+        verify = slope / self._single
+        self.costs = DraftingCosts(guess.draft, verify, mean) if guess.start else DraftingCosts(mean, verify)
         self.rounds += 1
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Predicts from a token's score (log odds) whether it is accepted, and learns from judged tokens.
+    """Predicts from a token's score (log odds) whether it is accepted, and learns from tokens that were accepted or rejected.
 
-    Two offsets are added to all scores: one learned from all tokens, by a Newton step of logistic regression after each, and one
-    from the last tokens alone. `strength` is the weight of no offset against what tokens say, in the unit of p (1 - p).
+    The score is corrected by two learned offsets. `offset` is learned from all tokens, by a Newton step of logistic regression
+    after each; the second one, from the last tokens alone. `strength` is the weight of the prior, which is an offset of 0, in
+    units of p (1 - p): a larger one makes the offset move less with each token.
     """
 
     strength: float
@@ -123,7 +144,7 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Learns from a judged token: one that the target accepted, or the first one that it rejected."""
+        """Learns from a verified token with this score: one that the target accepted, or the first one that it rejected."""
         expected = _probability(score + self.offset)
         residual, information = accepted - expected, expected * (1 - expected)
         self.residuals = _RECENT * self.residuals + residual
@@ -138,13 +159,15 @@ def _probability(odds: float) -> float:
 
 @dataclass(slots=True)
 class DraftingGuard:
-    """Pauses drafting after it has lost more than a budget: it bounds what drafting can lose, whatever the predictions say.
+    """Pauses drafting after it has lost more than a budget, so that what drafting can lose is bounded, whatever the predictions
+    say.
 
-    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain
-    decoding pays one unit for each. They are summed over rounds with a draft. Above the budget drafting pauses, the sum falls by
-    the budget and the next pause is twice as long; below minus the budget the next pause is half as long. So whatever is
-    accepted, n rounds lose at most b * (3 + log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding,
-    where b is the larger one of the budget and the loss of one round.
+    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain decoding
+    pays one unit for each token. They are summed over rounds with a draft. If the sum is above the budget, drafting pauses, the
+    budget is subtracted from the sum, and the next pause will be twice as long. If the sum is below minus the budget, it is set
+    to 0, and the next pause will be half as long. So whatever is accepted, n rounds lose at most b * (3 + log2(1 + n /
+    `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding, where b is the budget or the loss of one round,
+    whichever is larger.
     """
 
     loss: float = 0.0
@@ -152,14 +175,15 @@ class DraftingGuard:
     left: int = 0  # rounds that are left of this pause
 
     def pauses(self) -> bool:
-        """Whether the next round drafts nothing because of a pause. Counts this round."""
+        """Whether the next round drafts nothing because of a pause. If so, this call counts the round as one of the pause."""
         if not self.left:
             return False
         self.left -= 1
         return True
 
     def count(self, cost: float, tokens: int, budget: float) -> None:
-        """Counts a round with a draft: its cost in units, and the tokens that it gave."""
+        """Adds a round with a draft: its cost, in target passes over one token, and the output tokens that it gave. May begin a
+        pause."""
         self.loss += cost - tokens
         if self.loss > budget:
             self.left, self.loss = self.pause, self.loss - budget
@@ -170,13 +194,14 @@ class DraftingGuard:
 
 @dataclass(slots=True)
 class Learned:
-    """What `adaptive` has learned about a drafter of a pair. Kept from run to run.
+    """What the length policy `adaptive` has learned about a drafter of a pair. Kept from run to run.
 
-    `token` predicts the acceptance of a drafted token, `following` that of the token after it, `lookup` that of a copied token.
-    `cost` and `tokens` are sums over rounds, from which the worth of a token is computed. `gain` and `drafts` are sums over the
-    model's drafts: what they gained, and their number. All sums fade. Costs and gains are in units of a target pass over one
-    token. `trust` is the number of drafts that the gain assumed at first counts as: it falls with each draft of which nothing is
-    accepted, so that drafts of a useless model are tried ever more rarely.
+    `token` predicts the acceptance of a drafted token, `following` that of the token after it, `lookup` that of a token copied by
+    prompt lookup. `cost` and `tokens` are sums over rounds, from which the worth of a token is computed. `gain` and `drafts` are
+    sums over the draft model's drafts: what they gained, and their number. In all sums, older rounds count less. Costs and gains
+    are in units of a target pass over one token. The mean gain begins at an assumed value, which counts as `trust` drafts.
+    `trust` falls with each draft of which nothing is accepted, so that drafts of a useless model are tried ever more rarely.
+    `guard` and `lookup_guard` pause drafting by the model and by prompt lookup after losses.
     """
 
     cost: float
@@ -192,17 +217,19 @@ class Learned:
 
     @classmethod
     def prior(cls, costs: DraftingCosts, *, has_model: bool = True) -> Learned:
-        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model drafts."""
+        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model drafts; otherwise prompt
+        lookup alone."""
         return cls(_COST_TOKENS * costs.time_per_token(_MODEL_RATE if has_model else _LOOKUP_RATE), _COST_TOKENS)
 
     @property
     def worth(self) -> float:
-        """What an output token is worth: the cost per output token so far, at most 1, the cost with plain decoding."""
+        """The worth of an output token: the cost per output token so far. At most 1, which is the cost in plain decoding."""
         return min(1.0, self.cost / self.tokens)
 
     @property
     def mean_gain(self) -> float:
-        """The mean gain of the model's last drafts. Without drafts it returns to the gain assumed at first."""
+        """The mean gain of the model's last drafts. While nothing is drafted, it returns towards the gain that is assumed at
+        first."""
         return (self.gain + self.trust * _FIRST_GAIN) / (self.drafts + self.trust)
 
     def add_round(self, cost: float, tokens: int) -> None:

@@ -1,5 +1,8 @@
-"""Drafts from n-grams that Jacobi iteration makes: of the target (`lookahead`, Fu et al. 2024), of the draft model (`ouroboros`,
-Zhao et al. 2024). The drafters are in `lookahead_drafter`. Imports no torch."""
+"""Methods that draft n-grams made by Jacobi iteration. Imports no torch.
+
+In `lookahead` (Fu et al. 2024) the target makes the n-grams, in `ouroboros` (Zhao et al. 2024) the draft model does. The drafters
+are in `lookahead_drafter`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Lookahead decoding (Fu et al. 2024): the target makes n-grams by Jacobi iteration beside its own passes, and verifies them.
+"""Lookahead decoding (Fu et al. 2024): each pass of the target both verifies n-grams and makes new ones by Jacobi iteration.
 
-Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases prolong its drafts.
+Ouroboros (Zhao et al. 2024): the draft model drafts by lookahead decoding, and phrases of its n-gram pool follow its drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Phrase = tuple[int, ...]
 class NgramPool:
     """A map from a token to at most `size` phrases of `ngram` - 1 tokens that may follow it (Fu et al. 2024, section 3.2).
 
-    A phrase that is added again counts as new. The oldest phrases are removed first.
+    If there are more, the oldest are removed. A phrase that is added again counts as new.
     """
 
     def __init__(self, ngram: int, size: int) -> None:
@@ -44,7 +44,8 @@ class NgramPool:
         self._read = 0  # tokens of the context that `read` has seen
 
     def add(self, token: int, phrase: Sequence[int]) -> None:
-        """Adds the phrase that may follow the token. Phrases of another length are ignored, and those with a -1 for no token."""
+        """Adds a phrase that may follow the token. Ignored if it has not `ngram` - 1 tokens, or if one of them is -1 (no
+        token)."""
         if len(phrase) != self.ngram - 1 or -1 in phrase:
             return
         phrases = self._phrases.setdefault(token, {})
@@ -54,7 +55,7 @@ class NgramPool:
             del phrases[next(iter(phrases))]
 
     def replace(self, token: int, phrase: Phrase, correct: Sequence[int]) -> None:
-        """Removes a phrase that was thought to follow the token, and adds the one that does."""
+        """Removes `phrase` from those that may follow the token, and adds the phrase `correct`, which does follow it."""
         self._phrases.get(token, {}).pop(phrase, None)
         self.add(token, correct)
 
@@ -63,9 +64,10 @@ class NgramPool:
         return list(reversed(self._phrases.get(token, {})))
 
     def read(self, context: Context, window: LookaheadWindow) -> None:
-        """Adds all n-grams of the context: of the prompt, and of the output so far. Another context empties the pool.
+        """Adds all n-grams of the context, prompt and output, that were not added before.
 
-        The `window` that makes further n-grams starts again then.
+        If the context is another object than at the last call, the pool is emptied first, and `window` starts again with its
+        prompt.
         """
         if context is not self.context:
             self.context, self._read = context, 0
@@ -80,13 +82,13 @@ class NgramPool:
 class LookaheadWindow:
     """The window of lookahead decoding: guesses for the next positions, which each pass of a model replaces by better ones.
 
-    It has `ngram` - 1 levels of `width` tokens. The token of level j in column i is a guess for i + j positions after the last
-    token of the sequence, which itself is level 0 in column 0. Level 0 is a chain; below each of its tokens hang those of the
-    column's other levels. A column sees level 0 only up to its own token, so the window is a tree of draft nodes (Fu et al.,
-    Figure 5). After a pass, a column's tokens and the likeliest token after its last one are one n-gram.
+    It has `ngram` - 1 levels of `width` tokens. The token of level j in column i is a guess for the position i + j after the
+    sequence's last token; that last token itself is level 0 in column 0. In the tree of draft nodes, level 0 is a chain, and each
+    of its tokens is followed by the tokens of its column's other levels. So a column sees level 0 only up to its own token (Fu et
+    al., Figure 5). After a pass, a column's tokens and the likeliest token after its last one are one n-gram.
 
-    `tips` are each column's node in the last level, after `add_to`. `random` draws prompt tokens: as first guesses, and in place
-    of guesses that are in `eos_ids`.
+    `tips` are each column's node in the last level, set by `add_to`. `random` draws tokens of the prompt: as first guesses, and
+    in place of guesses that are in `eos_ids`.
     """
 
     def __init__(self, width: int, ngram: int, eos_ids: Collection[int], random: Random) -> None:
@@ -103,16 +105,17 @@ class LookaheadWindow:
 
     @property
     def next_tokens(self) -> Phrase:
-        """The guesses for the tokens that follow the sequence's last token: column 0, or level 0 if there is no other level.
+        """The window's guesses for the tokens that follow the sequence's last token: column 0 of the levels after level 0.
 
-        With n-grams of two tokens this is Jacobi decoding.
+        With n-grams of two tokens there is only level 0, which is returned instead: this is Jacobi decoding.
         """
         return tuple(self._levels[0]) if self._ngram == 2 else tuple(level[0] for level in self._levels[1:] if level)
 
     def add_to(self, tree: Tree, root: int, room: int) -> None:
-        """Adds the window to a tree after node `root`, which holds the sequence's last token (-1: the context does).
+        """Adds the window's tokens to a tree after node `root`, the sequence's last token (-1: this token is the context's last
+        one).
 
-        There are `room` positions left after this token. The window loses the columns that do not fit.
+        `room` is the number of positions left after that token. Columns that do not fit are dropped from the window.
         """
         first, *others = self._levels
         columns = max(min(room + 2 - len(self._levels), len(first) + 1, *map(len, others)), 0)
@@ -126,7 +129,8 @@ class LookaheadWindow:
     def update(self, found: Sequence[int], last: int, pool: NgramPool) -> None:
         """Moves the window on by one position, with new guesses, and adds its n-grams to the pool.
 
-        `found` are the likeliest tokens after the nodes in `tips`, `last` is the sequence's last token before the model's pass.
+        `found` are the likeliest tokens after the nodes in `tips`. `last` is the sequence's last token as it was before the
+        model's pass.
         """
         columns = list(zip([last, *self._levels[0]], *self._levels[1:], found, strict=True)) if self.tips else []
         guesses = [token if token not in self._eos_ids else self._random.choice(self._prompt) for token in found]
@@ -143,11 +147,11 @@ class LookaheadWindow:
 class LookaheadDrafter(LearningDrafter):
     """Drafts phrases of the n-gram pool that may follow the last token, and has the target run a window that makes n-grams.
 
-    `window` (W in the paper) and `ngram` (N) are the window's, `guesses` (G) is the largest number of phrases for a token. The
-    pool also gets the n-grams of the prompt and of the output. The draft's candidates are a tree of the phrases and of the
-    window's own guesses for the next tokens, without common beginnings twice; then follow the window's other nodes, which are
-    not judged. Lossless, because no candidate depends on the random numbers that verify it. The window takes the likeliest
-    tokens also in sampling.
+    `window` (W in the paper) is the window's width, `ngram` (N) the length of its n-grams, and `guesses` (G) the largest number
+    of phrases kept for a token. The pool also gets the n-grams of the prompt and of the output. The draft's candidates are a tree
+    of the phrases and of the window's guesses for the next tokens; phrases with the same beginning share nodes. The window's
+    other nodes come after the candidates and are not verified. Lossless, because no candidate depends on the random numbers that
+    verify it. The window takes the likeliest tokens also in sampling.
     """
 
     def __init__(self, setup: Setup, *, window: int, ngram: int, guesses: int) -> None:
@@ -180,7 +184,7 @@ class LookaheadDrafter(LearningDrafter):
 
 
 def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:
-    """Returns the phrase up to its first token that ends an output."""
+    """Returns the phrase up to and including its first token that is in `eos_ids`; the whole phrase if there is none."""
     length = len(list(takewhile(lambda token: token not in eos_ids, phrase)))
     return phrase[: length + 1]
 
@@ -188,12 +192,13 @@ def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:
 class OuroborosDrafter(DraftModelUser, LearningDrafter):
     """Drafts a chain by lookahead decoding on the draft model, then phrases of an n-gram pool as branches after its last token.
 
-    Each pass of the draft model verifies phrases that may follow the last token, so it adds one token to the chain or more. The
-    pool is that of `LookaheadDrafter`, for the draft model; `ngram` (N in the paper) and `window` (W) are its window's, and the
-    pool keeps `window` phrases for a token. At most `branches` (K) phrases follow the chain.
+    Each pass of the draft model verifies phrases that may follow the last token, so it adds one token to the chain or more.
+    `ngram` (N in the paper) and `window` (W) are those of the draft model's lookahead window, and the pool keeps `window` phrases
+    for a token. At most `branches` (K) phrases follow the chain.
 
-    The pool also learns from the target: after a rejected token, what the target would say after the chain's later tokens (N - 1
-    tokens where the chain says the same); and it replaces each phrase tried by what the target says along it (section 3.3).
+    The pool also learns from the target (section 3.3). After a rejection, it gets the N - 1 tokens that the target predicts after
+    the rejected token, and after each later one of the chain, wherever the chain continues with all but the last of them. Each
+    phrase that was tried as a branch is replaced by what the target predicts along this phrase.
 
     In sampling, the draft model draws its tokens, so that the chain is a sample of its distribution. The branches are not drawn.
     """
@@ -237,7 +242,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     def _run(self, context: Context, limit: int) -> bool:
         """Runs the draft model once, on the phrases that may follow the chain and on its window.
 
-        Puts the tokens that it chooses, at most `limit`, into `_drawn`. Returns False, without any, where penalties forbid all
+        Puts the tokens that it chooses, at most `limit`, into `_drawn`, and returns True. Returns False if penalties forbid all
         tokens.
         """
         window, tree = self._window, Tree()
@@ -287,9 +292,10 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
                 self._pool.replace(key, phrase, [said[len(self._chain)], *(said[node + 1] for node in nodes[:-1])])
 
     def _learn_rejected(self, said: list[int], accepted: int) -> None:
-        """Adds the n-grams that the target says after the chain's tokens from number `accepted` on.
+        """Adds the n-grams that begin with a token of the chain, from number `accepted` on, and continue as the target predicts.
 
-        `said` are its tokens after each token of the chain. They follow each other as long as the chain has the same tokens.
+        `said` are the target's predictions after each token of the chain. They form an n-gram only where the chain has the same
+        tokens, except for the last one.
         """
         longest = self._pool.ngram - 1
         for start in range(accepted, len(self._chain) - longest + 1):

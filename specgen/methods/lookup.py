@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class PromptLookupDrafter:
     """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
 
-    This is prompt lookup (Saxena 2023). Of several earlier occurrences the latest counts. If the copied tokens reach the end of
-    the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost of a draft does
-    not depend on the context's length.
-    A token's signal `match_length` is the number of tokens before it that equal those before the token that it copies: all tokens
-    drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from each match whether it was drafted or
-    not.
+    This is prompt lookup (Saxena 2023). If the n-gram occurred several times, the latest occurrence counts. If the copied tokens
+    reach the end of the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost
+    of a draft does not depend on the context's length.
+    The signal `match_length` of a drafted token is the length of its match: how many tokens before it equal the tokens before the
+    one that it copies. It counts all tokens drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from
+    each match, whether it was drafted or not.
     """
 
     LONGEST_MATCH = 32
@@ -40,7 +40,8 @@ class PromptLookupDrafter:
         self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
-        """Drafts as `Drafter.propose` does. For `is_last` see `LengthPolicy.starts_draft`."""
+        """Drafts at most `limit` tokens after the context; see `Drafter.propose`. `is_last` is passed to
+        `LengthPolicy.starts_draft`."""
         self._index(context)
         self._compare_last(context, policy)
         start = self._match(context)
@@ -60,7 +61,7 @@ class PromptLookupDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
-        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
         if self._last is None:
             return
         length, start, matched = self._last

@@ -1,4 +1,4 @@
-"""Medusa's fixed tree of candidates (Cai et al. 2024, sections 2.1.2 and 2.3.3): which ranks of which heads it joins."""
+"""Medusa's fixed tree of candidates (Cai et al. 2024, sections 2.1.2 and 2.3.3): which of each head's likeliest tokens it has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _FIRST_ACCURACY, _NEXT_HEAD, _RANK_POWER = 0.6, 0.7, 2.35
 
 
 def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
-    """Returns how often each rank of each head is assumed to be right, where it was not measured."""
+    """Returns for each head and rank how often the token of this rank is assumed to be right. For heads without measured
+    accuracies."""
     return [
         [_FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER for rank in range(_DEFAULT_RANKS)]
         for head in range(heads)
@@ -36,7 +37,7 @@ def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
 
 
 def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
-    """Returns the `nodes` rank paths that are likeliest to be right, level by level. Each one's parent is among them.
+    """Returns the `nodes` rank paths that are likeliest to be right, level by level. The parent of each path is among them.
 
     `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value is the product of its ranks'
     accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
@@ -54,12 +55,12 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
 
 
 class MedusaTreeDrafter(DraftModelUser):
-    """Drafts a tree of fixed shape from Medusa heads: the node of a rank path is the token of its last rank.
+    """Drafts a tree of fixed shape with `nodes` nodes from Medusa heads. No node is drawn at random, even if the target samples.
 
-    No node is drawn at random, even if the target samples. `nodes` is the number of nodes. Which these are is decided by the
-    `rank_accuracies` of the heads' runner (`MedusaRunner`), or by `default_rank_accuracies`. The length policy sees the likeliest
-    token of each level, and may leave the further levels out. With penalties, all nodes of a level have those of the likeliest
-    path.
+    A node stands for a path of ranks (see `candidate_tree`); its token is the one that the head for its level predicts with the
+    last rank of the path. The paths are those that are likeliest by the `rank_accuracies` of the heads' runner (`MedusaRunner`),
+    or by `default_rank_accuracies` if these were not measured. The length policy sees the likeliest token of each level, and may
+    end the draft after it. If there are penalties, all nodes of a level have those that apply after the likeliest path.
     """
 
     def __init__(self, setup: Setup, *, nodes: int) -> None:

@@ -1,4 +1,4 @@
-"""What a decoding method is, as a row of the table, and a method with settings. Imports no torch."""
+"""What a decoding method is (a row of the table of methods), and a method with settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
-HEADS = ("medusa", "eagle", "glide")
+MTP = "mtp"  # the kind of a target's own drafting layers
+HEADS = ("medusa", "eagle", "glide", MTP)
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
@@ -32,23 +33,26 @@ Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in a
 class Method:
     """A decoding method: a drafter, a length policy (the rule that ends drafts), a verifier and a schedule.
 
-    `needs` is what it drafts with: `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of
-    `HEADS`. `drafter` makes its drafter; None: it drafts nothing itself. `verifier` and `schedule` do so for methods with one of
-    their own; None: the lossless verifiers that all others share, and `sequential`. `policy` names the length policy; None: no
-    policy ends a draft. If `any_policy`, users may choose another one with `policy=NAME`; `signals` are the numbers about a
-    drafted token that the drafter computes for it. `policy_without_predictor` replaces `policy` if the exit layer has no
-    acceptance predictor. `settings` are the method's own, besides the policy's. `defaults` replace default values, by the length
-    policy that they hold with. `paper` names the method's source.
+    `needs` is what the method drafts with: `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or
+    one of `HEADS`. `drafter`, `verifier` and `schedule` are functions that make these three. A `drafter` of None stands for no
+    drafts (or for a schedule with drafts of its own), a `verifier` of None for the lossless verifiers that most methods share,
+    and a `schedule` of None for `sequential`. `policy` names the length policy; None: no policy ends a draft. If `any_policy`,
+    users may choose another one with `policy=NAME`; `signals` are the numbers about a drafted token that the drafter computes for
+    policies. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance predictor. `settings` are the
+    method's own, besides the policy's. `defaults` maps the name of a length policy to the default values of settings that differ
+    with this policy. `paper` names the method's source.
 
-    If `drafts_without_model`, it drafts by prompt lookup where there is no draft model. `grows_trees`: all its drafts may be
-    trees. `decodes_greedily` only. A yardstick (`is_yardstick`) is a reference for other methods' outputs and always slower than
-    plain decoding: `tune` and the default `compare` leave it out.
+    If `drafts_without_model`, the method drafts by prompt lookup where there is no draft model, and by the trained part of the
+    method that `stand_in` names, where the target has one. `is_parallel`: drafts are made
+    during the target's passes. `grows_trees`: all drafts may be trees. `drafts_blocks`: all tokens of a draft are computed in one
+    pass. `decodes_greedily`: the method cannot sample. `is_yardstick`: the method is a reference for other methods' outputs and
+    always slower than plain decoding, so that `tune` and the default `compare` leave it out.
 
-    For `tune`: `drafts` names the way to draft in profiles. If `recorded`, settings are simulated on drafts recorded once;
-    otherwise the drafter runs for each setting. Drafts of the same length take the same time for methods of the same `cost_kind`
-    (by default `drafts`). `grids` are the values that are tried; None: those that the policy's settings list (`Setting.tuned`).
-    `searched_grids` are tried besides, by running the drafter. `stands_for` are the names of the methods that are tuned in its
-    place. `engines` are those that can run it, see `tune.export`.
+    For `tune`: if `recorded`, drafts are chains, and drafts of the same length take the same time for all methods of the same
+    `cost_kind` (`own_cost_kind`, or if this is empty `drafts`); otherwise rounds are timed for each shape of draft. `grids` are
+    the values that are tried; None: those that the policy's settings list (`Setting.tuned`). `searched_grids` are values that are
+    tried too, for drafts that are no chains. `stands_for` are the names of the methods that are tuned in this one's place.
+    `engines` are the inference engines that `tune --export` knows for this method.
     """
 
     name: str
@@ -67,7 +71,9 @@ class Method:
     is_parallel: bool = False
     is_yardstick: bool = False
     drafts_without_model: bool = False
+    stand_in: str = ""
     grows_trees: bool = False
+    drafts_blocks: bool = False
     decodes_greedily: bool = False
     drafts: str = "none"
     recorded: bool = False
@@ -104,7 +110,7 @@ class Method:
         return self.needs != NOTHING
 
     def may_measure(self, settings: Settings) -> bool:
-        """Whether a measurement may be needed before decoding: of costs, or of which layers to skip."""
+        """Whether something may have to be measured before decoding with these settings: pass times, or which layers to skip."""
         return self.is_parallel or self.skips_layers or settings.policy == ADAPTIVE
 
     @property
@@ -112,13 +118,15 @@ class Method:
         return self.own_cost_kind or self.drafts
 
     def drafts_trees(self, settings: Settings) -> bool:
-        """Whether drafts with these settings may be trees. No `nodes`: Medusa's heads draft a chain."""
+        """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually drafts trees drafts a chain
+        (Medusa)."""
         has_nodes = settings.values.get("nodes") != 0
         return (self.grows_trees and has_nodes) or settings.drafts_tree or bool(settings.values.get("cape"))
 
     @property
     def k_alone(self) -> bool:
-        """Whether a given `k` without a `policy` selects the policy `fixed`, because the method's own, `adaptive`, has no `k`."""
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the method's own, `adaptive`, has no
+        `k`."""
         return self.any_policy and self.policy == ADAPTIVE
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -128,15 +136,19 @@ class Method:
             raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
 
     def without_part(self, target: str | None) -> SpecgenError:
-        """Returns the error to raise where there is no draft model, or no trained part for the model `target`.
+        """Returns the error to raise if there is no draft model, or no trained part for the model `target`, and the method needs
+        it.
 
-        The hint names the command that trains one. `target` None is the bundled one, whose training text is included.
+        The hint names the command that trains the part. `target` None is the bundled target, whose training text is included.
         """
         if self.drafts_without_model:
             message = f"{self.name} with lookup=false needs a draft model, and there is none"
             return SpecgenError(message, "Name one with --draft, or take lookup=true")
         if self.uses_draft_model:
             return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        if self.needs == MTP:
+            message = f"{self.name} needs drafting layers in the target's own files, and there are none"
+            return SpecgenError(message, f"Take another target{WITHOUT_A_DRAFT}")
         part, option = ("n exit layer", "--exit-layer FILE") if self.needs_exit_layer else (" head", "--head FOLDER")
         return SpecgenError(
             f"{self.name} needs a{part} trained for the target, and there is none",
@@ -144,16 +156,17 @@ class Method:
         )
 
     def without_predictor(self) -> SpecgenError:
-        """Returns the error to raise where the exit layer has no acceptance predictor, and the length policy reads its scores."""
+        """Returns the error to raise if the length policy needs an acceptance predictor and the exit layer has none."""
         instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
         hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
 
 
 def imported(path: str, *names: str) -> Callable[[Setup, Settings], Any]:
-    """Returns what makes an object of a class that needs torch, for a row of the table, which must not import torch.
+    """Returns a function that makes an object of a class whose module is imported only then, because it imports torch.
 
-    `path` is the class's module and name in `specgen`. It gets the setup, and as keywords the settings with these names.
+    `path` is the class's module and name below `specgen`. The class is called with the setup, and with the settings in `names` as
+    keyword arguments.
     """
     module, _, name = path.rpartition(".")
 
@@ -165,16 +178,17 @@ def imported(path: str, *names: str) -> Callable[[Setup, Settings], Any]:
 
 
 def training_command(part: str, target: str | None) -> str:
-    """Returns the command that trains a part of this kind (`EXIT` or one of `HEADS`) for `target`; None: the bundled one."""
+    """Returns the command that trains a part of the kind `part` (`EXIT` or one of `HEADS`) for `target`; None: the bundled
+    target."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods {'eesd' if part == EXIT else part}{of}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method with settings. `given` are those that the user wrote, `settings` all of them, with the length policy.
+    """A method with settings. `given` are those that the user wrote, `settings` are all, with defaults and the length policy.
 
-    Printed as users write it: `svip:threshold=0.4:max_draft=12`.
+    As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
     """
 
     method: Method

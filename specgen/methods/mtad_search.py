@@ -32,8 +32,8 @@ BATCH = 16  # prefixes that one pass of the exact search for a block extends
 class Beam(NamedTuple):
     """A candidate continuation of the context: its last node in the draft tree and its joint log-likelihood (nats).
 
-    `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished` beams end with an end-of-sequence.
-    `signals` are numbers about its last token for the length policy.
+    `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished`: the continuation ends with an
+    end-of-sequence token. `signals` are numbers about its last token for the length policy.
     """
 
     node: int
@@ -54,10 +54,10 @@ class BeamSearchDrafter(DraftModelUser):
     """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
 
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
-    With `beam` `sample` it draws them among all continuations of all beams, without replacement, in proportion to their joint
-    likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
-    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; its `prob` is the
-    one that the joint likelihood counts.
+    With `beam` set to `sample`, it draws them among all continuations of all beams, without replacement, in proportion to their
+    joint likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
+    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; the signal `prob`
+    is this token's factor in the beam's joint likelihood.
     """
 
     def __init__(self, setup: Setup, *, beams: int, beam: str) -> None:
@@ -207,12 +207,12 @@ class BildVerifier:
 class JointGreedy:
     """The schedule of multi-token joint greedy decoding: each round appends the likeliest block of `k` tokens.
 
-    A block may also be shorter and end with an end-of-sequence. Near the end of the output, blocks have as many tokens as remain.
-    `beams` 0 finds the likeliest of all blocks, otherwise a beam search of this width finds a likely one. `nodes` bounds
-    the prefixes of the exact search for one block.
+    A block may be shorter if it ends with an end-of-sequence token, or if fewer tokens remain to the limit. With `beams` 0 an
+    exact search finds the likeliest of all blocks; otherwise a beam search of this width finds a likely one. `nodes` is the
+    largest number of prefixes in the exact search for one block.
 
-    There is no draft model and nothing to verify: the draft of a round is the tree that was searched, its accepted path the
-    block. A round takes several passes of the target, `Round.target_passes`. The first pass of round 0 runs the prompt.
+    There is no draft model and nothing to verify: the draft of a round is the tree that was searched, and its accepted path is
+    the block. A round takes several passes of the target (`Round.target_passes`). The first pass of round 0 runs the prompt.
     """
 
     def __init__(self, setup: Setup, *, k: int, beams: int, nodes: int) -> None:
@@ -232,7 +232,8 @@ class JointGreedy:
 
 
 class BlockSearch:
-    """Searches for the likeliest block of `length` tokens after a run's context, or of fewer that end with an end-of-sequence.
+    """Searches for the likeliest block of `length` tokens after a run's context; a block with an end-of-sequence token ends
+    there.
 
     Prefixes of blocks are nodes of one tree in the target's KV cache, and a pass extends several of them by all tokens of the
     vocabulary at once. The first `length` passes are a beam search. With `beams` 0, branch and bound follows: the likeliest
@@ -251,9 +252,11 @@ class BlockSearch:
         self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
 
     def found(self, first_phase: str) -> tuple[Draft, tuple[int, ...]]:
-        """Runs the search. Returns the searched tree, with the best block's last token, as a draft, and the block's nodes.
+        """Runs the search. Returns the searched tree as a draft, with the best block's last token added, and the nodes of the
+        best block.
 
-        Adds the time of its passes to the phase `verify`, that of the first to `first_phase`.
+        The time of the first pass is counted in the phase `first_phase`, that of later passes in `verify`. Raises RunError if the
+        exact search needs more than `most_prefixes` prefixes.
         """
         self._search(first_phase)
         tree = self._tree

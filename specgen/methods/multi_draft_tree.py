@@ -122,9 +122,12 @@ AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, Sequence[int], torch.Tens
 def multi_round(
     target: torch.Tensor, draft: torch.Tensor, tokens: Sequence[int], fresh: torch.Tensor
 ) -> tuple[int | None, torch.Tensor]:
-    """SpecInfer's multi-round rejection sampling (Algorithm 2): accept with min(1, p / q), else p becomes norm(max(p - q, 0)).
+    """SpecInfer's multi-round rejection sampling (Algorithm 2) of the candidates `tokens`, one after the other.
 
-    A token drawn twice is verified twice, each time with the whole q. See `AcceptanceRule`.
+    A candidate is accepted with probability min(1, p / q), where p is `target` and q is `draft`, both [vocabulary]. After a
+    rejection, p is replaced by norm(max(p - q, 0)). A token that was drawn twice is verified twice. `fresh` has a random number
+    in [0, 1) for each candidate. Returns the number of the accepted candidate and p; or None and the distribution of the
+    correction.
     """
     for number, token in enumerate(tokens):
         if fresh[number] < target[token] / draft[token]:
@@ -139,10 +142,12 @@ def multi_round(
 def k_sequential(
     target: torch.Tensor, draft: torch.Tensor, tokens: Sequence[int], fresh: torch.Tensor
 ) -> tuple[int | None, torch.Tensor]:
-    """SpecTr's k-sequential selection: accept each of n candidates with min(1, p / (rho q)), with the smallest valid rho.
+    """SpecTr's k-sequential selection among the n candidates `tokens`, one after the other.
 
-    rho solves 1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It is approached from above by bisection between 1 and n,
-    because only larger values keep the output lossless. See `AcceptanceRule`.
+    A candidate is accepted with probability min(1, p / (rho q)), where p is `target` and q is `draft`, both [vocabulary]. rho
+    solves 1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It is approached from above by bisection between 1 and n,
+    because a rho below the solution would not be lossless. `fresh` has a random number in [0, 1) for each candidate.
+    Returns the number of the accepted candidate and p; or None and the distribution (not normalised) of the correction.
     """
     count = len(tokens)
     low, rho = 1.0, float(count)
@@ -167,8 +172,9 @@ def k_sequential(
 class TreeSampling:
     """Verifies a tree from its root down: at each node one of its children is accepted, or a correction ends the path.
 
-    The output has the target's distribution (after temperature, top-k and top-p) if the candidates were drawn as `rule` assumes.
-    `rule` computes in `dtype`, on the CPU: all distributions are copied there at once.
+    `rule` decides about the children of a node. The output has the target's distribution (after temperature, top-k, top-p and
+    min-p) if the children were drawn as the rule assumes. The rule computes in `dtype` on the CPU, to which all distributions are
+    copied at once.
     """
 
     def __init__(self, rule: AcceptanceRule, setup: Setup, dtype: torch.dtype) -> None:

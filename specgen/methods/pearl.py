@@ -1,9 +1,9 @@
-"""PEARL: draft and target work at the same time (PEARL, section 3).
+"""PEARL: draft and target work at the same time (PEARL, section 3). Imports no torch.
 
-The target verifies a draft's first token while the rest is drafted (pre-verify). The draft model drafts on while the target
-verifies the tokens before (post-verify). The window is the number of tokens drafted during one target pass: the ratio of both
-models' pass times (section 4.1), so that both finish together. A flexible window ends with the target pass instead.
-Imports no torch.
+Pre-verify: the target verifies a draft's first token while the rest is drafted. Post-verify: the draft model continues to draft
+while the target verifies the tokens before. The window is the number of tokens drafted during one target pass. A fixed window is
+the ratio of both models' pass times (section 4.1), so that both finish together; in a flexible window, drafting ends when the
+target pass does.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _ROUGH_STEPS = 5
 class Window:
     """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` (PEARL's gamma) is this number while the target verifies a whole window, so `size` tokens. `first` is this number while
-    the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on a CPU.
-    If `is_flexible`, a draft ends with the target pass, and `size` only limits it. Then `lead` is the number of tokens that the
-    target waits for after a rejection, and verifies in its next pass; in the paper it waits for none.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size` tokens too. `first` is this
+    number while the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on
+    a CPU. If `is_flexible`, a draft ends with the target pass, and `size` only limits its length. In this case `lead` is the
+    number of new tokens that the target waits for after a rejection, and verifies in its next pass; in the paper it waits for
+    none.
     """
 
     size: int
@@ -93,11 +94,11 @@ class ParallelCosts:
 
     @property
     def flexible_window(self) -> Window:
-        """The window of drafts that end with the target pass, with the `lead` of the shortest time.
+        """The window for drafts that end with the target pass. Its `lead` has the shortest expected time between two rejections.
 
-        From one rejection to the next, about the same number of tokens is generated whatever `lead` is. With a lead of n the time
-        is n draft passes, a target pass that verifies n + 1 drafted tokens, and, if it accepts all of them, further passes that
-        verify a whole window each.
+        In this time about the same number of tokens is generated whatever `lead` is. With a lead of n, the time is n draft
+        passes, a target pass that verifies n + 1 drafted tokens, and, if all of them are accepted, further passes that verify a
+        whole window each.
         """
         window = self.window
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)
@@ -109,7 +110,7 @@ class ParallelCosts:
         return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
 
     def run_window(self, *, is_flexible: bool) -> Window:
-        """The window of a run: the flexible one for runs in which drafts may end with the target pass (see `Pair`)."""
+        """The window of a run: if `is_flexible`, the one for drafts that end with the target pass, otherwise the fixed one."""
         return self.flexible_window if is_flexible else self.window
 
     def pass_seconds(self, width: int) -> float:
@@ -117,7 +118,7 @@ class ParallelCosts:
         return self.single_pass + (self.target_pass - self.single_pass) / max(self.width - 1, 1) * (width - 1)
 
     def as_dict(self) -> dict[str, float]:
-        """The measured times, c (`ratio`) and the window, as the first line of a trace file lists them under `costs`."""
+        """The measured times, c (`ratio`) and the window sizes by name. The first line of a trace file has them under `costs`."""
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
 
 
@@ -148,7 +149,8 @@ class ParallelDrafter(Protocol):
         """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
 
     def cut(self) -> None:
-        """Ends the draft that was started after the token that is being drafted, but not before its first token."""
+        """Ends the draft that was started as soon as the token that is being drafted is complete. The draft has at least one
+        token."""
 
     def finish(self) -> Draft:
         """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
@@ -276,10 +278,10 @@ def time_parallel_passes(
     """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
     The window depends on the time of a target pass, and this time on the number of tokens, which is the window. So a few rough
-    steps estimate the window first. It is then measured with target passes over that many tokens, and once more if it changes by
-    more than one token.
-    `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens.
-    Closes the drafter.
+    steps estimate the window first. Then passes over that many tokens are measured, and if the window changes by more than one
+    token, once more.
+    `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. Closes
+    the drafter.
     """
     with closing(drafter):
         drafter.prefill(context)
@@ -324,7 +326,8 @@ class _Timed:
         return ParallelCosts(_warm_median(drafts), target_pass, single_pass, width, len(self.context))
 
     def step(self, tokens: int, window: int) -> tuple[float, int]:
-        """Returns the seconds of a target pass over so many tokens, and how many (at most `window`) were drafted meanwhile."""
+        """Returns the seconds of a target pass over `tokens` tokens, and how many tokens (at most `window`) were drafted
+        meanwhile."""
         self.drafter.start(self.context, (), window)
         if self.timer is not None:
             self.timer.start()
@@ -341,7 +344,7 @@ def _warm_median(seconds: list[float]) -> float:
 
 
 def _schedule(setup: Setup, settings: Settings) -> Schedule:
-    """The schedule, with the drafter of the setup's worker. The setup has the measured window for the setting `auto`."""
+    """Makes the schedule, with the drafter of the setup's worker, and for `window=auto` the measured window of the setup."""
     if setup.worker is None:
         raise PEARL.without_part(None)
     size = settings.values["window"]

@@ -30,7 +30,8 @@ def make_run(
 ) -> Run:
     """Makes a run of the method, which continues `context` by at most `limit` new tokens.
 
-    `stop_texts` is None without stop strings. For `costs` see `Run`. Raises SpecgenError if what drafts is missing.
+    `stop_texts` is None without stop strings. For `costs` see `Run`. Raises SpecgenError if the method needs a draft model or a
+    trained part that the setup lacks.
     """
     assert setup.target is not None
     schedule = sequential if method.schedule is None else method.schedule(setup, settings)
@@ -68,9 +69,10 @@ def make_drafter(method: Method, settings: Settings, setup: Setup) -> Drafter:
 
 
 def make_policy(settings: Settings, seed: int, adaptive: AdaptiveInputs | None = None) -> LengthPolicy:
-    """Makes the length policy that the settings name; without one in them, a policy that never ends a draft.
+    """Makes the length policy that the settings name; if they name none, a policy that never ends a draft.
 
-    `seed` is the run's; random policies derive their own from it. `adaptive` is what the policy of this name needs.
+    `seed` is the run's, from which random policies derive their own. `adaptive` has the inputs of the policy `adaptive`; others
+    need none.
     """
     if settings.policy is None:
         return LengthPolicy()
@@ -86,7 +88,8 @@ def make_policy(settings: Settings, seed: int, adaptive: AdaptiveInputs | None =
 
 
 def make_verifier(method: Method, settings: Settings, setup: Setup) -> Verifier:
-    """Makes the method's verifier: its own, or one of the lossless two for chains and trees, greedy and sampled."""
+    """Makes the method's verifier: its own if it has one; otherwise `GreedyVerifier`, or `RejectionSampling` where the target
+    samples."""
     if method.verifier is not None:
         return method.verifier(setup, settings)
     return GreedyVerifier() if setup.sampling.greedy else RejectionSampling(*setup.for_verifier)

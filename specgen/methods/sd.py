@@ -1,6 +1,6 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023), and transformers' length policies.
 
-Other files take from here how a model drafts, token by token or as a tree, and the settings of that. Imports no torch.
+Also what other methods use: the drafter that runs a model, for chains and trees, and its settings. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TRANSLATION = {
 
 
 def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
-    """The settings of trees with these defaults. A `depth` of `auto` leaves the number of levels to the length policy."""
+    """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number of levels to the length
+    policy."""
     levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
     return {
         "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
@@ -39,7 +40,7 @@ def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> di
 
 
 def model_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """A drafter that runs a model token by token, or level by level if the settings ask for a tree."""
+    """Makes a drafter that runs a model: token by token, level by level if the settings ask for a tree, or by text (SLEM)."""
     if settings.drafts_text:
         from specgen.decoding.chain import TextDrafter
 
@@ -55,9 +56,9 @@ def model_drafter(setup: Setup, settings: Settings) -> Drafter:
 
 
 class Heuristic(LengthPolicy):
-    """The schedule of transformers: after a fully accepted draft the next is two tokens longer, otherwise one shorter.
+    """The rule of transformers: after a fully accepted draft the next one is two tokens longer, otherwise one token shorter.
 
-    The length stays between 1 and `max_draft`.
+    The length stays between 1 and `max_draft`. The first draft has `k` tokens.
     """
 
     name = "heuristic"
@@ -82,7 +83,11 @@ class Heuristic(LengthPolicy):
 
 
 class Confidence(LengthPolicy):
-    """Stops after a token whose draft probability is below the threshold (transformers' dynamic length)."""
+    """Ends a draft after a token whose probability is below the threshold (transformers' dynamic length), or after `max_draft`
+    tokens.
+
+    The probability is the one in the distribution that the token was chosen from (the signal `prob`).
+    """
 
     name = "confidence"
     source = "transformers' dynamic length"
@@ -103,7 +108,11 @@ class Confidence(LengthPolicy):
 
 
 def chain_method(policy: str, paper: str, engines: Sequence[str] = ()) -> Method:
-    """The method that has a draft model's chains end by this length policy, of the same name."""
+    """Makes the method that drafts chains with a draft model and ends them by the length policy `policy`. Both have the same
+    name.
+
+    `engines` are the inference engines that `tune --export` knows for it.
+    """
     return Method(
         policy,
         paper,

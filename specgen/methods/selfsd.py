@@ -12,10 +12,11 @@ from specgen.methods.sd import CAPE, Confidence, model_drafter
 
 
 class SelfSD(Confidence):
-    """Stop after a token whose probability is below a threshold that adapts to the acceptance rate (Self-SD, section 3.4).
+    """Ends a draft after a token whose probability is below a threshold that adapts to the acceptance rate (Self-SD, section
+    3.4).
 
-    The threshold rises if less than 0.9 of the drafted tokens are accepted (a moving average), and falls otherwise. It does not
-    fall after a draft of the maximal length `k`, because the threshold did not end that draft.
+    The threshold rises if the moving average of the acceptance rate is below 0.9, and falls otherwise. It does not fall after a
+    draft of the maximal length `k`, because the threshold did not end that draft.
     """
 
     name = "selfsd"

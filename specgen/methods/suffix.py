@@ -29,9 +29,10 @@ _ODDS = 0.45
 
 
 class SuffixIndex:
-    """Token sequences, with the positions where each n-gram of one to three tokens ended. Tokens are only ever appended.
+    """Token sequences, one after the other, with the positions where each n-gram of one to three tokens ended.
 
-    Each n-gram's last position is kept in a dictionary, and for each position the one before it of the same n-gram, for each n.
+    Tokens are only ever appended. A dictionary has the last position of each n-gram; a list for each n has, for each position,
+    the position before it where the same n-gram ended.
     """
 
     NGRAMS = (3, 2, 1)
@@ -58,16 +59,18 @@ class SuffixIndex:
         self.ids.extend(tokens)
 
     def end_sequence(self) -> None:
-        """Ends the sequence: the tokens appended after this are another one's, and no match contains tokens of both."""
+        """Ends the current sequence: tokens appended later belong to a new one. No match contains tokens of two sequences."""
         self.ids.append(_BORDER)
         for previous in self._previous:
             previous.append(0)
 
     def find(self, ids: Sequence[int]) -> Continuation | None:
-        """Returns what followed the longest earlier match of the last tokens of `ids`. None if the last one did not occur before.
+        """Returns what followed the longest earlier match of the last tokens of `ids`; None if the last token did not occur
+        before.
 
-        An occurrence that nothing follows does not count: this is the context's own end, or that of a stored sequence. Only the
-        latest `MOST_OCCURRENCES` of the longest n-gram are compared with the context.
+        Occurrences at the end of a sequence do not count, because nothing follows them. The longest n-gram of at most three
+        tokens is looked up, and its latest `MOST_OCCURRENCES` occurrences are compared with `ids` backwards to find the longest
+        match.
         """
         for length in self.NGRAMS:
             if length <= len(ids) and (positions := self._positions(ids, length)):
@@ -86,7 +89,7 @@ class SuffixIndex:
         return found
 
     def _longest(self, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
-        """Returns what follows those of the `positions` before which most tokens equal the last ones of `ids`."""
+        """Returns what follows the longest matches: the `positions` before which most tokens equal the last ones of `ids`."""
         own, tail = self.ids, list(ids[-LONGEST_MATCH:])
         longest, found = length, list[int]()
         for position in positions:
@@ -103,9 +106,10 @@ class SuffixIndex:
 class Continuation:
     """The most frequent continuation of earlier occurrences, computed token by token as it is needed.
 
-    `tokens` are those computed so far, `probs` the estimated probability of each to be accepted if those before it are. After
-    each token only the occurrences that continue with it count; of equally frequent tokens the latest is taken. A continuation
-    that reaches the end of the indexed tokens continues with its own tokens. `match_length` is at most `LONGEST_MATCH`.
+    `tokens` are those computed so far. `probs` has the estimated probability of each to be accepted, given that the tokens before
+    it are. After each token only the occurrences that continue with it count; of equally frequent tokens, that of the latest
+    occurrence is taken. A continuation that reaches the end of the indexed tokens continues with its own tokens. `match_length`
+    is the number of equal tokens before the occurrences, at most `LONGEST_MATCH`.
     """
 
     def __init__(self, ids: Sequence[int], positions: Sequence[int], match_length: int) -> None:
@@ -115,7 +119,7 @@ class Continuation:
         self._ids, self._length, self._positions = ids, len(ids), positions
 
     def extend(self) -> bool:
-        """Computes one more token. Returns False if nothing follows."""
+        """Computes one more token and its probability. Returns False if no occurrence is followed by a token."""
         drafted = len(self.tokens)
         following = [self._at(position + drafted) for position in self._positions]
         counted = [token for token in following if token != _BORDER]
@@ -146,9 +150,10 @@ class Continuation:
 
 
 class SuffixHistory:
-    """The outputs of earlier runs, in memory only: at most `budget` tokens. An output that does not fit replaces all before it.
+    """The outputs of earlier runs, in memory only: at most `budget` tokens. If a new output does not fit, all older ones are
+    dropped.
 
-    The output of a run is added when the next one begins.
+    The output of a run is added when the next run begins.
     """
 
     def __init__(self, budget: int = HISTORY_TOKENS) -> None:
@@ -160,9 +165,9 @@ class SuffixHistory:
         self._running: Context | None = None
 
     def begin(self, context: Context) -> None:
-        """Adds the output of the run before this one. `context` is this run's, which is added when another one begins.
+        """Registers the run with this context as the current one, and adds the output of the run that was current before.
 
-        If runs take turns, only what each had generated when the next one began is added.
+        If several runs take turns, only what a run had generated when the next one began is added.
         """
         if self._running is not None:
             self.add(self._running.ids[self._running.prompt_length :])
@@ -180,14 +185,14 @@ class SuffixHistory:
 class SuffixDrafter:
     """Drafts a chain: after each token the one that followed most often where the context's last tokens occurred before.
 
-    It looks in the context and, if given, in a `history` of earlier outputs. The longest match counts, the context's of equally
-    long ones. A draft has at most `factor` times as many tokens as the match, and ends before the product of its tokens'
-    estimated probabilities falls below `min_prob` (section 3.2 of the paper).
-    The probabilities are not the paper's shares of occurrences. There the present end of the text, which nothing follows yet,
-    counts as an occurrence: one earlier occurrence gives 1/2, n equal ones give n / (n + 1), however long the match. Here they
-    are fitted to what is accepted, and depend on the match's length.
-    A token's signal `match_length` is the number of tokens before it that equal those before the earlier occurrence, and `prob`
-    its estimated probability. The policy learns from each match whether it was drafted or not.
+    It looks in the context and, if given, in a `history` of earlier outputs. The longer match of the two counts, the context's if
+    they are equally long. A draft has at most `factor` times as many tokens as the match, and ends before the product of its
+    tokens' estimated probabilities falls below `min_prob` (section 3.2 of the paper).
+    The estimated probabilities are fitted to what is accepted, and depend on the match's length. In the paper they are shares of
+    occurrences, which include the end of the text that nothing follows yet: one earlier occurrence gives 1/2, n equal ones give n
+    / (n + 1), however long the match is.
+    The signal `match_length` of a drafted token is the number of tokens before it that equal those before the earlier occurrence,
+    and `prob` is its estimated probability. The policy learns from each match, whether it was drafted or not.
     """
 
     def __init__(self, min_prob: float, factor: float, eos_ids: Collection[int], history: SuffixHistory | None = None) -> None:
@@ -238,7 +243,7 @@ class SuffixDrafter:
         return found
 
     def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
-        """Shows the policy how far the last match agreed with the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
         if self._last is None:
             return
         agreed, ended = self._last.agreement(context.ids[known:])

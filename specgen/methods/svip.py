@@ -15,12 +15,12 @@ SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}  # fo
 
 
 class SVIP(LengthPolicy):
-    """Stops after a token with sqrt(c * H) > threshold, where its acceptance is unlikely (SVIP, section 2.3, Algorithm 1).
+    """Ends a draft after a token with sqrt(c * H) > threshold, which is unlikely to be accepted (SVIP, section 2.3, Algorithm 1).
 
-    H is the entropy (nats) of the draft's distribution at temperature 1 without penalties, in greedy decoding too. c is the
+    H is the entropy (nats) of the draft model's distribution at temperature 1 without penalties, in greedy decoding too. c is the
     constant of Eq. 6. Algorithm 1 leaves it out, but the paper's thresholds assume the value in the authors' code, 0.15. Only
-    threshold^2 / c matters, so `tune` varies only the threshold. Decides only after every n-th token (level, for a tree), n being
-    `every`: on EAGLE-2's trees the paper decides after every second one.
+    threshold^2 / c matters, so `tune` varies only the threshold. The rule is applied only after every n-th token (level, for a
+    tree), n being `every`: on EAGLE-2's trees the paper applies it after every second level.
     """
 
     name = "svip"

@@ -53,6 +53,7 @@ class Figures:
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     unsplit_seconds: float = 0.0
     capture_seconds: float = 0.0
+    first_token_seconds: float | None = None
     log_likelihood: float | None = None
     energy: Energy | None = None
     joules: float | None = None
@@ -63,6 +64,8 @@ class Figures:
             self.add(round_)
 
     def add(self, round_: Round) -> None:
+        if self.first_token_seconds is None:
+            self.first_token_seconds = sum(round_.seconds.values())
         counts = {name: count(round_) for name, count in _COUNTS.items()}
         self._add(counts, round_.token_ids, round_.seconds)
         self.parallel |= round_.mode in ("pre-verify", "post-verify")
@@ -191,6 +194,7 @@ class Figures:
             "ties": self.ties,
             "energy": None if self.energy is None else asdict(self.energy),
             "phase_seconds": dict(self.phase_seconds),
+            "first_token_seconds": self.first_token_seconds,
             **({"capture_seconds": self.capture_seconds} if self.capture_seconds else {}),
         }
 

@@ -11,6 +11,7 @@ import torch
 from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
@@ -38,6 +39,7 @@ def load(
     backend: str = "auto",
     exact: bool = False,
     context: int | None = None,
+    repetition_penalty: float | None = None,
     announce: Callable[[str], None] = lambda _: None,
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
@@ -54,9 +56,10 @@ def load(
     this target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
     two that supports the model. With `exact`, a token's logits have the same bits in all passes of the target, on a CPU or one
     CUDA device; draft trees are left out. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. `dtype` is for both models, unless `draft_dtype` names the draft model's; `int8` and `int4` for the
-    draft model round its weights, which changes what it drafts, but not the output's distribution. The draft model's weights are
-    loaded when first needed.
+    limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and multiplies
+    the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft model's;
+    `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's distribution. The
+    draft model's weights are loaded when first needed.
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
     their share of each pass, and ends the process when the first one ends. Raises SpecgenError.
@@ -65,7 +68,9 @@ def load(
     models = {name: None if value is None else str(value) for name, value in named.items()}
     check_models(models, backend, draft_dtype)
     sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
-    sources[0] = replace(sources[0], exact=exact, context=context)
+    if repetition_penalty is not None:
+        repetition_penalty = float(Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty))
+    sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
     try:
         pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process)
         pair.parts.is_bundled = target is None

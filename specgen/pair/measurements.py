@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
+from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
@@ -27,7 +29,6 @@ from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
-    from specgen.engine.devices import ThreadChoice
     from specgen.methods.method import Method
     from specgen.methods.pearl import ParallelCosts
     from specgen.pair.request import Request
@@ -40,7 +41,7 @@ _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
-_GUESS = DraftingCosts(0.15, 0.03)
+_GUESS, _BLOCK_GUESS = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4)
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 # Settings that change how long a draft takes.
 _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
@@ -100,6 +101,19 @@ class Measurements:
                 stored[kind] = dict([*values.items(), (digest, value)][-_MOST:])
                 write_whole(_path(), json.dumps(stored, indent=1))
 
+    def set_threads(self, work: Callable[[], object], *, remembered: bool) -> None:
+        """Sets torch's number of CPU threads for the whole process: the one in the file if `remembered`, else see `pick_threads`.
+
+        `work` is a round of decoding with these models.
+        """
+        chosen = self.stored("threads", (), _thread_choice) if remembered else None
+        if chosen is None:
+            chosen = pick_threads(work)
+            if chosen.seconds:
+                self.put("threads", (), asdict(chosen))
+        torch.set_num_threads(chosen.threads)
+        self.threads = chosen
+
     def _digest(self, key: Key, *, with_draft: bool) -> str:
         """Returns a hash of the key and of what changes how long passes take: the machine, the versions and the models (the draft
         model only `with_draft`)."""
@@ -119,6 +133,11 @@ class Measurements:
         return sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def _thread_choice(stored: Any) -> ThreadChoice:
+    seconds = {int(threads): float(each) for threads, each in stored["seconds"].items()}
+    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds)
+
+
 def _path() -> Path:
     return cache_folder() / "measurements.json"
 
@@ -135,12 +154,13 @@ def _stored() -> dict[str, dict[str, Any]]:
 class DraftingKnowledge:
     """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
 
-    Later runs go on with what earlier runs have learned. If the pair has no draft model (`has_draft_model`), methods that can do
-    without one draft by prompt lookup.
+    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model. `has_model` says whether a model
+    or a part of the target makes at least some of a method's drafts; otherwise prompt lookup makes all of them.
     """
 
-    def __init__(self, measurements: Measurements, *, has_draft_model: bool) -> None:
-        self._measurements, self._has_draft_model = measurements, has_draft_model
+    def __init__(self, measurements: Measurements, draft: LoadedModel | None, has_model: Callable[[Method], bool]) -> None:
+        self._measurements, self._has_model = measurements, has_model
+        self._drafts_blocks = draft is not None and draft.drafts_blocks
         self._learned: dict[Key, Learned] = {}
         self._timed: dict[Key, LearnedCosts] = {}
 
@@ -175,7 +195,7 @@ class DraftingKnowledge:
                 costs = timed.costs
         given = (values[name] for name in _COST_SETTINGS)
         costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
-        learned, key = Learned.prior(costs, has_model=self._drafts_with_model(method)), None
+        learned, key = Learned.prior(costs, has_model=self._has_model(method)), None
         if not is_frozen:
             key = _learned_key(request)
             learned = self._learned.setdefault(key, learned)
@@ -188,13 +208,13 @@ class DraftingKnowledge:
         """
         for key, known in self._timed.items():
             if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                self._measurements.put(DRAFTING, key, [known.costs.draft, known.costs.verify])
+                self._measurements.put(DRAFTING, key, list(astuple(known.costs)))
 
     def _first_costs(self, request: Request, trial: Callable[[Request], object]) -> DraftingCosts:
         def measure() -> list[float]:
             trial(request)
             learned = self._timed_costs(request).costs
-            return [learned.draft, learned.verify]
+            return list(astuple(learned))
 
         tuned = self._tuned_costs(request)
         return tuned or self._measurements.get(DRAFTING, self._cost_key(request), measure, _costs_of)
@@ -202,7 +222,11 @@ class DraftingKnowledge:
     def _timed_costs(self, request: Request) -> LearnedCosts:
         key = self._cost_key(request)
         if key not in self._timed:
-            guess = _GUESS if self._drafts_with_model(request.method) else DraftingCosts(0.0, _GUESS.verify)
+            method = request.method
+            guess = DraftingCosts(0.0, _GUESS.verify)
+            if self._has_model(method):
+                in_blocks = self._drafts_blocks if method.uses_draft_model else method.drafts_blocks
+                guess = _BLOCK_GUESS if in_blocks else _GUESS
             known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
             self._timed[key] = LearnedCosts(known or guess)
         return self._timed[key]
@@ -215,13 +239,9 @@ class DraftingKnowledge:
         tuned = self._measurements.tuned_costs.get(self._cost_key(request)[0])
         return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
 
-    def _drafts_with_model(self, method: Method) -> bool:
-        """Whether a model makes at least some of the method's drafts. Otherwise prompt lookup makes all of them."""
-        return method.runs_model and (self._has_draft_model or not method.uses_draft_model)
-
     def _cost_key(self, request: Request) -> Key:
         """Returns what distinguishes requests with different costs, apart from the models and the machine."""
-        kind = request.method.cost_kind if self._drafts_with_model(request.method) else COPYING
+        kind = request.method.cost_kind if self._has_model(request.method) else COPYING
         return kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
 
 

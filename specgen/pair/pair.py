@@ -15,13 +15,12 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
-from specgen.engine.devices import device_timer, pick_threads
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.devices import device_timer
+from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner, SkippedLayers
 from specgen.engine.penalties import PenaltyProcessor
-from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
@@ -54,11 +53,11 @@ class Pair:
         if worker is not None and target.has_penalties:
             worker.penalties = target.generation, target.eos_ids
         self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
-        self._draft_runner: ModelRunner | TranslatedRunner | None = None
+        self._draft_runner: DraftModelRunner | None = None
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, has_draft_model=draft is not None)
+        self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
 
     # runs
 
@@ -131,6 +130,9 @@ class Pair:
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
+        if chosen.is_parallel and self.draft is not None and self.draft.drafts_blocks:
+            problem = f"{chosen.name} drafts token by token, and {self.draft.name} (PARD) drafts in one pass"
+            raise SpecgenError(problem, "Take -m sd, or another draft model")
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
@@ -172,8 +174,9 @@ class Pair:
             adaptive=adaptive,
             history=self._history if settings.values.get("history") else None,
         )
-        if method.needs_exit_layer or method.head:
-            parts = self.parts.runners(method, name_in(settings.values))
+        source = (self.parts.stand_in(method) if self.draft is None else None) or method
+        if source.needs_exit_layer or source.head:
+            parts = self.parts.runners(source, name_in(settings.values))
             parts.reserve(setup.capacity)
             setup = replace(setup, target=parts.target, draft=parts.draft, acceptance_predictor=parts.predictor)
         elif method.skips_layers:
@@ -183,6 +186,12 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
         clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+
+    def _has_model(self, method: Method) -> bool:
+        """Whether a model, or a part of the target, makes at least some of the method's drafts."""
+        if not method.uses_draft_model or self.draft is not None:
+            return method.runs_model
+        return self.parts.stand_in(method) is not None
 
     def _trial(self, request: Request) -> None:
         """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its
@@ -231,14 +240,20 @@ class Pair:
         return runner.log_likelihood(prompt_ids, token_ids)
 
     def warm_up(
-        self, announce: Callable[[str], None] = lambda _: None, *, sequential: bool = False, parallel: bool = False
+        self,
+        announce: Callable[[str], None] = lambda _: None,
+        *,
+        sequential: bool = False,
+        parallel: bool = False,
+        remembered: bool = False,
     ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
         Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
         pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
         description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
-        what suits this pair. So a library that uses specgen should not call it.
+        what suits this pair. So a library that uses specgen should not call it. `remembered`: takes the number of threads that an
+        earlier process has measured for this pair, if any, and then runs no pass.
         """
         needs_draft = sequential or (parallel and self._worker is None)
         if self.draft is not None and self.draft.refusal is None and needs_draft:
@@ -247,7 +262,7 @@ class Pair:
         announce("warming up")
         some_passes = partial(run_some_passes, self._target_runner, self._draft_runner)
         if "cpu" in {runner.device.type for runner in (self._target_runner, self._draft_runner) if runner is not None}:
-            self.measurements.threads = pick_threads(some_passes)
+            self.measurements.set_threads(some_passes, remembered=remembered)
         else:
             some_passes()
         self.forget()
@@ -299,7 +314,7 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     return found
 
 
-def runners(pair: Pair) -> tuple[ModelRunner, ModelRunner | TranslatedRunner | None]:
+def runners(pair: Pair) -> tuple[ModelRunner, DraftModelRunner | None]:
     """Returns the model runners of the target and of the draft model (None if there is none).
 
     Loads the draft model's weights unless they are loaded already.
@@ -373,6 +388,6 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         timer, context = device_timer(pair.target.device), Context([1] * length)
         return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest))
 
-    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1, pair.target.has_penalties
+    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1 or sampling.min_p > 0, pair.target.has_penalties
     key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
     return pair.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))

@@ -12,12 +12,13 @@ from specgen.base.files import kept_part
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.part import PartRunners
-from specgen.engine.parts.trained_part import TrainedPart, open_part
+from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
-from specgen.methods.method import Method
+from specgen.methods.method import MTP, Method
 
-_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide"}  # by kind: the one with `make_runners`
+# by kind: the one with `make_runners`
+_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide", MTP: "eagle"}
 
 
 def name_in(values: Mapping[str, object]) -> str:
@@ -119,6 +120,20 @@ class PartStore:
             part.release()
         return self._runners[part]
 
+    def stand_in(self, method: Method) -> Method | None:
+        """Returns the method whose default part drafts in place of a draft model that is missing. Loads the part.
+
+        None if the method has no such, or if there is no part that can be run.
+        """
+        other = methods.find(method.stand_in) if method.stand_in else None
+        if other is None or self.find(other.needs) is None:
+            return None
+        try:
+            self.runners(other)
+        except SpecgenError as error:
+            self._found[other.needs] = error
+        return None if self.refusal(other.needs) else other
+
     def unused(self, method: Method) -> str | None:
         """Returns a line for the user if `method` does not use the head named with --head. None if it does, or without --head."""
         head = self._named_head
@@ -142,13 +157,16 @@ class PartStore:
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
         """Returns the default part of a kind: the one that the user named, else the one trained on this machine for the target's
-        weights (preferably under the target's name), else the bundled one. None if there is none; the error if it cannot be
-        opened or loaded."""
+        weights (preferably under the target's name), else the bundled one; `MTP`: the target's own. None if there is none; the
+        error if it cannot be opened or loaded."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
             bundled = demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
             try:
+                if kind == MTP:
+                    self._found[kind] = own_layers(self._target)
+                    return self._found[kind]
                 path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
                 path = bundled if path is None and self.is_bundled and bundled.is_dir() else path
                 self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")

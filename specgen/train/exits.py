@@ -24,7 +24,7 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.products import trained_product
-from specgen.engine.parts.own_layers import ExitLayers, Predictor, check_exit, default_exit_depth, known_architecture
+from specgen.engine.parts.own_layers import ExitLayers, Predictor, check_exit, default_exit_depth, exit_architecture
 from specgen.engine.parts.trained_part import ExitDescription, open_part, round_as_saved, save_exit, under
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Part
@@ -57,7 +57,7 @@ class ExitObjective(Objective):
         super().__init__(task, target)
         count = self.model.shape.num_layers
         self.model.check_layers("early exit")
-        known_architecture(self.model, "early exit")
+        exit_architecture(self.model)
         self.after, self.layers, self.own_head = default_exit_depth(count) if after is None else after, layers, own_head
         check_exit(self.model, self.after, layers)
         self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}

@@ -16,6 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
@@ -26,7 +27,7 @@ from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, HEADS, SKIPPED_LAYERS, training_command
+from specgen.methods.method import EXIT, HEADS, MTP, SKIPPED_LAYERS, training_command
 from specgen.methods.pearl import ParallelCosts
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
@@ -269,7 +270,7 @@ def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], 
         speedup_model=measure(pair, announce),
         threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
-        rounding=rounding_cost(pair.target, announce),
+        rounding=rounding_cost(pair, announce),
         methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
     )
 
@@ -281,16 +282,19 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     widths = [width for width in WIDTHS if length + width <= longest] or [1]
     announce(f"timing passes over {widths[0]} to {widths[-1]} tokens")
     seconds = time_passes(pair.target.runner(), widths, length)
-    drafting = time_passes(pair.draft.runner(), [1], length)[1] if pair.draft is not None else 0.0
-    return SpeedupModel(seconds, drafting, length)
+    if pair.draft is None:
+        return SpeedupModel(seconds, 0.0, length)
+    width = min(LONGEST_DRAFT, max(widths)) if pair.draft.drafts_blocks else 1
+    drafting = time_passes(pair.draft.runner(), [width], length)[width]
+    return SpeedupModel(seconds, drafting, length, drafts_blocks=pair.draft.drafts_blocks)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
     """Measures pass times while both models run at the same time, which decide PEARL's window.
 
-    None without a draft model, and if its tokens cannot be translated.
+    None without a draft model, if its tokens cannot be translated, and if it drafts in one pass, which PEARL does not run.
     """
-    if pair.draft is None or pair.draft.refusal is not None:
+    if pair.draft is None or pair.draft.refusal is not None or pair.draft.drafts_blocks:
         return None
     announce("timing passes with both models running")
     return pass_costs(pair, min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
@@ -330,6 +334,8 @@ def readiness(
             found[name] = Readiness(False, why, "take a draft model, or lookup")
         elif part in missing:
             found[name] = missing[part]
+        elif method.needs == MTP:
+            found[name] = Readiness(True, "drafting layers in the target's own files")
         elif not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
             found[name] = Readiness(True, "needs no draft model")
         elif tokenizers is None:
@@ -345,6 +351,10 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
     to do."""
     shape, cpu = target.shape, torch.device("cpu")
+    if target.architecture is None:
+        from specgen.engine.transformers.transformers_model import shape_of
+
+        shape = shape_of(target.transformers_config)
     sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded: Any = SimpleNamespace(
         name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes
@@ -357,8 +367,12 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     location = None if target.source.label else target.source.location
     missing: dict[str, Readiness] = {}
     for kind in (EXIT, *HEADS):
-        if store.find(kind) is None:
+        if kind == EXIT and getattr(shape, "mixture", None) is not None:
+            missing[kind] = Readiness(False, "the target has experts, which cannot be trained", "take a draft model, or lookup")
+        elif store.find(kind) is None:
             why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
+            if kind == MTP:
+                why, hint = "no drafting layers in the target's own files", ""
             error = store.refusal(kind)
             missing[kind] = Readiness(False, why, hint) if error is None else Readiness.of(error)
     return missing

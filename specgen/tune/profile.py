@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
     from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
+    from specgen.tune.rounding_cost import RoundingCost
 
 FILE = "profile.yaml"
 TUNE_AGAIN = "Tune again: specgen tune"
@@ -55,6 +56,7 @@ class Sampling(_StrictModel):
     temperature: Annotated[float, Field(ge=0, le=100)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Annotated[int, Field(ge=0)]
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class Choice(_StrictModel):
@@ -89,7 +91,8 @@ class Measured(_StrictModel):
     `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were chosen; None in older profiles.
     `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
     a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
-    (PEARL). `learned` is in older profiles, and not read.
+    (PEARL). `rounding` has the fields of `RoundingCost`, None if the weights are not rounded or it was not measured. `learned` is
+    in older profiles, and not read.
     """
 
     prompts: Count
@@ -97,6 +100,7 @@ class Measured(_StrictModel):
     acceptance: Share | None
     costs: dict[str, Costs]
     prompt_fingerprints: list[str] | None = None
+    rounding: dict[str, int | Annotated[float, Field(ge=0)]] | None = None
     learned: Any = Field(default=None, exclude=True)
 
 
@@ -210,11 +214,15 @@ def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
             parts.append(f"p{sampling.top_p:g}")
         if sampling.top_k:
             parts.append(f"k{sampling.top_k}")
+        if sampling.min_p:
+            parts.append(f"m{sampling.min_p:g}")
     name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
     return pair_folder(target, facts["target fingerprint"], draft) / name
 
 
-def from_outcome(outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prompt] | None = None) -> Profile:
+def from_outcome(
+    outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prompt] | None = None, rounding: RoundingCost | None = None
+) -> Profile:
     """Returns the profile of a tuning that was done under the conditions `key` and on `prompts` (None: unknown)."""
     sampling, chosen = outcome.sampling, outcome.chosen
     return Profile(
@@ -232,6 +240,7 @@ def from_outcome(outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prom
             acceptance=outcome.acceptance_probability,
             costs=dict(outcome.costs),
             prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
+            rounding=None if rounding is None else rounding._asdict(),
         ),
     )
 

@@ -26,8 +26,8 @@ class MemoisedRunner:
 
     An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
     shapes share outputs. `joins`: the output is the same whether a token before it was generated or drafted. That is not so for
-    EAGLE's and GliDe's heads, which read the target's hidden states of generated tokens. `kept` is the store of outputs, which
-    all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
+    heads, which read the target's hidden states of generated tokens, and for drafters of whole blocks. `kept` is the store of
+    outputs that all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
     """
 
     def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:

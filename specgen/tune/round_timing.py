@@ -24,6 +24,7 @@ from specgen.decoding.drafting import UnrelatedDrafter
 from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import synchronizer
 from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods.pearl import Parallel
 from specgen.pair.pair import runners
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from specgen.decoding.drafting import Drafter
-    from specgen.engine.model_runner import DraftRunner, ModelRunner
+    from specgen.engine.model_runner import DraftRunner
     from specgen.pair.pair import Pair
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
@@ -124,7 +125,7 @@ def time_rounds(
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
     fewest, found = len(sweep.combinations), list[TimedRound]()
     draft = runners(pair)[1] if methods.find(method).uses_draft_model else None
-    runner = draft.own if isinstance(draft, TranslatedRunner) else draft
+    runner = draft.own if isinstance(draft, TranslatedRunner) else draft if isinstance(draft, ModelRunner) else None
     while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
         before = len(found)
         sweep.start_run()

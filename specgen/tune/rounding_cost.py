@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,12 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, load_weights
 
+if TYPE_CHECKING:
+    from specgen.pair.pair import Pair
+
 TOKENS = 512  # of the bundled text
 _ROWS = 128  # logits that are normalised at once
+_SMALL = 1 << 30  # parameters, of a target for which it takes seconds
 _BYTES = 5  # per parameter, of the stored model in float32
 
 
@@ -32,17 +36,32 @@ class RoundingCost(NamedTuple):
     changed: float
 
 
-@inference
-def rounding_cost(target: LoadedModel, announce: Callable[[str], None]) -> RoundingCost | None:
-    """Compares the target, whose weights are rounded, with the stored weights on the first `TOKENS` tokens of the bundled text.
+def rounding_cost(pair: Pair, announce: Callable[[str], None], *, is_small_only: bool = False) -> RoundingCost | None:
+    """Returns what rounding the target's weights costs, as it was measured on this machine before, or measures it now.
 
-    Loads the stored weights besides, in float32. Returns None if the target's weights are not rounded, or if the free memory may
-    be too small for the stored ones. `announce` is called with a short description of the step.
+    Measuring runs both models on the beginning of the bundled text, and loads the stored weights once more, in float32. Returns
+    None if the weights are not rounded, if the memory may be too small for the stored ones, and with `is_small_only` if it was
+    not measured before and the target has more than `_SMALL` parameters.
     """
-    free = free_memory(target.device)
-    if target.quantise is None or (free is not None and free < _BYTES * sum(target.prepared.parameters.values())):
+    target, free = pair.target, free_memory(pair.target.device)
+    if target.quantise is None:
         return None
-    announce("comparing the rounded with the stored weights")
+    found = pair.measurements.stored("rounding", (TOKENS,), _read, with_draft=False)
+    parameters = sum(target.prepared.parameters.values())
+    is_possible = (free is None or free >= _BYTES * parameters) and not (is_small_only and parameters > _SMALL)
+    if found is None and is_possible:
+        announce("comparing the rounded with the stored weights")
+        found = _measure(target)
+        pair.measurements.put("rounding", (TOKENS,), found._asdict(), with_draft=False)
+    return found
+
+
+def _read(stored: Any) -> RoundingCost:
+    return RoundingCost(**stored)
+
+
+@inference
+def _measure(target: LoadedModel) -> RoundingCost:
     ids = target.tokenizer.encode("\n\n".join(demo.documents()[:100]))[: min(TOKENS, target.context_limit)]
     stored = replace(target.prepared, source=replace(target.prepared.source, quantise=None, wide_attention=False))
     rounded_loss, rounded_choices = _predictions(target.model, ids)

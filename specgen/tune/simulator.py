@@ -28,8 +28,9 @@ from specgen.decoding.drafting import Setup, derive_seed
 from specgen.decoding.run import Run
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.inference_mode import inference
-from specgen.engine.model_runner import room
+from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.parts.own_layers import ExitAcceptancePredictor
+from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods import runs, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.learned_drafting import DraftingCosts, Learned
@@ -186,13 +187,14 @@ class Simulator:
         if draft is None or not method.runs_model:
             return _Models(setup)
         prefill_seconds = draft_prefill_seconds(target, draft, reference)
-        drafting: Any = MemoisedRunner(draft, self._kept, joins=not method.head)
+        is_model = isinstance(draft, ModelRunner | TranslatedRunner) and not method.head
+        drafting: Any = MemoisedRunner(draft, self._kept, joins=is_model)
         drawn = None
-        if not self._sampling.greedy:
+        if not self._sampling.greedy and getattr(draft, "draws", True):
             drawn = DrawnRunner(drafting, plain, reference, self._sampling, self._sampling.seed or 0)
         context, known = Context(reference.prompt_ids), reference.token_ids
         context.extend(known[:1])
-        if not method.head and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
+        if is_model and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
             for runner in (drafting, memoised):
                 runner.logits(context, known[1:-1])
         return _Models(replace(setup, draft=drafting), prefill_seconds, drawn)

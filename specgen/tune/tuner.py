@@ -391,6 +391,8 @@ def outcome_of(
     if draft is not None:
         length = min(draft.verification_cost.curves)
         widths = {width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)}
-        model = SpeedupModel(widths, draft.draft_cost.at(4, length) / 4, length)
+        in_blocks = "model" in costs and simulator.pair.draft is not None and simulator.pair.draft.drafts_blocks
+        seconds = draft.draft_cost.at(4, length) / (1 if in_blocks else 4)
+        model = SpeedupModel(widths, seconds, length, drafts_blocks=in_blocks)
     saved = {kind: cost.as_dict() for kind, cost in costs.items()}
     return TuningOutcome(candidates, request.sampling, len(simulator.references), saved, model, acceptance, left_out)

@@ -104,6 +104,7 @@ def headline(report: Report) -> str:
     limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
     how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
     how += f", top-p {sampling.top_p:g}" if not sampling.greedy and sampling.top_p < 1 else ""
+    how += f", min-p {sampling.min_p:g}" if not sampling.greedy and sampling.min_p else ""
     how += f", top-k {sampling.top_k}" if not sampling.greedy and sampling.top_k > 0 else ""
     return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
 

@@ -40,7 +40,8 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("runs", "ties", "shares", "name", "a pass", "accepted", "energy", "perplexity", "speed")
+_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "prompt", "where", "first", "name", "accepted", "energy")
+_DROPPED_NEXT = ("perplexity", "speed")
 
 
 class Piece(NamedTuple):
@@ -267,8 +268,11 @@ class RoundsView:
         return inline(self._text_of(tokens))
 
 
-def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "") -> Text:
-    """Returns the line below the answer: method, number of tokens, speed, acceptance, tokens per target pass, shares of the time.
+def footer(
+    summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "", prompt_tokens: int = 0, where: str = ""
+) -> Text:
+    """Returns the line below the answer: method, number of tokens, speed, acceptance, time to the first token, device and dtype
+    (`where`, empty: not shown), prompt tokens per second, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
     in words, the method and the settings that `specgen tune` saved, empty where they are not used.
@@ -277,6 +281,7 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "
     draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
     idle = energy.idle_watts or 0.0 if energy else 0.0
+    prompt_speed = prompt_tokens / summary.first_token_seconds if summary.first_token_seconds else None
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
         "tokens": counted(summary.new_tokens, "token"),
@@ -284,13 +289,16 @@ def footer(summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
         "accepted": _figure("{:.0%} accepted", rate),
-        "a pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
+        "first": _figure("first token {:.2g} s", summary.first_token_seconds),
+        "where": where,
+        "prompt": _figure("prompt {:,.0f}/s", prompt_speed if prompt_tokens else None),
+        "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
     styles = {"name": "strong", "shares": "quiet"}
-    for left_out in (None, *_DROPPED_FIRST):
+    for left_out in (None, *_DROPPED_FIRST, *_DROPPED_NEXT):
         if left_out is not None and not (left_out == "name" and (notes or tuned)):
             del figures[left_out]
         line = Text("  ").join(Text(text, styles.get(key, "none")) for key, text in figures.items() if text)

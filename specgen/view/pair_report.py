@@ -15,7 +15,7 @@ from rich.text import Text
 from specgen.base.text import inline, one_line
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.methods import available_policies, known_settings
-from specgen.methods.method import Method
+from specgen.methods.method import MTP, Method
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import PLAIN, TuningOutcome
 from specgen.view import theme
@@ -291,7 +291,8 @@ def method_card(console: Console, method: Method) -> None:
     """Prints a decoding method's name, its paper and whether it is lossless, then a line per setting with its default value."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
     head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
-    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, "a trained head": method.head}
+    trained = "drafting layers in the target's files" if method.needs == MTP else "a trained head"
+    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, trained: method.head}
     console.print(head.append("".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"))
     if method.any_policy:
         policies = ", ".join(available_policies(method))

@@ -3,10 +3,11 @@
 A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and its arguments. The answer is a
 pair: serial number, and what the function returned, or a SpecgenError.
 
-A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So both processes first watch
-words at the beginning of shared memory for a moment. Each is an aligned 64-bit number with one writer: the serial numbers of the
-last request, of the last answer and of a draft to be ended, and the tokens drafted so far, each behind the serial number of its
-request. Imports no torch, so that the worker can start while this process still imports torch.
+A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So before they sleep, both
+processes first watch 64-bit numbers ("words") at the beginning of shared memory for a moment. Each word is written by one process
+alone. The words are the serial numbers of the last request, of the last answer and of a draft to be ended, and the tokens drafted
+so far, each of these together with the serial number of its request. Imports no torch, so that the worker can start while this
+process still imports torch.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ def is_possible() -> bool:
 
 
 def shared_words(memory: int) -> memoryview[int]:
-    """Returns the first `SIZE` bytes of a descriptor's memory as 64-bit integers."""
+    """Returns the first `SIZE` bytes of the memory with the file descriptor `memory` as a view of 64-bit integers."""
     return memoryview(mmap(memory, SIZE)).cast("q")
 
 
 def watch(happened: Callable[[], bool]) -> bool:
-    """Waits a moment until the words say that something has happened. Returns whether it has."""
+    """Calls `happened` repeatedly for a moment (`_WATCH` seconds) until it returns True. Returns whether it has.
+
+    `happened` reads the words in shared memory.
+    """
     deadline = time.perf_counter() + _WATCH
     while not happened():
         if time.perf_counter() > deadline:
@@ -101,7 +105,10 @@ class DraftProcess:
         return self._close.alive and self._process.poll() is None
 
     def send(self, name: str, *arguments: object) -> int:
-        """Asks for a call of `DraftServer`. Returns the request's serial number. Raises RunError if the worker has ended."""
+        """Sends a request to call the function `name` of `server.DraftServer`, and does not wait for the answer.
+
+        Returns the request's serial number. Raises RunError if the worker has ended.
+        """
         self._serial += 1
         with self._exchange():
             while self._connection.poll():  # if unread answers filled the connection, both processes would wait for ever
@@ -111,7 +118,11 @@ class DraftProcess:
         return self._serial
 
     def receive(self, serial: int) -> Any:
-        """Waits for the answer to the request with this serial number and returns it. Raises the error that it may be."""
+        """Waits for the answer to the request with this serial number, and returns it. If the answer is a SpecgenError, raises
+        it.
+
+        Raises RunError if the worker has ended.
+        """
         with self._exchange():
             while serial not in self._answers:
                 watch(lambda: self._words[ANSWERED] >= serial)
@@ -127,7 +138,8 @@ class DraftProcess:
         self._answers[serial] = answer
 
     def shown(self, serial: int, count: int) -> list[int]:
-        """Waits until the draft of this request has `count` tokens, and returns them; fewer if it is complete."""
+        """Waits until the draft that this request asked for has `count` tokens or is complete. Returns its first `count`
+        tokens."""
         end = DRAFTED + count
 
         def is_there() -> bool:
@@ -140,7 +152,7 @@ class DraftProcess:
         return [word & ((1 << TOKEN_BITS) - 1) for word in words]
 
     def cut(self, serial: int) -> None:
-        """Ends the draft of this request after the token that is being drafted."""
+        """Ends the draft that this request asked for as soon as the token that is being drafted is complete."""
         self._words[CUT] = serial
 
     @contextmanager
@@ -155,7 +167,7 @@ class DraftProcess:
             raise
 
     def close(self) -> None:
-        """Kills the worker process. It holds no state that is needed later."""
+        """Kills the worker process, which holds nothing that is needed later."""
         self._close()
 
     def _died(self) -> RunError:

@@ -1,4 +1,4 @@
-"""Drafts for the runs of a pair of models, as they ask for it: in a process of its own, or in that of the pair."""
+"""The server that drafts for the runs of a pair of models (PEARL), in a worker process or in the process of the pair."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Answer = tuple[Draft, float, Mapping[str, float] | None]
 
 
 class SharedDrafts:
-    """One run's part of the shared memory: a draft's `probs` if it samples, and its `logits` if it records.
+    """The part of the shared memory that one run uses for drafts: their `probs` if the run samples, their `logits` if it records.
 
     There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is the largest number of tokens
     in a draft. `size` is in bytes; 0 for a run that needs neither tensor.
@@ -51,7 +51,8 @@ class SharedDrafts:
         self.size = 4 * prod(self._shape)
 
     def map(self, memory: int, offset: int) -> None:
-        """Maps `size` bytes from `offset` on of the file descriptor `memory`. The file must be large enough already."""
+        """Maps `size` bytes of the file with the descriptor `memory`, beginning at `offset`. The file must be large enough
+        already."""
         if self.size:
             words = torch.frombuffer(mmap(memory, offset + self.size), dtype=torch.float32, offset=offset)
             self._tensor = words.view(self._shape)
@@ -68,7 +69,10 @@ class SharedDrafts:
         return replace(draft, probs=None, logits=None)
 
     def read(self, slot: int, draft: Draft, device: torch.device) -> Draft:
-        """Returns the draft with the tensors of the slot, on `device`. They stay valid until the second next draft starts."""
+        """Returns the draft with the tensors of the slot, as a copy on a GPU `device`, or on a CPU as views of the shared memory.
+
+        Views stay valid until the second next draft starts.
+        """
         if not self._fields or not draft.tokens:
             return draft
         tensors = (upload(tensor, device) for tensor in self._tensor[:, slot, : len(draft.tokens)])
@@ -89,8 +93,9 @@ class _Run:
 class DraftServer:
     """Keeps the draft model and the active runs (outputs being generated) between requests.
 
-    `runner` runs the draft model; None: `load` loads it. `memory` is the descriptor of the shared memory; None without another
-    process. `show` gets each drafted token's number, from 0, and the token; if it returns False, the draft ends.
+    `runner` runs the draft model; None: it is loaded by the request `load`. `memory` is the descriptor of the memory shared with
+    the pair's process; None in that process itself. `show` is called with each drafted token's number, from 0, and the token; if
+    it returns False, the draft ends.
     """
 
     def __init__(self, runner: Any = None, memory: int | None = None) -> None:
@@ -102,7 +107,11 @@ class DraftServer:
         self._learned: dict[Hashable, Learned] = {}  # by `AdaptiveInputs.key`
 
     def load(self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any) -> None:
-        """Loads the model of a folder. `threads` is the number of CPU threads to use; for `translation` see `DraftWorker`."""
+        """Loads the draft model from the folder that `source` names, onto `device` (as text, such as `cuda:0`).
+
+        `threads` is the number of CPU threads to use. `translation` is between the target's tokens and the draft model's; None if
+        both have the same.
+        """
         torch.set_num_threads(threads)
         self._runner = None  # of a model loaded before
         self._model = load_weights(describe(Path(source.location), source), DTYPES[dtype], torch.device(device))
@@ -125,7 +134,7 @@ class DraftServer:
 
         `run` is the run's number in later requests, `window` the largest number of tokens in a draft. `offset` (bytes) is where
         the run's part of the shared memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
-        if it has no penalties, and if the runner has them already.
+        if the target has no penalties, or if the runner applies them already.
         """
         if self._runner is None:
             processor = None
@@ -161,12 +170,13 @@ class DraftServer:
         limit: int,
         slot: int,
     ) -> Answer:
-        """Drafts at most `limit` tokens.
+        """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, and the state of the policy `adaptive`
+        before it.
 
-        `committed` are the output's new tokens since the last request; `unverified` are drafted tokens after them that the target
-        is still verifying.
-        `observed` are (drafted, accepted) token counts of the drafts verified since, for the length policy. The draft's
-        probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
+        `committed` are the output's new tokens since the last request. `unverified` are drafted tokens after them that the target
+        is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since the last request, for the
+        length policy. The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
+        The state is None for other policies.
         """
         start = time.perf_counter()
         of_run = self._runs[run]
@@ -183,7 +193,7 @@ class DraftServer:
         return draft, time.perf_counter() - start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
-        """Ends a run, whose last drafts were verified with these token counts."""
+        """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for the length policy."""
         ended = self._runs.pop(run, None)
         if ended is not None:
             for drafted, accepted in observed:

@@ -1,4 +1,5 @@
-"""The draft worker of a pair of models: it drafts at the same time as the target's passes run (PEARL)."""
+"""The draft worker of a pair of models: it drafts while the target's passes run (PEARL), in its own process or on a CUDA
+stream."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ _RUNS = count(1)
 
 
 class DraftWorker:
-    """Runs the draft model in a process of its own, or in this one: on a second CUDA stream, where there is one.
+    """Runs the draft model of a pair, in a child process or in this one. Made by `of_process` or `in_this_process`.
 
-    `threads` is the number of CPU threads left to the target; None if it keeps all of them. `penalties` are those of the target,
-    which a model in another process applies to its logits too. Made by `of_process` or `in_this_process`.
+    In this process, it uses a CUDA stream of its own if both models share a GPU; otherwise both models take turns. `threads` is
+    the number of CPU threads left to the target; None if it keeps all of them. `penalties` are the target's generation config and
+    end-of-sequence ids, so that a draft model in a child process applies the same penalties to its logits; None without
+    penalties.
     """
 
     def __init__(self, channel: DraftProcess | _Here | None, load: Sequence[object] = (), threads: int | None = None) -> None:
@@ -56,11 +59,11 @@ class DraftWorker:
         dtype: torch.dtype,
         translation: Translation | None = None,
     ) -> DraftWorker:
-        """The worker that runs a model in a child process.
+        """Returns a worker that runs the draft model in a child process.
 
-        `process` is a child that was already started; None starts one when it is first needed. A child that died is started
-        again. `device` and `dtype` are those on which the draft model is to run. `translation` is between the target's tokens
-        and the draft model's; None if both have the same.
+        `process` is a child that was already started; None: one is started when it is first needed. A child that died is started
+        again. `device` and `dtype` are those of the draft model. `translation` is between the target's tokens and the draft
+        model's; None if both have the same.
         """
         own, worker_threads = split_threads()
         source = replace(draft.source, location=str(draft.folder), label=draft.name, on_mps=device.type == "mps")
@@ -70,12 +73,19 @@ class DraftWorker:
 
     @classmethod
     def in_this_process(cls, runner: DraftRunner, target: torch.device | None = None) -> DraftWorker:
-        """The worker that runs a draft model on its own stream of the GPU that the device `target` is, too; else in turns."""
+        """Returns a worker that runs the draft model in this process.
+
+        If `target`, the target's device, is a GPU that the draft model is on too, it runs on a CUDA stream of its own; otherwise
+        the models take turns.
+        """
         is_shared = target is not None and target.type == "cuda" and runner.device == target
         return cls(_Here(runner, has_stream=is_shared))
 
     def ready(self) -> DraftProcess | _Here:
-        """Waits until the draft model is loaded. Starts the process if none is alive. Raises SpecgenError if it cannot load."""
+        """Waits until the draft model is loaded, and starts the process if none is alive. Returns what requests are sent to.
+
+        Raises SpecgenError if the model cannot be loaded.
+        """
         if isinstance(self._channel, _Here):
             return self._channel
         if self._channel is None or not self._channel.alive:
@@ -95,9 +105,9 @@ class DraftWorker:
         return WorkerDrafter(self, settings, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves shared memory for it and returns its offset in bytes.
+        """Begins a run (the generation of one output): reserves shared memory for it. Returns where this begins, in bytes.
 
-        The first concurrent run also lowers this process's number of CPU threads, to leave the worker its share.
+        If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
         end = offset + shared.size
@@ -118,17 +128,18 @@ class DraftWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """Ends a run, if it has begun. When no run is left, the target gets back all CPU threads."""
+        """Ends a run; does nothing if it has not begun. When no run is active, this process gets back its number of CPU
+        threads."""
         if self._region_ends.pop(run, None) is not None and not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:
-        """Clears the draft model's KV cache in another process; in this one the pair of models does."""
+        """Clears the KV cache of a draft model in a child process. The cache of one in this process belongs to the pair."""
         if isinstance(self._channel, DraftProcess) and self._channel.alive:
             self._channel.send("forget")
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the child process, if there is one."""
         if isinstance(self._channel, DraftProcess):
             self._channel.close()
 
@@ -136,7 +147,7 @@ class DraftWorker:
 class WorkerDrafter:
     """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl.ParallelDrafter`.
 
-    The length policy (the rule that ends drafts) decides in the worker; `policy` is a copy that follows its state.
+    The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
     """
 
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
@@ -194,8 +205,9 @@ class WorkerDrafter:
 class _PolicyMirror(LengthPolicy):
     """A copy of a length policy that decides in the worker.
 
-    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` is None if its state does
-    not follow from them; then its state is `answered`: that before the last draft, from the worker.
+    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` learns from the same
+    numbers; None if its state depends on more than them. Then the state is `answered`, which the worker sends with each draft:
+    the state before it.
     """
 
     def __init__(self, policy: LengthPolicy | None) -> None:
@@ -213,10 +225,11 @@ class _PolicyMirror(LengthPolicy):
 
 
 class _Here:
-    """Runs a `DraftServer` in this process, with the functions that `DraftProcess` has.
+    """Runs a `DraftServer` in this process. Has the functions of `DraftProcess`.
 
-    Python code of two threads takes turns, and the launch of each kernel with it. So there is no thread: where both models share
-    a GPU, the caller queues the target's pass, and a draft is made, on a second stream, when the caller waits for it.
+    Two threads would not draft in parallel, because Python runs one at a time, and launches of kernels wait too. So there is no
+    thread: if both models share a GPU, the caller queues the target's pass, and a draft is made on a second stream when the
+    caller waits for it.
     """
 
     def __init__(self, runner: DraftRunner, *, has_stream: bool) -> None:
@@ -224,7 +237,8 @@ class _Here:
         self._stream = torch.cuda.Stream(runner.device) if has_stream else None  # type: ignore[no-untyped-call]
 
     def send(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Calls a function of the server, or returns the call to be made: a draft is made when it is waited for."""
+        """Calls a function of the server, and returns a function that returns the result. A draft is made only when that is
+        called."""
         request = cache(partial(self._call, name, *arguments))
         if name != "draft":
             request()

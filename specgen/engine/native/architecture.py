@@ -1,6 +1,7 @@
-"""What the native decoder needs to know about a model: the shapes and the variant of each step of its forward pass.
+"""What the native decoder needs to know about a model: the sizes, and the variant of each step of its forward pass.
 
-`families` reads it from config.json, by `Fields`, which keep account of what was read, so that no unknown field is ignored.
+`families` reads this from config.json, by `Fields`, which notice fields that nobody has read, so that none that matters is
+ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from specgen.engine.model import ModelShape
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]
 Mixer = Literal["attention"]
-MLP = Literal["dense"]
+MLP = Literal["dense", "experts"]
+Scores = Literal["softmax", "sigmoid", "logits"]
+ExpertLayout = Literal["separate", "fused", "interleaved"]
 T = TypeVar("T", int, float)
 
 
@@ -34,7 +37,10 @@ _IRRELEVANT = """
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens renormalize_logits sequence_bias guidance_scale num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+    output_router_logits router_aux_loss_coef router_jitter_noise
     unsloth_version unsloth_fixed transformers.js_config is_llama_config
+    pard_token spd_type
+    num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """
 _OPTIONAL_FEATURES = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder pruned_heads use_bidirectional_attention use_mrope
@@ -42,7 +48,7 @@ _OPTIONAL_FEATURES = """
     rope_interleaved
     """
 
-# Fields that do not change the logits of any family: they concern training, generation, other tasks or the file itself.
+# Fields that do not change the logits of any family: they concern training, generation, other tasks, draft layers or the file.
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 
 # Fields that switch something on which only some families have; switched off, they are harmless in all.
@@ -62,11 +68,11 @@ class UnsupportedConfig(ValueError):  # noqa: N818  not an error of the user: an
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """One set of rotary frequencies (RoPE). A position's angles are the position times `inverse_frequencies`
-    [rotary size / 2], in float32.
+    """One set of rotary frequencies (RoPE): a position's angles are the position times each of `inverse_frequencies`.
 
-    cos and sin of the angles are multiplied by `factor`. LongRoPE models have a second set of frequencies,
-    `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other models.
+    These are rotary size / 2 numbers, in float32. cos and sin of the angles are multiplied by `factor`. LongRoPE models have a
+    second set of frequencies, `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other
+    models.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -79,15 +85,50 @@ class Rotary:
 class LayerKind:
     """What may differ between the layers of a model.
 
-    `window` is the sliding window in tokens: a query sees the keys with 0 <= its position - the key's position < `window`. None:
-    it sees all earlier keys. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` says
-    how the layer mixes tokens, `mlp` what follows; each has a class in `layer` and its weights in `layer_weights`.
+    `window` is the sliding window in tokens: a query at position p sees the keys at positions p - `window` + 1 to p. None: it
+    sees all keys up to p. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` is how the
+    layer mixes tokens, and `mlp` the kind of its MLP.
     """
 
     window: int | None = None
     rotary: str | None = None
     mixer: Mixer = "attention"
     mlp: MLP = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts in place of an MLP: `count` MLPs of `size` hidden numbers, of which `per_token` run each token.
+
+    A router gives a logit for each expert; `scores` says how scores are computed from the logits. The experts with the highest
+    scores are chosen. With `choice_bias`, a learned bias is added to the scores, but only for this choice. Of `groups` groups of
+    experts, only the `chosen_groups` with the largest sum of their two best scores take part. The outputs of the chosen experts
+    are added up, weighted with their scores. If `normalised`, these are divided by their sum plus `epsilon`. If `scores` is
+    "logits", the weights are the softmax of the chosen experts' logits instead. All weights are multiplied by `scale`.
+
+    `shared_size` is the size of an additional MLP that runs all tokens, and whose output is added; 0: there is none. With
+    `shared_gate` its output is multiplied by the sigmoid of a gate.
+
+    `layout` says how the files store the experts' matrices. "separate": each on its own. "fused": one tensor with the gate and up
+    matrices of all experts [count, 2 size, width]. "interleaved" (gpt-oss): one tensor [count, width, 2 size], in which gate and
+    up take turns; there are also biases, and an activation with the parameters `alpha` and `limit` (gates are clamped).
+    """
+
+    count: int
+    per_token: int
+    size: int
+    scores: Scores = "softmax"
+    normalised: bool = True
+    epsilon: float = 0.0
+    scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    shared_size: int = 0
+    shared_gate: bool = False
+    layout: ExpertLayout = "separate"
+    alpha: float = 1.702
+    limit: float = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +146,9 @@ class Architecture(ModelShape):
     Scales: `attention_scale` multiplies the products of queries and keys; `score_cap` c replaces them by c tanh(score / c), and
     `logit_cap` does so with the logits, after these were multiplied by `logit_scale`. `embedding_scale` multiplies the
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
+
+    `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
+    its scores, and has no value (gpt-oss).
     """
 
     intermediate_size: int
@@ -127,13 +171,15 @@ class Architecture(ModelShape):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    mixture: Mixture | None = None
+    sinks: bool = False
 
 
 class Fields:
-    """The fields of a config, read by name with a default for an absent one.
+    """The fields of a config, read by name, with a default for a field that is absent.
 
-    All methods raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the names in
-    errors.
+    All methods that read raise `UnsupportedConfig` for a value of the wrong type or out of range. `prefix` is put before the
+    names in errors.
     """
 
     def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
@@ -149,11 +195,11 @@ class Fields:
         return self._config.get(name, default)
 
     def ignore(self, *names: str) -> None:
-        """Declares fields that do not change the computation of this family."""
+        """Declares that these fields do not change the computation of this family, so that `refuse_unknown` accepts them."""
         self._known.update(names)
 
     def refuse(self, name: str) -> UnsupportedConfig:
-        """Returns the exception to raise for the field's value."""
+        """Returns the exception to raise because of the field's value."""
         return UnsupportedConfig(self._prefix + name, self._config.get(name))
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 1 << 31) -> int:
@@ -164,7 +210,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns a finite number, an int as it is. If `default` is None, the field has to be there."""
+        """Returns a finite number, an int or a float as it is in the config. If `default` is None, the field has to be there."""
         value = self.raw(name, default)
         if not is_number(value):
             raise self.refuse(name)
@@ -178,7 +224,8 @@ class Fields:
         return value
 
     def optional(self, read: Callable[[str, T | None], T], name: str, default: T | None = None) -> T | None:
-        """Returns what the method `read` does, such as `integer`, or None where the field is null."""
+        """Returns the field `name` as the method `read` (such as `integer`) does; None if it is null, or absent without a
+        default."""
         return None if self.raw(name, default) is None else read(name, default)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -1,4 +1,7 @@
-"""Attention of a few query rows over cached keys and values, with grouped heads as additional query rows, and its masks."""
+"""Attention of a few query rows over cached keys and values, and its masks.
+
+Query heads that share keys and values (grouped heads) are computed as additional query rows.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,18 @@ def attend(
     values: torch.Tensor,
     mask: torch.Tensor | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     fused: bool = False,
 ) -> torch.Tensor:
     """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores is part of the query.
 
-    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m], where row
-    i * group + g belongs to token i and to the g-th query head of its group, and for n from `WIDE` on [n, m]; None if every query
-    sees every key; `CAUSAL` only where no scores are capped, on a GPU that `has_causal_kernel`. `score_cap` c
-    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention, also where
-    separate products are faster; capped scores are summed in blocks of keys instead, so that with both a row does not depend on
-    how many blocks follow those that it sees.
+    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n * group, m], where row i *
+    group + g belongs to token i and to the g-th query head of its group; if n is `WIDE` or more, it is [n, m]. None: every query
+    sees every key. `CAUSAL` may be given in place of a mask if scores are not capped, on a GPU with `has_causal_kernel`.
+    `score_cap` c limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's fused attention,
+    also where separate products are faster, and adds up capped scores in blocks of keys: then the result of a row does not depend
+    on how many blocks of keys follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
@@ -43,7 +47,7 @@ def attend(
         mixed = _causal(query.transpose(0, 1)[None], keys[None], values[None])[0]
         return mixed.transpose(0, 1).reshape(tokens, heads * size)
     if tokens >= WIDE:
-        if score_cap is None:
+        if score_cap is None and sinks is None:
             parts = query.transpose(0, 1)[None], *_of_all_heads(keys[None], values[None], group)
             mixed = scaled_dot_product_attention(*parts, mask, scale=1.0, enable_gqa=parts[1].shape[1] < heads)[0]
             return mixed.transpose(0, 1).reshape(tokens, heads * size)
@@ -52,8 +56,9 @@ def attend(
         rows = query.transpose(0, 1)
     else:
         rows = query.view(tokens, kv_heads, group, size).transpose(0, 1).reshape(kv_heads, tokens * group, size)
-    if score_cap is not None:
-        mixed = _capped(rows, keys, values, mask, score_cap, KEY_BLOCK if fused else None)
+    if score_cap is not None or sinks is not None:
+        sinks = sinks if sinks is None else sinks.view(kv_heads, group).repeat(1, tokens)
+        mixed = _written_out(rows, keys, values, mask, score_cap, sinks, KEY_BLOCK if fused else None)
     elif not fused and tokens * group < _WRITTEN_OUT and rows.dtype in (torch.float32, torch.float64) and rows.is_cpu:
         scores = rows @ keys.transpose(1, 2) if mask is None else torch.baddbmm(mask, rows, keys.transpose(1, 2))
         mixed = torch.bmm(scores.softmax(-1), values)
@@ -78,7 +83,8 @@ def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
 
 
 def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `attend` can compute `CAUSAL` attention on this device: what torch's flash attention needs."""
+    """Whether `attend` can take `CAUSAL` in place of a mask here: whether torch's flash attention runs on this device and
+    dtype."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_size > _WIDEST_HEAD or head_size % 8:
         return False
     is_built = torch.backends.cuda.is_flash_attention_available()  # type: ignore[no-untyped-call]
@@ -86,11 +92,17 @@ def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int) 
 
 
 def attend_batch(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, score_cap: float | None = None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns softmax(query keys^T + mask) values of several sequences, [batch, n, heads * head size].
 
-    `query` is [batch, n, heads, head size], `keys` and `values` are [batch, kv heads, m, head size], `mask` [batch, 1, n, m].
+    `query` is [batch, n, heads, head size], `keys` and `values` are [batch, kv heads, m, head size], `mask` is [batch, 1, n, m].
+    `score_cap` is as for `attend`.
     """
     batch, tokens, heads, size = query.shape
     group = heads // keys.shape[1]
@@ -98,12 +110,13 @@ def attend_batch(
         rows, group = query.reshape(batch, -1, group, size), 1
     else:
         rows = query.transpose(1, 2)
-    if score_cap is None:
+    if score_cap is None and sinks is None:
         keys, values = _of_all_heads(keys, values, group)
         mixed = scaled_dot_product_attention(rows, keys, values, mask, scale=1.0, enable_gqa=keys.shape[1] < rows.shape[1])
     else:
         keys, values = (part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values))
-        mixed = _capped(rows, keys, values, mask, score_cap)
+        sinks = sinks if sinks is None else sinks.view(*rows.shape[1:3]) if tokens == 1 else sinks[:, None].expand(-1, tokens)
+        mixed = _written_out(rows, keys, values, mask, score_cap, sinks)
     if tokens > 1:
         mixed = mixed.transpose(1, 2)
     return mixed.reshape(batch, tokens, heads * size)
@@ -120,19 +133,27 @@ def _of_all_heads(keys: torch.Tensor, values: torch.Tensor, group: int) -> tuple
     return keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
 
 
-def _capped(
+def _written_out(
     rows: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    score_cap: float,
+    score_cap: float | None,
+    sinks: torch.Tensor | None,
     block: int | None = None,
 ) -> torch.Tensor:
-    """Returns attention with capped scores. With `block`, the values are added up in float32, this many keys at a time."""
-    scores = torch.tanh((rows @ keys.transpose(-1, -2)) / score_cap) * score_cap
+    """Returns attention with capped scores or with sinks, [..., heads, rows].
+
+    With `block`, the values are added up in float32, this many keys at a time.
+    """
+    scores = rows @ keys.transpose(-1, -2)
+    if score_cap is not None:
+        scores = torch.tanh(scores / score_cap) * score_cap
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[..., None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : keys.shape[-2]]
     if block is None:
         return weights.to(values.dtype) @ values
     parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)
@@ -140,9 +161,11 @@ def _capped(
 
 
 class Sight(NamedTuple):
-    """Which keys the tokens of a pass see, but for sliding windows: `hidden` [..., n, m] is true where one does not see a key.
+    """Which keys the n tokens of a pass may attend to, before sliding windows are applied.
 
-    `positions` [..., n] are the tokens', `key_positions` [..., m] the keys'. Windows count positions, not cache indices.
+    `hidden` [..., n, m] is true where a token does not see a key. `positions` [..., n] are the tokens' positions, `key_positions`
+    [..., m] those of the keys' tokens. Sliding windows are measured in positions, which in a draft tree differ from cache
+    indices.
     """
 
     hidden: torch.Tensor
@@ -152,7 +175,8 @@ class Sight(NamedTuple):
     def mask(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
         """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's lowest finite number elsewhere.
 
-        A query sees no keys that are `window` positions or more before it (None: no window).
+        With a sliding `window`, a query does not see keys that are `window` positions or more before it (None: no window). Each
+        row is repeated for the `group` query heads that share keys.
         """
         hidden = self.hidden
         if window is not None:
@@ -162,16 +186,20 @@ class Sight(NamedTuple):
 
 
 def sight_of_chain(first: int, rows: int, start: int, end: int, device: torch.device) -> Sight:
-    """Returns what `rows` tokens from cache index `first` on see of the keys `start` to `end` - 1, as a chain."""
+    """Returns which of the keys `start` to `end` - 1 are seen by `rows` tokens from cache index `first` on, as a chain.
+
+    Each token sees the keys up to its own. Positions are cache indices.
+    """
     hidden = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(first - start + 1)
     return Sight(hidden, torch.arange(first, first + rows, device=device), torch.arange(start, end, device=device))
 
 
 class Ancestry(NamedTuple):
-    """Which tokens those of a forward pass see. A token is known by its cache index.
+    """Which tokens the tokens of a forward pass see, in a compact form. Tokens are numbered by their cache indices.
 
-    Each token of the pass sees all tokens before `base`. Bit j of `bits[i]` is 1 if the pass's i-th token sees token `base` + j:
-    an ancestor or itself. `depths` are the positions of the tokens from `base` on, up to the pass's last one, minus `base`.
+    Each token of the pass sees all tokens before `base`. Bit j of `bits[i]` is 1 if the i-th token of the pass sees token `base`
+    + j, which is one of its ancestors or itself. `depths` has, for each token from `base` to the pass's last one, its position
+    minus `base`.
     """
 
     base: int
@@ -193,7 +221,10 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
 
 
 def sight_of_pass(forward_pass: ForwardPass, device: torch.device) -> Sight:
-    """Returns what the tokens of a pass see of all keys up to the last one's, with few small copies to a GPU."""
+    """Returns which keys the tokens of a forward pass see, of all keys up to that of the pass's last token.
+
+    Only a few small tensors are copied to a GPU.
+    """
     if forward_pass.is_chain:
         first, last = forward_pass.first, forward_pass.last
         return sight_of_chain(first, last - first, 0, last, device)

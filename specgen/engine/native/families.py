@@ -1,20 +1,21 @@
 """Reads config.json into an `Architecture`: the families of models that the native decoder runs, and how each differs from Llama.
 
 To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Other tensor names: `layer_weights`.
+known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. The names of tensors are in
+`layer_weights`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
-from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
+from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, Mixture, UnsupportedConfig
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -28,6 +29,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # the same by the names of several families
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", *_LAYER_COUNTS)
+_ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
 _MOST_LAYERS = 4096  # the deepest models have some hundreds
 _SLIDING_TYPE = "sliding_attention"
 _LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
@@ -56,6 +58,11 @@ def _qwen2(fields: Fields, plain: Changes) -> Changes:
     first = fields.integer("max_window_layers", 28, minimum=0)
     default = [window is not None and index >= first for index in range(plain["num_layers"])]
     return {**_windows(fields, plain, _layer_types(fields, default), window, required=True), "qkv_bias": True}
+
+
+def _mimo(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("auto_map", "attention_bias")  # its own code computes what Qwen2's does
+    return _qwen2(fields, plain)
 
 
 def _qwen3(fields: Fields, plain: Changes) -> Changes:
@@ -159,13 +166,117 @@ def _windows(fields: Fields, plain: Changes, sliding: Sequence[bool], window: in
     return {"layers": tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds)}
 
 
+def _experts(fields: Fields, plain: Changes, mixture: Mixture, dense: Collection[int] = ()) -> Changes:
+    """Returns the mixture and the kinds of the layers, which all have experts but the `dense` ones."""
+    if mixture.per_token > mixture.count:
+        raise fields.refuse("num_experts_per_tok")
+    if plain["hidden_size"] % _ALIGNMENT or mixture.size % _ALIGNMENT:  # what torch's products of experts need
+        raise fields.refuse("hidden_size")
+    of_experts = (replace(kind, mlp="dense" if index in dense else "experts") for index, kind in enumerate(plain["layers"]))
+    return {"mixture": mixture, "layers": tuple(of_experts)}
+
+
+def _count(fields: Fields, default: int) -> int:
+    """Returns the number of experts, which has two names."""
+    return fields.integer("num_experts", fields.integer("num_local_experts", default))
+
+
+def _qwen3_moe(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("max_window_layers")
+    window = fields.optional(fields.integer, "sliding_window", 4096)
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 8),
+        fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", False),
+    )
+    plain = {**plain, "layers": tuple(replace(kind, window=window) for kind in plain["layers"])}
+    return {**_biases(fields), "qk_norm": "head", **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+
+
+def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
+    """Returns the layers without experts (Qwen)."""
+    listed, step = fields.raw("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or not all(isinstance(index, int) for index in listed):
+        raise fields.refuse("mlp_only_layers")
+    return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
+
+
+def _olmoe(fields: Fields, plain: Changes) -> Changes:
+    if fields.raw("clip_qkv") is not None:
+        raise fields.refuse("clip_qkv")
+    mixture = Mixture(
+        _count(fields, 64),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        normalised=fields.flag("norm_topk_prob", False),
+    )
+    return {**_biases(fields), "qk_norm": "all", **_experts(fields, plain, mixture)}
+
+
+def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    size = fields.integer("moe_intermediate_size")
+    mixture = Mixture(
+        fields.integer("n_routed_experts", 128),
+        fields.integer("num_experts_per_tok", 8),
+        size,
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        groups=fields.integer("n_group", 1),
+        chosen_groups=fields.integer("topk_group", 1),
+        shared_size=size * fields.integer("n_shared_experts", 1),
+    )
+    if mixture.count % mixture.groups or mixture.count < 2 * mixture.groups:
+        raise fields.refuse("n_group")
+    if mixture.chosen_groups > mixture.groups:
+        raise fields.refuse("topk_group")
+    dense = range(fields.integer("first_k_dense_replace", 1, minimum=0))
+    changes = {"qkv_bias": fields.flag("attention_bias", False), **_experts(fields, plain, mixture, dense)}
+    return {**changes, "qk_norm": "head" if fields.flag("use_qk_norm", False) else None}
+
+
+def _minimax_m2(fields: Fields, plain: Changes) -> Changes:
+    mixture = Mixture(
+        _count(fields, 256),
+        fields.integer("num_experts_per_tok", 8),
+        plain["intermediate_size"],
+        "sigmoid",
+        choice_bias=True,
+    )
+    return {"qk_norm": "all", **_experts(fields, plain, mixture)}
+
+
+def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
+    bias = fields.flag("attention_bias", True)
+    types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
+    window = fields.optional(fields.integer, "sliding_window", 128)
+    mixture = Mixture(
+        _count(fields, 128),
+        fields.integer("num_experts_per_tok", 4),
+        plain["intermediate_size"],
+        "logits",
+        layout="interleaved",
+        alpha=fields.positive("swiglu_alpha", 1.702),
+        limit=fields.positive("swiglu_limit", 7.0),
+    )
+    windowed = {**plain, **_windows(fields, plain, types, window, required=True)}
+    return {"qkv_bias": bias, "output_bias": bias, "sinks": True, **_experts(fields, windowed, mixture)}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
 
-    `describe` is called with the fields and a Llama without biases, and returns what is different. `eos` is the end-of-sequence
-    id. `required` are fields besides the sizes without which transformers would build a model of a certain size. `eps` is that of
-    the norms, `activation` the name of the field and its default.
+    `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
+    are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
+    transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
+    that of the norms. `activation` is a pair: the name of the field, and its default.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -178,6 +289,8 @@ class Family:
 
 
 _HEADS = ("num_key_value_heads", "head_dim")
+_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size")
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
@@ -187,6 +300,7 @@ FAMILIES = {
     "llama": Family(_llama, 2, ()),
     "mistral": Family(_mistral, 2),
     "qwen2": Family(_qwen2, None),
+    "mimo": Family(_mimo, None),
     "qwen3": Family(_qwen3, None, _HEADS),
     "phi3": Family(_phi3, 32_000, (), eps=1e-5, rotary=_PHI3_ROPE),
     "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),
@@ -195,6 +309,11 @@ FAMILIES = {
     "olmo2": Family(_olmo2, 50_279, (), eps=1e-5),
     "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
     "granite": Family(_granite, 2, ()),
+    "qwen3_moe": Family(_qwen3_moe, None, _EXPERTS),
+    "olmoe": Family(_olmoe, 50_279, (), eps=1e-5),
+    "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
+    "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
+    "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
 }
 
 # Models with vision or audio that have a text part of a family: what that part's config has where it is silent.
@@ -247,7 +366,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text part of a model with vision or audio; of other models the config itself.
 
-    Tables are tied if one of the two configs says so: a file with both tables has its head nevertheless.
+    `tie_word_embeddings` is true if either of the two configs says so.
     """
     defaults, inner = _TEXT_DEFAULTS.get(str(config.get("model_type"))), config.get("text_config")
     if defaults is None or not isinstance(inner, dict):
@@ -258,11 +377,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns what the config.json of a model describes, of one with vision or audio the text part. Both forms are read: complete
-    ones, and older ones without defaults.
+    """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
-    Raises UnsupportedConfig where the family is unknown, a value is impossible, or a field is unknown that may change the
-    computation.
+    Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
+    a value is impossible, or a field is unknown that may change the computation.
     """
     config = text_config(config)
     model_type = config.get("model_type")
@@ -310,6 +428,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
         "dtype": _dtype(fields),
         "tied": fields.flag("tie_word_embeddings", family.tied),
         "default_eos": _eos(fields, family.eos),
+        "kv_numbers": 2 * layers * kv_heads * head_size,
         "layers": (LayerKind(None, ALL_LAYERS),) * layers,
         "rotary": rotary,
         "rotary_size": rotary_size,

@@ -4,8 +4,8 @@ A static pass has a width (tokens, padding included) and a bucket (entries of th
 one vector of integers to the device; everything else is computed there: cache indices, positions, rotations and masks. No shape
 depends on the data, and the host waits for nothing.
 
-An exact model runs all passes as static ones of one width, and the bucket of a pass follows from its tokens' indices alone. So an
-operator adds numbers up in the same order for a token, whichever tokens are run with it, and its logits have the same bits.
+An exact model runs all passes as static ones of one width, and the bucket of a pass follows from its tokens' indices alone. So
+the operators add numbers up in the same order for a token whichever tokens are run with it, and its logits have the same bits.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 class TokenChooser(Protocol):
     """Chooses a token from logits [1, vocabulary] on the device, in operators that a CUDA graph can capture and replay.
 
-    A call writes it to `token` [1], int64: a valid id, even if a logit is NaN. `state` are the tensors that a call both reads
-    and changes.
+    A call writes the token to `token` [1], int64: a valid id, even if a logit is NaN. `state` are further tensors that a call
+    both reads and changes.
     """
 
     token: torch.Tensor
@@ -63,19 +63,23 @@ class TokenChooser(Protocol):
 
 
 def bucket_of(entries: int) -> int:
-    """Returns how many cache entries a pass attends to, masked ones included, if its last token is the last of `entries`."""
+    """Returns the size of the bucket for a pass whose last token is the last of `entries` cache entries.
+
+    A bucket is the number of cache entries that attention reads, masked ones included: at least `entries`, rounded up so that few
+    sizes occur.
+    """
     if entries > _LARGEST_STEP:
         return -(-entries // _LARGEST_STEP) * _LARGEST_STEP
     return max(FIRST_BUCKET, 1 << (entries - 1).bit_length())
 
 
 class StaticPass:
-    """A forward pass over at most `width` tokens, with buffers of its own. Used as `load`, `run`, `output`.
+    """A forward pass over at most `width` tokens, with buffers of its own. Call `load`, then `run`, then `output`.
 
     Runs the layers of `forward` on `cache`, and attends to the cache's first `bucket` entries. Keys and values are written to
-    `width` entries; those after the pass's tokens are not read before they are written again. `long_rope` selects LongRoPE's
-    frequencies for long contexts. `run` can be captured in a CUDA graph and replayed as long as the cache has this buffer: it
-    only reads and writes buffers that exist since then, and those of the model.
+    `width` entries; those after the pass's tokens are padding, which is overwritten before it is read. `long_rope` selects
+    LongRoPE's frequencies for long contexts. `run` can be captured in a CUDA graph and replayed until the cache gets a larger
+    buffer, because it reads and writes only buffers that keep their addresses.
     """
 
     def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
@@ -93,10 +97,10 @@ class StaticPass:
             self._output: ModelOutput | None = None
 
     def load(self, forward_pass: ForwardPass, hidden: torch.Tensor | None) -> None:
-        """Writes the inputs of a pass to the buffers, with one copy to the device, which the host does not wait for.
+        """Writes the inputs of a pass to the buffers, with one copy to the device, for which the host does not wait.
 
-        `hidden` [n, hidden size], on the device, are the hidden states that enter the first layer, if the forward function takes
-        them instead of token ids. Padding repeats the last token, so that its numbers are finite if the token's are.
+        `hidden` [n, hidden size], on the device, are the hidden states that enter the first layer; None: token ids enter. Padding
+        repeats the last token, so that it gives finite numbers if the token does.
         """
         base, depths, bits = ancestry(forward_pass)
         ids, first, self._count = forward_pass.ids, forward_pass.first, len(bits)
@@ -110,7 +114,8 @@ class StaticPass:
             self._entering[self._count :] = hidden[-1]
 
     def load_position(self, position: int) -> None:
-        """Writes the inputs of a pass of width 1 over the token after `position` others, but for its id."""
+        """Writes the inputs of a pass of width 1 over the token at this position, except for its id, which the caller writes to
+        `ids`."""
         self._count = 1
         self._write([position, position, 0, 1, *range(SPAN + 1)])
 
@@ -119,7 +124,7 @@ class StaticPass:
 
     @inference
     def run(self) -> None:
-        """Runs the loaded pass, and copies its output to buffers, which the first run makes."""
+        """Runs the loaded pass, and copies its output to buffers that the first run allocates."""
         forward = self._forward
         hidden = forward.model.embeddings(self.ids) if forward.inputs is None else self._entering.clone()
         with sdpa_kernel(_ATTENTION) if self.ids.is_cuda else nullcontext():
@@ -137,7 +142,8 @@ class StaticPass:
         return self._output.logits
 
     def output(self, logits_to_keep: int) -> ModelOutput:
-        """Returns the output for the last tokens of the pass, as views of the buffers: the next `run` overwrites them."""
+        """Returns the output for the last `logits_to_keep` tokens of the pass, as views of buffers that the next `run`
+        overwrites."""
         assert self._output is not None
         logits, hidden, _, features, _ = self._output
         assert hidden is not None
@@ -162,11 +168,11 @@ class StaticPass:
 
 
 class StaticForward:
-    """Runs short passes as static ones, each made when it is first needed, and the others by the eager function `forward`.
+    """Runs short passes as static ones, and all others by the eager function `forward`. A `ForwardFunction`.
 
-    A `ForwardFunction`. It enlarges a KV cache at once to the capacity that was reserved. When a cache grows beyond that, the
-    static passes and their graphs are made again. An exact one runs all passes in pieces of one width: only a draft tree beyond
-    `SPAN` is run by the eager function.
+    A static pass is made when one of its width and bucket is first needed. A KV cache is enlarged at once to the capacity that
+    was reserved. If it grows beyond that, the static passes and their graphs are made again. For an exact model, all passes are
+    run in pieces of one width, except for draft trees of more than `SPAN` tokens, which are run by the eager function.
     """
 
     def __init__(self, forward: NativeForward, captures: Captures) -> None:
@@ -179,7 +185,8 @@ class StaticForward:
 
     @property
     def feeds(self) -> bool:
-        """Whether a token that was chosen from the logits can be run without anything from the host, see `feed`."""
+        """Whether `feed` can run a chosen token without anything from the host: the function reads token ids and has an LM
+        head."""
         return self._eager.inputs is None and self._eager.parts is not None
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
@@ -200,7 +207,10 @@ class StaticForward:
         return ModelOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
 
     def _run(self, forward_pass: ForwardPass, hidden: torch.Tensor | None, logits_to_keep: int) -> ModelOutput:
-        """Runs a static pass if there is one for so many tokens. `hidden` are the hidden states that enter, if it takes them."""
+        """Runs a static pass if one is wide enough for the pass's tokens, otherwise the eager function.
+
+        `hidden` are the hidden states that enter the first layer; None: token ids enter.
+        """
         first, last, cache = forward_pass.first, forward_pass.last, forward_pass.cache
         base = first if forward_pass.is_chain else min(first, len(forward_pass.context))
         width = next((width for width in self._widths if width >= last - first), None)
@@ -212,7 +222,8 @@ class StaticForward:
         return static.output(logits_to_keep)
 
     def _use(self, cache: KVBuffer, last: int) -> None:
-        """Makes room for `last` tokens, padding, and the entries that attention reads; drops the passes of another buffer."""
+        """Enlarges the cache if it has no room for `last` tokens, padding and a whole bucket. Drops static passes of another
+        buffer."""
         if (needed := bucket_of(last + self._widths[-1])) > cache.parts[0].shape[3]:
             cache.enlarge(max(needed, bucket_of(cache.capacity + SPAN)))  # the last draft's nodes may come after the capacity
         if cache.parts[0] is not self._data:
@@ -226,7 +237,7 @@ class StaticForward:
         return self._passes[key]
 
     def _replay(self, static: StaticPass, rule: Hashable = None) -> None:
-        """Runs a loaded static pass, and the chooser of a rule. At the first time, captures both."""
+        """Runs a loaded static pass, and if a rule is given its chooser. Captures both before the first run."""
         if (static, rule) not in self._replays:
             work: Work = static.run
             state: list[torch.Tensor] = []
@@ -237,13 +248,14 @@ class StaticForward:
         self._replays[static, rule]()
 
     def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
-        """Returns the chooser for this rule, which `feed` uses: made by `make`, and the same one for equal rules."""
+        """Returns the chooser for this rule, which `feed` uses: made by `make` at the first call with this rule, and then
+        kept."""
         if rule not in self.choosers:
             self.choosers[rule] = make()
         return self.choosers[rule]
 
     def feed(self, rule: Hashable, cache: KVBuffer, position: int, *, long_rope: bool) -> None:
-        """Runs the token that the rule's chooser chose last, after `position` others, and chooses the next one."""
+        """Runs the token that the rule's chooser has chosen last, at this position, and lets it choose the next token."""
         cache.length = position
         self._use(cache, position + 1)
         static = self._pass(cache, 1, position + 1, long_rope)
@@ -258,20 +270,22 @@ def _step(static: StaticPass, chooser: TokenChooser) -> None:
 
 
 class Captures:
-    """Runs the forward functions of one model as static passes of these widths, and captures them until a capture fails.
+    """Makes static passes for the forward functions of one model, and captures their work until a capture fails.
 
-    `capture` captures work (None: the work's operators are run one by one). `seconds` is the time that captures have taken.
+    `widths` are the numbers of tokens of static passes. `capture` captures work; None: the work's operators are run one by one.
+    `seconds` is the time that captures have taken.
     """
 
     def __init__(self, widths: Sequence[int] = WIDTHS, capture: Capture | None = None) -> None:
         self.widths, self.seconds, self._capture = sorted(widths), 0.0, capture
 
     def wrapped(self, forward: NativeForward) -> StaticForward:
-        """Returns a function that runs static passes where `forward` would run short ones."""
+        """Returns a function that runs short passes as static ones, and the others by `forward`."""
         return StaticForward(forward, self)
 
     def captured(self, work: Work, state: Sequence[torch.Tensor]) -> Work:
-        """Returns the work's graph, or the work itself if it cannot be captured."""
+        """Returns a function that replays the work's graph; if the work cannot be captured, the work itself, and no later work is
+        captured."""
         if self._capture is None:
             return work
         start = time.perf_counter()
@@ -287,10 +301,10 @@ class Captures:
 
 
 class CudaGraphs:
-    """Captures work on a CUDA device, on a stream and in a memory pool of its own. A `Capture`.
+    """Captures work on a CUDA device as graphs, on a stream and in a memory pool of its own. A `Capture`.
 
-    Graphs that are captured on one stream share the workspaces of matrix products. So a stream is for one model, which does one
-    thing at a time.
+    Graphs that are captured on one stream share the workspaces of matrix products. So one object serves one model, which runs one
+    graph at a time.
     """
 
     def __init__(self, device: torch.device) -> None:

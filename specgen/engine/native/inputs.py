@@ -24,8 +24,8 @@ EXACT_ROWS = 4
 class KindInputs(NamedTuple):
     """What the layers of one kind (sliding window, rotary frequencies, device) need in one forward pass.
 
-    `rotation` [batch * rows, 1, R/2] holds complex numbers (None: no rotary embedding), `mask` is as for `attention.attend` or
-    `attend_batch`, and `entries` are those of each layer in the KV cache (None: no cache).
+    `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated numbers of a head (None: no rotary embedding),
+    `mask` is as for `attention.attend` or `attend_batch`, and `entries` are those of each layer in the KV cache (None: no cache).
     """
 
     rotation: torch.Tensor | None
@@ -37,9 +37,9 @@ class PassInputs(NamedTuple):
     """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of each of `batch` sequences.
 
     `kinds` has the inputs for each kind of layer. `written` is the number of tokens whose keys and values the cache keeps; the
-    rest are padding. `first_layer` is the index of the cache's first layer. `fused`: attention always takes the same kernel, so
-    that results do not depend on the number of tokens. `slots` [rows] are the cache indices that a static pass writes to, into
-    entries that are the whole buffer; None: the entries are those written.
+    others are padding. `first_layer` is the index of the cache's first layer. `fused`: attention always takes the same kernel, so
+    that results do not depend on the number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
+    `entries` are the whole buffer. None: each layer's `entries` say where to write.
     """
 
     rows: int
@@ -54,10 +54,9 @@ class PassInputs(NamedTuple):
 def layer_kinds(
     architecture: Architecture, devices: Sequence[torch.device]
 ) -> tuple[list[tuple[LayerKind, torch.device]], list[int]]:
-    """Returns the different pairs of a layer's kind of attention and its device, and the index of each layer's; `devices` are
-    the layers'.
+    """Returns the distinct pairs of a kind of attention and a device, and for each layer the index of its pair.
 
-    All kinds are also paired with the last device, on which exit layers are.
+    `devices` are those of the layers. Each kind is also paired with the last device, on which exit layers are.
     """
     attentions = [LayerKind(kind.window, kind.rotary) for kind in architecture.layers]
     of_layers = list(zip(attentions, devices, strict=True))
@@ -68,8 +67,9 @@ def layer_kinds(
 class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
-    `devices` are those of the layers; `kinds`: see `layer_kinds`. `exact`: pads passes so that the same bits result whatever
-    their width is. `tables` are the rotations of each kind, `group` the number of query heads per key-value head.
+    `devices` are those of the layers; `kinds` are the pairs that `layer_kinds` returns. `exact`: pads passes so that a token's
+    results have the same bits however many tokens a pass has. `tables` has the rotations for each of `kinds`, `group` is the
+    number of query heads per key-value head.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class InputMaker:
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        fits = architecture.score_cap is None and not exact
+        fits = architecture.score_cap is None and not architecture.sinks and not exact
         self._has_causal = fits and all(has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
-        """Returns the inputs of a pass of a `ModelRunner`, whose KV cache is a `KVBuffer`."""
+        """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""
         cache, first, last = forward_pass.cache, forward_pass.first, forward_pass.last
         assert isinstance(cache, KVBuffer)
         if forward_pass.is_chain:
@@ -103,7 +103,8 @@ class InputMaker:
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
     def of_chain(self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False) -> PassInputs:
-        """Returns the inputs of a pass over the tokens `first` to `last` - 1 of a chain; without a cache, of these alone."""
+        """Returns the inputs of a pass over the tokens `first` to `last` - 1 of a chain; without a cache they see only each
+        other."""
         rows, end, made = last - first, last, []
         if exact:
             rows = self.padded(rows)
@@ -123,15 +124,17 @@ class InputMaker:
         return PassInputs(rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact)
 
     def padded(self, count: int) -> int:
-        """Returns the number of rows that a product for `count` tokens has, padding included."""
+        """Returns the number of rows, padding included, with which `count` tokens are run; `count` itself unless the model is
+        exact."""
         return -(-count // EXACT_ROWS) * EXACT_ROWS if self._exact else count
 
     def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
-        """Returns hidden states [n, width] with zeros after them, [`rows`, width]; the same tensor if there is nothing to add."""
+        """Returns hidden states [n, width] padded with zeros to [`rows`, width]; the same tensor if it has this size already."""
         return hidden if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
 
     def batched(self, batch: BatchPass) -> PassInputs:
-        """Returns the inputs of a pass over several sequences, whose cache, if there is one, is a `KVBuffer` for as many."""
+        """Returns the inputs of a pass over several sequences. If the pass has a cache, it is a `KVBuffer` for as many
+        sequences."""
         sequences, tokens = batch.ids.shape
         keys, cache = batch.key_positions.shape[1], batch.cache
         entries = None if cache is None else cache.entries(keys - tokens, keys, 0, keys)

@@ -15,10 +15,10 @@ _ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long
 
 
 class LayerEntries(NamedTuple):
-    """What one forward pass writes to and reads from one layer of a KV cache.
+    """The views of one layer's KV cache for one forward pass over n tokens.
 
-    `written` [2, kv heads, n, head size] is the part of the buffer for the keys (index 0) and values (1) of the pass's n
-    tokens. `keys` and `values` [kv heads, m, head size] are the part that attention reads, the n tokens included.
+    `written` [2, kv heads, n, head size] is where the keys (index 0) and values (1) of the n tokens are written. `keys` and
+    `values` [kv heads, m, head size] are what attention reads, the n tokens included.
     """
 
     written: torch.Tensor
@@ -30,10 +30,10 @@ class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros, one for each device that layers are on.
 
     `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-value heads
-    of all of them, one sequence after the other. `devices` are those of the layers, `first_layer` is the index in the model of
-    the first one; entries are read from outside on `reader`, by default the first device. Layers with a sliding window keep all
-    entries too, so that a rollback is possible. Entries after the first `length` are never read before they are written again:
-    masks hide them, and they are finite, so they do not change what attention computes.
+    of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the model of
+    the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers with a
+    sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used before they
+    are written again: masks hide them, and they are finite, so they do not change what attention computes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KVBuffer:
         self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
-        """Returns, for each layer, the views for a pass that writes entries `first` to `last - 1` and reads `start` to `end - 1`.
+        """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1 and reads `start` to `end` - 1.
 
         Enlarges the buffers if necessary.
         """
@@ -67,7 +67,11 @@ class KVBuffer:
         return made
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of the keys and of the values of a layer's first `count` entries; see `forward_pass.Cache`."""
+        """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
+        rotated.
+
+        They are views, or copies if the layer is on another device than `reader`.
+        """
         layer -= self.first_layer
         for data in self.parts:
             if layer < data.shape[0]:
@@ -81,7 +85,7 @@ class KVBuffer:
         return self.recurrent.restorable(length)
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer; see `forward_pass.Cache`."""
+        """Moves the entries at `indices`, which are ascending, to `start`, `start + 1`, ... in every layer."""
         self.recurrent.gather(indices, start)
         count = len(indices)
         for data in self.parts:
@@ -89,14 +93,15 @@ class KVBuffer:
             data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        """Drops all sequences but those with the indices `kept`; see `forward_pass.Cache`."""
+        """Drops all sequences but those with the indices `kept`, which are ascending."""
         of_each = [data.view(*data.shape[:2], -1, self._kv_heads, *data.shape[3:]) for data in self.parts]
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:
-        """Copies the valid entries to new buffers, with room for `needed` and `capacity` tokens and twice the old ones'.
+        """Copies the valid entries to new buffers with room for `needed` tokens, and at least for `capacity` and twice the old
+        number.
 
-        Static passes of the old buffers become invalid.
+        Static passes that were made for the old buffers become invalid.
         """
         capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])  # doubled: few copies as it grows
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT

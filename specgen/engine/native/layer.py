@@ -1,7 +1,7 @@
 """One layer of the native decoder: a mixer of tokens (attention) and an MLP with the norms around them.
 
-Norms before a product are without weights here, since these are folded into the product's weights (`layer_weights`). So is the
-scale of the attention scores. The numbers of each head that rotary embedding rotates together are neighbours.
+Norms before a product have no weights here, because these are folded into the product's weights (`layer_weights`), as is the
+scale of the attention scores. Pairs of numbers of a head that rotary embedding rotates together are neighbours.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
-from specgen.engine.native.architecture import MLP, Activation, Architecture
+from specgen.engine.native.architecture import MLP, Architecture
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, MLPWeights
+from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights
+from specgen.engine.native.mlp import DenseMLP, Experts
 from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.rotary import rotate
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
-
 
 def norm_gain(architecture: Architecture, dtype: torch.dtype, *devices: torch.device) -> float:
-    """Returns the factor on the weights that read a norm's output, by which `norm_function` divides it.
+    """Returns the factor `gain` by which weights that read a norm's output are multiplied, and `norm_function`'s output is
+    divided.
 
-    In float32 on CPUs it is sqrt(width), with which RMSNorm takes three operations instead of torch's eight.
+    It is sqrt(width) in float32 on CPUs, where RMSNorm then takes three operations instead of torch's eight, and 1 elsewhere.
     """
     is_fast = architecture.pre_norms and dtype == torch.float32 and all(device.type == "cpu" for device in devices)
     return sqrt(architecture.hidden_size) if is_fast else 1.0
 
 
 def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns RMSNorm of hidden states [..., width] without its weights, divided by `gain`: 1 or sqrt(width)."""
+    """Returns a function that computes RMSNorm of hidden states [..., width], without the norm's weights, and divided by `gain`.
+
+    `gain` is 1 or sqrt(width); see `norm_gain`.
+    """
     if gain == 1.0:
         return lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
     with torch.inference_mode(False):
@@ -48,10 +46,10 @@ def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], tor
 
 
 class Branch(Protocol):
-    """What a layer adds to the residual stream: its mixer or its MLP.
+    """A part of a layer whose output is added to the residual stream: the mixer (attention) or the MLP.
 
-    A call returns the input of the product `output`, from the normed stream `x` [batch * rows, width]. What `output` returns is
-    normed, if the model has a norm there, and added.
+    A call computes, from the normed residual stream `x` [batch * rows, width], the input of the branch's last product, `output`.
+    The layer calls `output`, applies a norm if the model has one there, and adds the result.
     """
 
     output: Product
@@ -62,8 +60,9 @@ class Branch(Protocol):
 class Attention:
     """Attention of grouped heads. A `Branch`.
 
-    `is_wide`: in float64, rounded to float32. Then its bits do not depend on the order of the keys (in draft trees) or on the
-    other rows; products that round activations would round many differing bits to other numbers.
+    `kind` is the index of the layer's inputs in `PassInputs.kinds`. `is_wide`: computes in float64 and rounds to float32. Then a
+    token's result does not depend on the order of the keys (in draft trees) or on the other tokens of the pass. Needed before
+    products that round activations to few bits, in which tiny differences would grow.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Attention:
         self._index, self._kind, self._is_wide = index, kind, is_wide
         self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
         self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
-        self._qk_norm, self._norm_over = weights.qk_norm, architecture.qk_norm
+        self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
@@ -107,7 +106,7 @@ class Attention:
         if self._is_wide:
             query, keys, values = query.double(), keys.double(), values.double()
             mask = mask if mask is None else mask.double()
-        return attend(query, keys, values, mask, self._score_cap, fused=inputs.fused).to(x.dtype)
+        return attend(query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused).to(x.dtype)
 
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads, head size]."""
@@ -121,7 +120,7 @@ class Attention:
             written, all_keys, all_values = entries[self._index - inputs.first_layer]
             written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
             keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
-        return attend_batch(query, keys, values, mask, self._score_cap).flatten(0, 1)
+        return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2)."""
@@ -138,29 +137,15 @@ class Attention:
         return heads
 
 
-class DenseMLP:
-    """The MLP activation(gate) * up. A `Branch`."""
-
-    def __init__(self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct) -> None:
-        self._activation = _ACTIVATIONS[architecture.activation]
-        self.gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
-        self.output = make_product(weights.down, weights.down_bias, architecture.residual_scale)
-
-    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        active = self._activation(gate)
-        return active * up if torch.is_grad_enabled() else active.mul_(up)
-
-
-_MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP}
+_MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP, "experts": Experts}
 
 
 class NativeLayer:
-    """A decoder layer with its weights. `kind` is the index of its kind in `PassInputs.kinds`.
+    """A decoder layer with its weights. `kind` is the index of its inputs in `PassInputs.kinds`.
 
     `make_product` makes a product from a weight [out, in], a bias or None, and the factor of its output on the residual stream.
-    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are there). `wide_attention`: see
-    `Attention`.
+    `gain` is as for `norm_function`. The hidden states are moved to `device` first (None: they are on the right one).
+    `wide_attention`: see `Attention`.
     """
 
     attention: Callable[..., Branch] = Attention
@@ -185,9 +170,9 @@ class NativeLayer:
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> torch.Tensor:
-        """Returns the residual stream [batch * rows, width] with the outputs of mixer and MLP, or of one of them, added.
+        """Returns the residual stream `hidden` [batch * rows, width] with the outputs of the mixer and of the MLP added.
 
-        Without gradients, `hidden` itself is changed.
+        `attention` or `mlp` False leaves one of them out. Without gradients, `hidden` itself is changed.
         """
         if self.device is not None:
             hidden = move(hidden, self.device)

@@ -6,7 +6,7 @@ operations can be differentiated, so an exit layer is trained through them. Name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,11 @@ Take = Callable[[str], torch.Tensor]
 
 
 class LayerTensors(NamedTuple):
-    """The names of one layer's weights. The bias of a weight is called `bias_of(name)`.
+    """The names of one layer's weights in a model's files. The bias of a weight is called `bias_of(name)`.
 
-    `attention_norm` and `mlp_norm` norm the input, `attention_post_norm` and `mlp_post_norm` the output; None: there is no such
-    norm. `qkv` names the weights of queries, keys and values, or one weight with all their rows in this order; `gate_up` those of
-    gate and up projection, or one with the rows of both.
+    `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
+    those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
+    all their rows in this order; `gate_up` those of gate and up projection, or one with the rows of both.
     """
 
     attention_norm: str | None
@@ -37,15 +37,17 @@ class LayerTensors(NamedTuple):
     qkv: tuple[str, ...]
     q_norm: str | None
     k_norm: str | None
+    sinks: str | None
     output: str
     gate_up: tuple[str, ...]
     down: str
 
 
 class AttentionWeights(NamedTuple):
-    """Matrices are [out, in]; `qkv` has the rows of all query heads, key heads, value heads.
+    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
+    heads.
 
-    `qk_norm` has the norm's weights of all query and key heads, [heads + kv heads, head size].
+    `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
     """
 
     qkv: torch.Tensor
@@ -53,10 +55,11 @@ class AttentionWeights(NamedTuple):
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class MLPWeights(NamedTuple):
-    """Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -64,11 +67,45 @@ class MLPWeights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+class ExpertNames(NamedTuple):
+    """The names of the weights of a mixture of experts.
+
+    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
+    names of the two tensors. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
+    """
+
+    router: str
+    choice_bias: str
+    experts: Sequence[tuple[str, ...]]
+    shared: tuple[str, ...]
+    shared_gate: str
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture of experts. `gate_up` and `down` are [count, in, out], for all experts, as `grouped_mm` takes
+    them.
+
+    `norm` [width] has the factors of the norm before the MLP. They are folded into the weights that run all tokens (`router`,
+    `shared`, `shared_gate`), but not into those of the experts. `router` [count, width] and its biases are in float32.
+    """
+
+    norm: torch.Tensor
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    shared: MLPWeights | None
+    shared_gate: torch.Tensor | None
+
+
 class LayerWeights(NamedTuple):
-    """The weights of one layer."""
+    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none)."""
 
     mixer: AttentionWeights
-    mlp: MLPWeights
+    mlp: MLPWeights | ExpertWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
 
@@ -92,6 +129,7 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
         qkv=tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))),
         q_norm=f"{attention}q_norm.weight" if architecture.qk_norm else None,
         k_norm=f"{attention}k_norm.weight" if architecture.qk_norm else None,
+        sinks=f"{attention}sinks" if architecture.sinks else None,
         output=f"{attention}o_proj.weight",
         gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
         down=f"{mlp}down_proj.weight",
@@ -103,13 +141,17 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
     qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (heads, kv_heads, kv_heads)
-    inner_rows = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner)
+    inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
+    mlp = (names.gate_up, inner_rows, width, mlp_bias), ((names.down,), (width,), inner, mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {}
+    if is_mixture := architecture.layers[index].mlp == "experts":
+        shapes |= expert_shapes(architecture, index)
+    if names.sinks is not None:
+        shapes[names.sinks] = (architecture.num_heads,)
     for products, rows, columns, has_bias in (
         (names.qkv, qkv_rows, width, architecture.qkv_bias),
         ((names.output,), (width,), heads, architecture.output_bias),
-        (names.gate_up, inner_rows, width, architecture.mlp_bias),
-        ((names.down,), (width,), inner, architecture.mlp_bias),
+        *(() if is_mixture else mlp),
     ):
         shapes |= {name: (count, columns) for name, count in zip(products, rows, strict=True)}
         if has_bias:
@@ -125,10 +167,10 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
 def layer_weights(
     architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: float = 1.0, *, is_normed: bool = True
 ) -> LayerWeights:
-    """Returns the weights, in `dtype`, of layer `index`.
+    """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
-    `gain` is a factor on the weights of the norms before attention and MLP (see `layer.norm_gain`). `is_normed` False: the
-    attention's input has no norm.
+    `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms before attention and MLP (see
+    `layer.norm_gain`). `is_normed` False: the attention's input has no norm.
     """
     names = layer_tensors(architecture, index)
 
@@ -137,10 +179,15 @@ def layer_weights(
 
     before = norm(names.attention_norm if is_normed else None), norm(names.mlp_norm)
     attention_gain, mlp_gain = (None if weight is None else weight * gain for weight in before)
+    if architecture.layers[index].mlp == "dense":
+        mlp: MLPWeights | ExpertWeights = _mlp_weights(architecture, names, take, dtype, mlp_gain)
+    else:
+        assert mlp_gain is not None
+        mlp = _expert_weights(architecture, index, take, dtype, mlp_gain)
     after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
     return LayerWeights(
         _attention_weights(architecture, names, take, dtype, attention_gain),
-        _mlp_weights(architecture, names, take, dtype, mlp_gain),
+        mlp,
         *(None if weight is None else weight.to(dtype) for weight in after),
     )
 
@@ -164,7 +211,8 @@ def _attention_weights(
         key = key.expand(architecture.num_kv_heads, size) if shared else key.view(-1, size)
         qk_norm = torch.cat((query * architecture.attention_scale, key))
         qk_norm = qk_norm[:, head_order(architecture, qk_norm.device)]
-    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm))
+    sinks = None if names.sinks is None else take(names.sinks)
+    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
 
 
@@ -178,6 +226,108 @@ def _mlp_weights(
         gate_up = gate_up * gain
     biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
     return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
+
+
+def expert_names(architecture: Architecture, index: int) -> ExpertNames:
+    """Returns the names of the weights of the mixture in layer `index`."""
+    mixture = architecture.mixture
+    assert mixture is not None
+    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
+    choice_bias = f"{block}gate.e_score_correction_bias"
+    if architecture.model_type == "minimax_m2":
+        block, matrices = f"layers.{index}.block_sparse_moe.", ("w1", "w3", "w2")
+        choice_bias = f"{block}e_score_correction_bias"
+
+    def of(part: str) -> tuple[str, ...]:
+        return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
+
+    experts = [of(f"experts.{number}") for number in range(mixture.count)]
+    if mixture.layout != "separate":
+        experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
+    router = "router" if mixture.layout == "interleaved" else "gate"
+    shared = of("shared_expert" if mixture.shared_gate else "shared_experts")
+    return ExpertNames(
+        router=f"{block}{router}.weight",
+        choice_bias=choice_bias if mixture.choice_bias else "",
+        experts=experts,
+        shared=shared if mixture.shared_size else (),
+        shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
+    )
+
+
+def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of the mixture in layer `index` by name, biases included."""
+    names = expert_names(architecture, index)
+    width = architecture.hidden_size
+    mixture = architecture.mixture
+    assert mixture is not None
+    count = mixture.count
+    size = mixture.size
+    shapes: dict[str, tuple[int, ...]] = {names.router: (count, width)}
+    if mixture.layout == "separate":
+        for gate, up, down in names.experts:
+            shapes[gate] = shapes[up] = (size, width)
+            shapes[down] = (width, size)
+    elif mixture.layout == "fused":
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, 2 * size, width)
+        shapes[down] = (count, width, size)
+    else:
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, width, 2 * size)
+        shapes[down] = (count, size, width)
+        shapes[f"{gate_up}_bias"] = (count, 2 * size)
+        shapes[f"{down}_bias"] = (count, width)
+        shapes[bias_of(names.router)] = (count,)
+    if names.choice_bias:
+        shapes[names.choice_bias] = (count,)
+    if names.shared:
+        gate, up, down = names.shared
+        shapes[gate] = shapes[up] = (mixture.shared_size, width)
+        shapes[down] = (width, mixture.shared_size)
+    if names.shared_gate:
+        shapes[names.shared_gate] = (1, width)
+    return shapes
+
+
+def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor) -> ExpertWeights:
+    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it.
+
+    Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
+    """
+    names = expert_names(architecture, index)
+    mixture = architecture.mixture
+    assert mixture is not None
+    shared = gate = None
+    if mixture.layout == "separate":
+        matrices = [[take(name) for name in expert] for expert in names.experts]
+        gate_up = torch.stack([torch.cat(expert[:2]) for expert in matrices]).to(dtype).transpose(1, 2)
+        down = torch.stack([expert[2] for expert in matrices]).to(dtype).transpose(1, 2)
+        del matrices
+    else:
+        gate_up, down = (take(name).to(dtype) for name in names.experts[0])
+        if mixture.layout == "fused":
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias = down_bias = None
+    if mixture.layout == "interleaved":
+        gate_up_bias, down_bias = (take(f"{name}_bias").to(dtype) for name in names.experts[0])
+    if names.shared:
+        gate_and_up, _ = _stacked(names.shared[:2], take, False)
+        shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
+    if names.shared_gate:
+        gate = (take(names.shared_gate).float() * gain).to(dtype)
+    return ExpertWeights(
+        gain.to(dtype),
+        take(names.router).float() * gain,
+        take(bias_of(names.router)).float() if mixture.layout == "interleaved" else None,
+        take(names.choice_bias).float() if names.choice_bias else None,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        shared,
+        gate,
+    )
 
 
 def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,7 +348,10 @@ def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
-    """Returns the index in the model's files of each number of a query or key head, in the native decoder's order."""
+    """Returns the order of the numbers of a query or key head in the native decoder: for each, its index in the model's files.
+
+    Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.
+    """
     order = torch.arange(architecture.head_size, device=device)
     if any(kind.rotary is not None for kind in architecture.layers):
         order[: architecture.rotary_size] = order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
@@ -206,5 +359,5 @@ def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor
 
 
 def final_norm(architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0) -> torch.Tensor:
-    """Returns the weight [width] of the norm before the LM head, with `gain` as in `layer_weights`."""
+    """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see `layer.norm_gain`)."""
     return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

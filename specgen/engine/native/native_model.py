@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +49,11 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is part of the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that a token's logits
-    have the same bits whichever tokens are run with it, in drafts without trees. `captures` runs the short passes of the
-    functions that the methods return as CUDA graphs, see `graphs`; None: none.
-    `layer_devices` has the device of each layer if they are on several; the embedding may be on another one than the norm and the
-    head, whose device is the model's: all outputs are there.
+    `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that in drafts
+    without branches a token's logits have the same bits whichever tokens are run with it. `captures` makes the functions that
+    `forward` returns run short passes as CUDA graphs (see `graphs`); None: no graphs.
+    `layer_devices` has the device of each layer if they are on several. The embedding may be on another device than the norm and
+    the head; the model's `device`, where all outputs are, is that of the norm and the head.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class NativeModel:
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer:
-        """Returns an empty KV cache for the layers with these indices (None: all), and for so many sequences."""
+        """Returns an empty KV cache for the layers with these indices (None: all), for this number of sequences."""
         layers = range(len(self.layer_devices)) if layers is None else layers
         made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
         options = {"first_layer": layers.start, "sequences": sequences}
@@ -95,19 +96,20 @@ class NativeModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs layers, or a static one for short passes (see `graphs`); see `engine.model.Model`."""
+        """Returns a function that runs some of the layers, short passes as static ones if there are `captures`; see
+        `engine.model.Model`."""
         forward = NativeForward(self, layers, inputs, taps, with_head=with_head)
         function: ForwardFunction = forward if self.captures is None else self.captures.wrapped(forward)
         return function
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the tokens `ids`, a copy."""
+        """Returns the embeddings [n, width] of the n tokens `ids`, as a new tensor on the embedding's device."""
         if len(ids) > 1:
             return self._embedded(torch.tensor(ids))
         return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))  # 1.5 % of a small draft's pass less
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on the model's device."""
         return move(self._embedded(ids), self.device).view(*ids.shape, -1)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -119,12 +121,13 @@ class NativeModel:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
     def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts) -> ModelOutput:
-        """Returns logits and hidden states after the norm."""
+        """Returns the output for hidden states [n, width] after the last layer: logits, and hidden states after the final
+        norm."""
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits; see `engine.model.Model`."""
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
         return final_logits(self.architecture, self.parts.head(padded))[: hidden.shape[0]]
 
@@ -146,7 +149,8 @@ class NativeModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first layers on several sequences; see `engine.model.Model`."""
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens; arguments and output as
+        `engine.model.Model.batch`."""
         parts = None if layers is None else [LayerPart(index) for index in range(layers)]
         hidden, shape = self._embedded(batch.ids), batch.ids.shape
         hidden, features = NativeForward(self, parts, taps=taps).run_layers(hidden, self.inputs.batched(batch))
@@ -159,7 +163,11 @@ class NativeModel:
         return ModelOutput(logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features)
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the last layers' weights; see `engine.model.Model`."""
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
+        file.
+
+        Raises SpecgenError if they cannot be read from the model's files in `folder`.
+        """
         files, first = model_files(folder, str(folder), self.device), len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
@@ -169,7 +177,8 @@ class NativeModel:
         return {own: files.take(name).to(torch.float32, copy=True) for own, name in taken.items()}
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of weights; see `engine.model.Model`."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers."""
         none = self.parts.norm.new_empty(0, self.shape.hidden_size)
         self.layers = self.layers[:kept_layers]
         embedding = self.parts.embedding if kept_layers else none
@@ -177,9 +186,10 @@ class NativeModel:
 
 
 class NativeForward:
-    """Runs layers on forward passes of a `ModelRunner`. The arguments are those of `engine.model.Model.forward`.
+    """Runs some layers of a model on the forward passes of a `ModelRunner`. A `ForwardFunction`.
 
-    `parts` has the norm and head after the layers; None: neither.
+    The arguments are those of `engine.model.Model.forward`. `parts` has the norm and the head that follow the layers; None: the
+    function ends after the layers.
     """
 
     def __init__(
@@ -207,7 +217,7 @@ class NativeForward:
         return ModelOutput(logits[kept], states[kept], features=None if features is None else features[:count])
 
     def run(self, hidden: torch.Tensor, inputs: PassInputs, first: int = 0) -> ModelOutput:
-        """Runs the hidden states [rows, width] that enter the first layer, and the head for the rows from `first` on.
+        """Runs the layers on the hidden states [rows, width] that enter them, and norm and head on the rows from `first` on.
 
         Its operators can be captured in a CUDA graph. Without a head the output's logits mean nothing.
         """
@@ -217,9 +227,10 @@ class NativeForward:
         return self.model.norm_and_head(hidden[first:], self.parts)._replace(features=features)
 
     def run_layers(self, hidden: torch.Tensor, inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the hidden states after all layers, and the features [rows, ...] that `taps` name, if any.
+        """Runs the layers on `hidden` [rows, width]. Returns the hidden states after them, and the features [rows, ...] for
+        `taps`, or None.
 
-        Without gradients, `hidden` [rows, width] is changed.
+        Without gradients, `hidden` is changed.
         """
         model, found = self.model, dict[int, torch.Tensor]()
         for layer, part in self._layers:
@@ -242,7 +253,7 @@ class NativeForward:
 
 
 def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logits that a model predicts with, from the output of its LM head's product: scaled, then capped."""
+    """Returns the logits that a model predicts with: those of its LM head's product, scaled, then capped."""
     if architecture.logit_scale != 1.0:
         logits = logits * architecture.logit_scale
     if (cap := architecture.logit_cap) is not None:
@@ -262,14 +273,14 @@ def load_native(
     wide_attention: bool = False,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
-    """Loads the model in `folder`; `name` is used in messages. `exact`: see `NativeModel`; `quantise`: see `ProductFactory`;
-    `wide_attention`: see `NativeLayer`.
+    """Loads the model in `folder`; messages call it `name`.
 
-    `layer_devices` has the device of each layer, if they are on several: then the embedding is on the first one's, and `device`
-    is that of the final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `exact` is as in `NativeModel`, `quantise` as in `ProductFactory`, `wide_attention` as in `NativeLayer`. `layer_devices` has
+    the device of each layer, if they are on several: then the embedding is on the first layer's, and `device` is that of the
+    final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
-        files = open_model(folder, name, architecture, device)
+        files, architecture = open_model(folder, name, architecture, device)
         devices = layer_devices or [device] * len(architecture.layers)
         factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
         gain = norm_gain(architecture, dtype, *factories)
@@ -297,10 +308,15 @@ def load_native(
         )
 
 
-def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> WeightFiles:
-    """Returns a model's weight files. Raises SpecgenError unless they have the tensors that the config describes, and no others
-    that may matter."""
-    files = model_files(folder, name, device)
+def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:
+    """Opens a model's weight files. Returns them, and the architecture with the layout in which they store experts.
+
+    Raises SpecgenError unless the files have the tensors that the config describes, with the right shapes, and no others that may
+    matter.
+    """
+    files, mixture = model_files(folder, name, device), architecture.mixture
+    if mixture is not None and mixture.layout == "separate" and any(key.endswith("experts.gate_up_proj") for key in files.names):
+        architecture = replace(architecture, mixture=replace(mixture, layout="fused"))
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     for index in range(len(architecture.layers)):
         expected |= layer_shapes(architecture, index)
@@ -308,11 +324,11 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     files.check(expected)
     files.check_no_others(expected, len(architecture.layers))
-    return files
+    return files, architecture
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:
-    """Returns the names of the embedding's and of the LM head's table. They are the same if the files have only one table."""
+    """Returns the names of the two tensors with the embedding and the LM head; the same name twice if the files have only one."""
     return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
 
 

@@ -35,9 +35,9 @@ _ACTIVATION_BITS = 6  # at least, that a product keeps of each activation, its s
 
 
 class Product:
-    """A product with a weight [out, in], and the sum with a bias [out] if `multiply` adds one.
+    """A product with a weight [out, in]. `multiply` computes it, [n, in] -> [n, out], and adds a bias [out] if there is one.
 
-    `multiply` computes [n, in] -> [n, out]; `scale` is the factor on the residual stream.
+    `scale` is the factor on the product in `add_to`, which adds it to the residual stream.
     """
 
     def __init__(self, multiply: Multiply, scale: float = 1.0) -> None:
@@ -62,8 +62,8 @@ MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
 class DenseProduct(Product):
     """A product with a weight in torch's own layout. Differentiable.
 
-    It refers to the weight, or with `by_columns` to a copy that is stored [in, out]: a few rows take less time with small float32
-    weights then.
+    It keeps a reference to the weight. With `by_columns` it keeps a copy that is stored [in, out], with which products of a few
+    rows with small float32 weights take less time.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0, *, by_columns: bool = False) -> None:
@@ -82,10 +82,10 @@ class DenseProduct(Product):
 
 
 class WidenedProduct(DenseProduct):
-    """A product with a weight of a 16-bit dtype, on a CPU without instructions for it. Not differentiable.
+    """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not differentiable.
 
-    There, each row takes as long as reading the weight does. So from two rows on, parts of the weight that fit into the
-    processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
+    There, each row of activations takes as long as reading the weight does. So from two rows on, parts of the weight that fit
+    into the processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,12 +105,13 @@ class WidenedProduct(DenseProduct):
 
 
 def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a weight that changes in training, and is not copied to make it faster. Differentiable."""
+    """Returns a product with a weight that is being trained, so that no copy of it is made for speed. Differentiable."""
     return Product(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a weight reordered for oneDNN on a CPU; it keeps no reference to `weight`. Not differentiable.
+    """Returns a product with a copy of `weight` [out, in] that is reordered for oneDNN's fast products on a CPU. Not
+    differentiable.
 
     Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for the weight's dtype.
     """
@@ -120,11 +121,11 @@ def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.
 
 
 class ProductFactory:
-    """Makes the products of one model.
+    """Makes the products of one model, in the form that is fastest on its device.
 
-    Weights are packed on a CPU, in float32 from 4 MB on, unless the operators fail or give wrong results here: then products in
-    16-bit dtypes are computed in float32. `quantise`
-    (`int8`, `int4`) rounds all weights, where this torch has products for it that work.
+    On a CPU, weights are packed (see `packed_product`), in float32 those of 4 MB or more. If packed products fail or give wrong
+    results here, products in 16-bit dtypes are computed in float32 (`WidenedProduct`). `quantise` (`int8`, `int4`) rounds all
+    weights, if this torch has products with such weights that work.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, quantise: str | None = None) -> None:
@@ -144,7 +145,7 @@ class ProductFactory:
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether packed products in this dtype are right here: tries one for 1 and 4 rows."""
+    """Whether packed products in this dtype work on this machine: compares one with torch's own for 1 and for 4 rows."""
     generator, size = torch.Generator().manual_seed(0), 256
     weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, 4))
     limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps  # roundings of result and sums
@@ -167,7 +168,10 @@ def last_level_cache() -> int:
 
 
 def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight [out, in] as int8 [out, in] and float32 scales [out]. int8 * scale is off by half a scale at most."""
+    """Rounds a weight [out, in] to int8 [out, in], with float32 scales [out], one for each row. Returns both.
+
+    int8 * scale differs from the weight by at most half a scale.
+    """
     rounded = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
     at_once = max(1, _AT_ONCE // weight.shape[1])
@@ -179,9 +183,9 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight [out, in] as int8 numbers from -7 to 7 [out, in] and float32 scales [out, in / `GROUP`].
+    """Rounds a weight [out, in] to int8 numbers from -7 to 7 [out, in], with float32 scales [out, in / `GROUP`]. Returns both.
 
-    Raises ValueError if rows are no whole number of groups.
+    `GROUP` neighbouring numbers of a row share a scale. Raises ValueError if `in` is no multiple of `GROUP`.
     """
     rows, columns = weight.shape
     if columns % GROUP:
@@ -192,11 +196,12 @@ def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_rounded_activations(weight: Tensor, steps: int = 127) -> Multiply:
-    """Prepares products on a CPU with int8 weights and activations that are rounded to so many `steps` on each side of zero.
+    """Returns a function for products on a CPU with `weight` rounded to int8, which also rounds activations to integers.
 
-    Each row of activations is rounded by its own range, so its product does not depend on the other rows. Integer instructions
-    multiply both. Those of older processors add pairs of products in 16 bits, for which 127 steps are too many and 63 are not.
-    The operator takes torch's quantised tensors, which torch 2.13 calls deprecated.
+    `steps` is the largest integer for activations, of either sign. Each row of activations is rounded by its own range, so its
+    product does not depend on the other rows. Integer instructions multiply both. Those of older processors add pairs of products
+    in 16 bits, for which 127 steps are too many and 63 are not. The operator takes torch's quantised tensors, which torch 2.13
+    calls deprecated.
     """
     rounded, scales = rounded_rows(weight)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
@@ -216,14 +221,17 @@ def with_rounded_activations(weight: Tensor, steps: int = 127) -> Multiply:
 
 
 def with_int8_weights(weight: Tensor) -> Multiply:
-    """Prepares products with int8 weights and bfloat16 activations."""
+    """Returns a function for products with `weight` rounded to int8, which computes with activations in bfloat16."""
     rounded, scales = rounded_rows(weight)
     operator, scales = torch.ops.aten._weight_int8pack_mm, scales.to(torch.bfloat16)
     return lambda x: operator(x.to(torch.bfloat16), rounded, scales)
 
 
 def with_int4_weights(weight: Tensor) -> Multiply:
-    """Prepares products with int4 weights, of which `GROUP` numbers of a row share a scale, and bfloat16 activations."""
+    """Returns a function for products with `weight` rounded to int4, which computes with activations in bfloat16.
+
+    `GROUP` numbers of a row share a scale.
+    """
     rounded, scales = rounded_groups(weight)
     numbers, operators = rounded.to(torch.int32) + 8, torch.ops.aten
     if weight.device.type == "cpu":
@@ -237,15 +245,16 @@ def with_int4_weights(weight: Tensor) -> Multiply:
 
 
 def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
-    """Returns the bytes of a weight with so many numbers and output rows, its scales included."""
+    """Returns the bytes of a weight rounded to `kind` (`int8`, `int4`), scales included, of so many numbers and output rows."""
     return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
 
 
 def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
     """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`) and adds `bias`.
 
-    A weight that cannot be rounded to int4 groups is rounded to int8; None if that is not possible either. The choice depends on
-    the device and the weight, not on timings: the draft's probabilities are alike in all processes. Not differentiable.
+    A weight that cannot be rounded to int4 (in groups) is rounded to int8; returns None if that is not possible either. The
+    choice depends on the device and the weight, not on timings, so that the draft's probabilities are the same in all processes.
+    Not differentiable.
     """
     for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
         prepare, _ = _working(tried, weight.device.type)
@@ -261,13 +270,19 @@ def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def refusal(kind: str, device: torch.device) -> str | None:
-    """Returns why there are no `int8` or `int4` products on this device, None if there are. Tries them at the first call."""
+    """Returns why products with weights rounded to `kind` (`int8`, `int4`) do not work on this device; None if they do.
+
+    The first call tries them.
+    """
     return _working(kind, device.type)[1]
 
 
 @cache
 def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
-    """Returns what prepares products that are right on this device (`cpu`, `cuda`), or None and why the last one tried is not."""
+    """Returns a function that prepares products with rounded weights on this device (`cpu`, `cuda`), and None.
+
+    If no such products give right results, returns None and the reason why the last one that was tried does not.
+    """
     tried = [with_int8_weights if kind == "int8" else with_int4_weights]
     if (kind, device) == ("int8", "cpu"):
         tried[:0] = with_rounded_activations, partial(with_rounded_activations, steps=63)  # faster
@@ -285,7 +300,8 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
 
 @cache
 def rows_are_independent(kind: str, device: torch.device) -> bool:
-    """Whether rounded products give a row the same bits whichever rows are multiplied with it. Tries 1 to 9 rows."""
+    """Whether a row of a product with rounded weights has the same bits whichever rows are multiplied with it. Tries 2 to 9
+    rows."""
     multiply = quantised(kind, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device))
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).to(device)
     if multiply is None:
@@ -310,6 +326,6 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
 
 
 def restored(kind: str, weight: Tensor) -> Tensor:
-    """Returns a weight [out, in] as it is after rounding, in float64."""
+    """Returns what becomes of a weight [out, in] by rounding to `kind` (`int8`, `int4`), as float64."""
     numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
     return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)

@@ -142,7 +142,13 @@ class Records:
             self._held = None if self._earlier is None else self._earlier[0]
         return self._held
 
-    def _replace(self, old: Any, new: Any, first: int, prompt_length: int) -> None:
+    def _replace(
+        self,
+        old: Any,
+        new: Any,
+        first: int,
+        prompt_length: int,
+    ) -> None:
         if old is not None and old.base < prompt_length <= first:
             self._earlier = old, first
         self._held = new
@@ -151,11 +157,19 @@ class Records:
 class ConvRecords(Records):
     """The inputs of a short convolution that may still be read."""
 
-    def __call__(self, steps: Steps, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        steps: Steps,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """Returns the output [n, channels] in float32, for inputs [n, channels]. `weight` is [channels, kernel size]."""
-        size, count = weight.shape[1], x.shape[0]
+        size = weight.shape[1]
+        count = x.shape[0]
         rows, begin = self._written(steps, x, size - 1)
-        table, start = steps.ancestors(size), steps.first - begin - size + 1
+        table = steps.ancestors(size)
+        start = steps.first - begin - size + 1
         total = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias.float().expand(count, -1)
         for number, factors in enumerate(weight.float().t()):
             if table is None:
@@ -167,14 +181,16 @@ class ConvRecords(Records):
 
     def _written(self, steps: Steps, x: Tensor, before: int) -> tuple[Tensor, int]:
         """Writes the inputs. Returns rows that hold them and the `before` ones before them, and the entry of the first row."""
-        first, last = steps.first, steps.last
+        first = steps.first
+        last = steps.last
         held = self._at(first)
         if held is not None and last - held.begin <= held.rows.shape[0]:
             held.rows[first - held.begin : last - held.begin] = x
             return held.rows, held.begin
         begin = -before if held is None else held.begin
         old = x.new_zeros(before, x.shape[1]) if held is None else held.rows[: first - begin]
-        joined, base = torch.cat((old, x)), max(begin + before, min(last, steps.committed) - KEPT)
+        joined = torch.cat((old, x))
+        base = max(begin + before, min(last, steps.committed) - KEPT)
         kept = joined[base - before - begin :]
         rows = _zeros(x, max(before + _ROOM, kept.shape[0] + BLOCK), x.shape[1])
         rows[: kept.shape[0]] = kept
@@ -190,7 +206,13 @@ class StateRecords(Records):
     """A state and what later tokens add to it."""
 
     def __call__(
-        self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+        self,
+        steps: Steps,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None = None,
     ) -> Tensor:
         """Returns what queries read, [n, H, value size]. All is in float32.
 
@@ -198,7 +220,9 @@ class StateRecords(Records):
         [n, H] updates follow from the delta rule, otherwise they are the values.
         """
         rows = torch.stack((query,) if beta is None else (query, key)).permute(2, 0, 1, 3)  # [Hk, 1 or 2, n, key size]
-        key, value, decay = key.transpose(0, 1), value.transpose(0, 1), decay.transpose(0, 1)
+        key = key.transpose(0, 1)
+        value = value.transpose(0, 1)
+        decay = decay.transpose(0, 1)
         outputs = []
         for block in steps.blocks:
             part = slice(block.first - steps.first, block.last - steps.first)
@@ -207,14 +231,23 @@ class StateRecords(Records):
             outputs.append(_read(held, block, rows[:, :, part], key[:, part], value[:, part], decay[:, part], own_beta))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).transpose(0, 1)
 
-    def _with_room(self, block: Block, prompt_length: int, key: Tensor, value: Tensor, decay: Tensor) -> State:
+    def _with_room(
+        self,
+        block: Block,
+        prompt_length: int,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+    ) -> State:
         """Returns the records with room for a block. Folds committed entries into the state, if there are many."""
         held: State | None = self._at(block.first)
         if held is None:
-            heads, size = key.shape[0], key.shape[2]
-            state = _zeros(key, heads, size, value.shape[0] // heads, value.shape[2])
+            heads = key.shape[0]
+            state = _zeros(key, heads, key.shape[2], value.shape[0] // heads, value.shape[2])
             held = State(0, state, key[:, :0], value[:, :0], _zeros(decay, decay.shape[0], 1, decay.shape[2]))
-        used, room, count = block.first - held.base, held.keys.shape[1], block.last - block.first
+        used = block.first - held.base
+        room = held.keys.shape[1]
+        count = block.last - block.first
         folded = max(0, min(block.first, block.committed) - KEPT - held.base)
         if used + count <= room and (used <= _MOST or folded < BLOCK):
             return held
@@ -235,27 +268,41 @@ class StateRecords(Records):
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         _, _, keys, updates, decays = self._held
-        moved, at = _moved(indices, self._held.base, keys), start - self._held.base
+        moved = _moved(indices, self._held.base, keys)
+        at = start - self._held.base
         keys[:, at : at + len(indices)] = keys[:, moved]
         updates[:, at : at + len(indices)] = updates[:, moved]
         decays[:, at + 1 : at + 1 + len(indices)] = decays[:, moved + 1]
 
 
-def _read(held: State, block: Block, rows: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+def _read(
+    held: State,
+    block: Block,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+) -> Tensor:
     """Writes the records of a block, and returns what its queries read, [H, n, value size].
 
     `rows` [Hk, 1 or 2, n, key size] are queries, and with the delta rule keys. The others are as in `StateRecords`, heads first.
     """
     (key_heads, sorts, count, size), heads = rows.shape, value.shape[0]
-    old, end, nearest = block.first - held.base, block.last - held.base, block.nearest - held.base + 1
+    old = block.first - held.base
+    end = block.last - held.base
+    nearest = block.nearest - held.base + 1
     seen = block.seen
     before = held.decays[:, nearest : nearest + 1] if isinstance(nearest, int) else held.decays[:, nearest.to(key.device)]
     total = before + (decay if seen is None else seen[:, block.first - block.base :].to(decay) @ decay)
-    held.keys[:, old:end], held.decays[:, old + 1 : end + 1] = key, total
+    held.keys[:, old:end] = key
+    held.decays[:, old + 1 : end + 1] = total
     logs = total[:, :, None] - held.decays[:, None, 1 : end + 1]  # [H, n, entries, channels]
     if seen is not None:
         logs[:, :, block.base - held.base :].masked_fill_(~seen[:, :, None].to(key.device), -torch.inf)
-    pairs, keys, state = logs.exp_(), held.keys[:, :end], held.state.flatten(2)
+    pairs = logs.exp_()
+    keys = held.keys[:, :end]
+    state = held.state.flatten(2)
     if decay.shape[2] == 1:
         flat = rows.reshape(key_heads, sorts * count, size)
         dots = (flat @ keys.transpose(1, 2)).view(key_heads, 1, sorts, count, end)
@@ -279,16 +326,18 @@ def _folded(held: State, count: int) -> Tensor:
     """Returns the state after the first `count` entries. (Without any, it is the same tensor.)"""
     if count == 0:
         return held.state
-    state, keys, updates, decays = held.state, held.keys[:, :count], held.updates[:, :count], held.decays
-    (key_heads, _, group, size), after = state.shape, decays[:, count]
-    factors = (after[:, None] - decays[:, 1 : count + 1]).exp()  # [H, count, channels]
+    keys = held.keys[:, :count]
+    updates = held.updates[:, :count]
+    key_heads, _, group, size = held.state.shape
+    after = held.decays[:, count]
+    factors = (after[:, None] - held.decays[:, 1 : count + 1]).exp()  # [H, count, channels]
     if factors.shape[2] == 1:
         updates = updates * factors
     else:
         keys = keys * factors
     added = keys.transpose(1, 2) @ updates.view(key_heads, group, count, size).transpose(1, 2).flatten(2)
-    kept = state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
-    return kept + added.view_as(state)
+    kept = held.state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
+    return kept + added.view_as(held.state)
 
 
 def _moved(indices: Sequence[int], base: int, like: Tensor) -> Tensor:

@@ -38,11 +38,12 @@ _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RotaryDefaults:
-    """A family's settings where config.json is silent.
+    """A family's rotary settings where config.json is silent.
 
-    `theta` is the base of the frequencies; `local_theta` that of layers with a sliding window, in families that rotate these
-    differently. `partial` is the share of each head that is rotated; None: the family knows no other share than 1. `original` is
-    the context length in pre-training; None: the family has no such field of its own. `aliases` are other names for types.
+    `theta` is the base of the frequencies. `local_theta` is that of layers with a sliding window, in families that rotate these
+    differently. `partial` is the share of each head that is rotated; None: the family always rotates whole heads. `original` is
+    the context length in pre-training; None: the family has no such field of its own. `aliases` maps other names of types to the
+    usual ones. `settings` replace missing `rope_parameters`.
     """
 
     theta: float = 10_000.0
@@ -50,13 +51,14 @@ class RotaryDefaults:
     partial: float | None = None
     original: int | None = None
     aliases: Mapping[str, str] | None = None
+    settings: Mapping[str, Any] | None = None
 
 
 def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
-    """Reads a config's rotary settings. `length` is its `max_position_embeddings`.
+    """Reads a config's rotary settings. `length` is its `max_position_embeddings`, `head_size` the size of a head.
 
-    Returns the sets of frequencies by key, how many numbers of each head are rotated, and the longest context in tokens. Raises
-    UnsupportedConfig for types that are not known, for keys that are not known and for impossible values.
+    Returns the sets of frequencies by their keys in `Architecture.rotary`, how many numbers of each head are rotated, and the
+    longest context in tokens. Raises UnsupportedConfig for an unknown type or key, and for an impossible value.
     """
     rotary, size, limit = {}, head_size, length
     for key, section, theta in _sections(fields, defaults):
@@ -76,7 +78,7 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
     scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
     theta = fields.positive("rope_theta", defaults.theta)
     if defaults.local_theta is None:
-        return [(ALL_LAYERS, scaling or parameters or Fields({}, "rope_parameters."), theta)]
+        return [(ALL_LAYERS, scaling or parameters or Fields(defaults.settings or {}, "rope_parameters."), theta)]
     if scaling is not None and (parameters is not None or "rope_type" not in scaling):
         raise fields.refuse("rope_scaling")
     nested = parameters or Fields({})
@@ -91,7 +93,10 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
 
 def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_size: int) -> int:
     """Returns how many numbers of each head are rotated."""
-    share = section.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", defaults.partial or 1.0))
+    default = defaults.partial or 1.0
+    if defaults.partial is not None and "rotary_dim" in fields:  # MiniMax
+        default = fields.integer("rotary_dim") / head_size
+    share = section.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", default))
     if share > 1 or (share != 1 and defaults.partial is None):
         raise UnsupportedConfig("partial_rotary_factor", share)
     size = int(head_size * share)
@@ -103,7 +108,7 @@ def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_siz
 def _rotary(
     section: Fields, aliases: Mapping[str, str] | None, theta: float, size: int, original: int, length: int
 ) -> tuple[str, Rotary]:
-    """Returns the type of the frequencies and the frequencies, for `size` rotated numbers per head.
+    """Returns the type of the rotary embedding and its frequencies, for `size` rotated numbers per head.
 
     `original` is the context length in pre-training, `length` is `max_position_embeddings`.
     """
@@ -132,7 +137,8 @@ def _rotary(
 def _frequencies(
     kind: str, settings: Mapping[str, Any], size: int, length: int, tokens: int | None = None
 ) -> tuple[list[float], float]:
-    """Returns the inverse frequencies [`size` / 2] for runs of so many tokens, and the factor of cos and sin."""
+    """Returns the inverse frequencies [`size` / 2] for a run of `tokens` tokens (None: a short run), and the factor of cos and
+    sin."""
     plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)  # arXiv:2104.09864
     if kind == "default":
         return plain.tolist(), 1.0
@@ -162,11 +168,11 @@ def _llama3(frequencies: torch.Tensor, settings: Mapping[str, Any]) -> torch.Ten
 
 
 class RotaryTable:
-    """The rotations of all positions for one `Rotary`, as complex numbers factor (cos + i sin), computed when first needed.
+    """The rotations of all positions for one `Rotary`, as complex numbers factor * (cos + i sin), computed when first needed.
 
     `round_to` is the dtype that cos and sin are rounded to, as transformers does in models of that dtype; None leaves them in
-    float32. The tables are ordinary tensors, also if they are first needed in torch's inference mode. `long` in the methods
-    selects LongRoPE's frequencies for long runs.
+    float32. The tables are ordinary tensors, even if they are first needed in torch's inference mode. The methods' argument
+    `long` selects LongRoPE's frequencies for long runs.
     """
 
     def __init__(self, rotary: Rotary, device: torch.device | str, round_to: torch.dtype | None = None) -> None:
@@ -177,13 +183,15 @@ class RotaryTable:
             self._tables = {long: torch.empty((0, width), dtype=torch.complex64, device=device) for long in (False, True)}
 
     def rows(self, first: int, last: int, long: bool = False) -> torch.Tensor:
-        """Returns the rotations [last - first, R / 2], complex64, of positions `first` to `last - 1`: a view."""
+        """Returns the rotations [last - first, R / 2], complex64, of positions `first` to `last - 1`, as a view; see `gather` for
+        R."""
         return self._table(last, long)[first:last]
 
     def gather(self, positions: torch.Tensor, long: bool, end: int) -> torch.Tensor:
-        """Returns the rotations [n, R / 2], complex64, of `positions` [n], which is on the table's device.
+        """Returns the rotations [n, R / 2], complex64, of `positions` [n], a tensor on the table's device; R numbers of a head
+        are rotated.
 
-        `end` is a number above all positions, so that a GPU need not be waited for.
+        `end` is a number above all positions; it is given because finding it would make the host wait for a GPU.
         """
         return self._table(end, long).index_select(0, positions)
 
@@ -208,9 +216,9 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Multiplies the first R numbers of heads [rows, heads, head size], as pairs of neighbours, with `rotation`, in place.
+    """Rotates the first R numbers of each head in `heads` [rows, heads, head size], as R/2 pairs of neighbours, in place.
 
-    `rotation` [rows, 1, R/2] holds complex numbers.
+    `rotation` [rows, 1, R/2] holds complex numbers, by which the pairs are multiplied.
     """
     size = 2 * rotation.shape[-1]
     part = heads if size == heads.shape[2] else heads.narrow(2, 0, size)

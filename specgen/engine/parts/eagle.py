@@ -1,7 +1,8 @@
 """EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840).
 
-Pair i of a text joins the target's feature i with the embedding of token i + 1; it has position i. The layers turn pairs into
-predicted features: row i imitates feature i + 1, and its logits predict token i + 2.
+Features are hidden states of the target. Pair i of a text joins the target's feature at token i with the embedding of token i +
+1, and has position i. The head's layers turn pairs into predicted features: the one of pair i imitates the target's feature at
+token i + 1, and its logits predict token i + 2.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from specgen.base.types import Context
+from specgen.engine.block_runner import penalised
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
 from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
@@ -23,15 +25,16 @@ from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
 from specgen.engine.native.products import MakeProduct
+from specgen.engine.parts.mtp import MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
     DecoderRunner,
     EagleWeights,
     FeatureRunner,
     KeptRows,
+    MtpWeights,
     PartRunners,
     native_layers,
     of_all_tokens,
-    penalised,
 )
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -41,20 +44,21 @@ FIRST_NORM = "layers.0.input_layernorm.weight"
 
 
 class FirstLayer(NativeLayer):
-    """The first layer of a head, whose attention does not read the residual stream."""
+    """The first layer of an EAGLE head, whose attention reads another vector than the residual stream."""
 
     def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
-        """Returns the residual stream with the outputs of attention, which reads `attended`, and of the MLP added."""
+        """Returns the residual stream `hidden` [rows, width] with the outputs of attention and MLP added. Attention reads
+        `attended`."""
         hidden = self.mixer.output.add_to(hidden, self.mixer(attended, inputs))
         return self.mlp.output.add_to(hidden, self.mlp(self._norm(hidden), inputs))
 
 
 class UnrolledAttention(Attention):
-    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2).
+    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2), in which each call drafts one more
+    token.
 
-    Each call drafts one token after each prefix.
-    The first call has a text's pairs. In call j after it, row i is the pair of the j-th token drafted after pair i, at position
-    i + j. It sees the pairs that pair i sees, then the tokens drafted after pair i alone.
+    A draft follows each prefix of a text. The first call has the text's pairs. In call j after it, row i is the pair of the j-th
+    token drafted after pair i, at position i + j. It sees the pairs that pair i sees, and the tokens drafted after pair i.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -82,15 +86,16 @@ class UnrolledAttention(Attention):
 
 
 class UnrolledLayer(FirstLayer):
-    """The first layer of a head in training; see `UnrolledAttention`."""
+    """The first layer of a head in training, where each call drafts one more token after each prefix of a text."""
 
     attention = UnrolledAttention
 
 
 class EagleLayers:
-    """The layers of a head with their weights on `device`, for drafting and for training.
+    """The layers of an EAGLE head with their weights on `device`, for drafting and for training.
 
-    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`; `norm_gain` is `gain` of
+    `layer.norm_function`. `first_layer` is the class of the first layer.
     """
 
     def __init__(
@@ -123,9 +128,10 @@ class EagleLayers:
         self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
-        """Runs the layers on pairs, and returns the hidden states after them: the predicted features.
+        """Runs the layers on pairs (see the module), and returns the hidden states [n, width] after them: the predicted features.
 
-        `embeddings` and `features` are [n, width]: of version 3, features after `fc`.
+        `embeddings` and `features` are [n, width]; for EAGLE-3 the features have gone through `fc`, which joins three of them to
+        one.
         """
         if self._is_third:
             pairs = self.normed(torch.stack((embeddings, features), dim=1))
@@ -141,31 +147,49 @@ class EagleLayers:
 
 
 class EagleRunner(DecoderRunner):
-    """Drafts with an EAGLE head. Implements `DraftRunner`; `target` keeps the features that the head reads.
+    """Drafts with an EAGLE head, or with the target's own drafting layers (MTP). Implements `DraftRunner`.
 
-    The head runs on pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the
-    logits after the context come from the last of them. A drafted token is paired with the predicted feature of its parent, so
-    each level of a draft takes a pass. The cache has the keys, values and predicted features of the context's pairs, made from
-    the target's features, then those of the draft. The latter are dropped when the context grows, also where tokens were
-    accepted: the pass over their pairs with the target's features also computes the next draft's first logits.
+    Its `target` is a runner of the target that keeps the features for the head. The head runs on pairs: feature i of the target
+    and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the logits after the context come from the last of
+    them. A drafted token is paired with the predicted feature of its parent, so each level of a draft takes a pass. The cache has
+    the keys, values and predicted features of the context's pairs, made from the target's features, then those of the draft. When
+    the context grows, the draft's are dropped, those of accepted tokens too: these pairs are run again with the target's
+    features, in the pass that also computes the next draft's first logits.
 
-    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. A context of
-    one token has no pair; in its place, the token is paired with zeros.
+    With several drafting layers, layer k pairs each token with what layer k - 1 predicts at the token before it, so its first
+    pair is that of token k + 1. Drafted tokens of level m, from 1, are run by the layers from m on, and layer m gives their
+    logits. This needs no features after the context's, and `longest_draft` is the number of layers.
+
+    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. In a context
+    of one token, which has no pair, the token is paired with zeros.
     """
 
     def __init__(
-        self, weights: EagleWeights, model: Model, target_penalties: PenaltyProcessor | None, penalties: PenaltyProcessor | None
+        self,
+        weights: EagleWeights | MtpWeights,
+        model: Model,
+        target_penalties: PenaltyProcessor | None,
+        penalties: PenaltyProcessor | None,
     ) -> None:
         super().__init__(weights, model, self._run)
-        self._rows = KeptRows()
-        self._cached.gathers.append(self._rows.gather)
-        self._layers = layers = EagleLayers(weights, self.device, model.dtype, self.products, norm_gain=self.gain)
-        self._lm_head, taps, reduce = None, [model.shape.num_layers], None
-        if weights.version == 3:
-            norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
-            self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
-            taps, reduce = list(weights.feature_layers), layers.fc
-        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
+        self._lm_head, self._vocabulary, taps, reduce = None, None, [model.shape.num_layers], None
+        made: Any = self.device, model.dtype, self.products
+        self._stages: list[EagleLayers | MtpLayer] = []  # which run on the pairs one after the other
+        if isinstance(weights, MtpWeights):
+            self._stages += [MtpLayer(weights, index, *made, norm_gain=self.gain) for index in range(len(self.devices))]
+            reduce = before_final_norm(weights, self.device)
+        else:
+            layers = EagleLayers(weights, *made, norm_gain=self.gain)
+            self._stages.append(layers)
+            if weights.version == 3:
+                norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
+                self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
+                taps, reduce = list(weights.feature_layers), layers.fc
+            self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
+        if len(self._stages) > 1:
+            self.longest_draft = len(self._stages)
+        self._rows = [KeptRows() for _ in self._stages]
+        self._normed = norm_function(self.architecture.norm_eps, self.gain)
         self._token_penalties = penalties
         self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
         self._context = Context(())  # the last call's
@@ -201,38 +225,58 @@ class EagleRunner(DecoderRunner):
                 features = torch.zeros(1, self.architecture.hidden_size, dtype=self.target_model.dtype, device=self.device)
             else:
                 features = self.target.features(committed._replace(context=self._context))
-            outputs.append(self._run_pairs(committed, features, 1))
-        node = max(first - length, 0)
+            outputs.append(self._run_pairs(committed, 1, features))
+        levels, node = [depth + 1 for depth in depths(parents)], max(first - length, 0)
         while length + node < last:
             end = node + 1
-            while end < len(tokens) and parents[end] < node:
+            while end < len(tokens) and parents[end] < node and (len(self._stages) == 1 or levels[end] == levels[node]):
                 end += 1
             level = forward_pass._replace(draft=TreeNodes(tokens[:end], parents[:end]), first=length + node, last=length + end)
-            of_parents = upload(torch.tensor(parents[node:end]) + length, self.device)
-            outputs.append(self._run_pairs(level, self._rows.kept.index_select(0, of_parents), end - node))
+            outputs.append(self._run_pairs(level, end - node, None, levels[node]))
             node = end
         logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
-    def _run_pairs(self, forward_pass: ForwardPass, features: Tensor, logits_to_keep: int) -> ModelOutput:
-        """Runs the head on the tokens of a pass, with the n features [n, width] that they are paired with."""
+    def _run_pairs(
+        self, forward_pass: ForwardPass, logits_to_keep: int, features: Tensor | None = None, level: int = 0
+    ) -> ModelOutput:
+        """Runs the head on the n tokens of a pass, which are of the context, or drafted ones of a `level` from 1.
+
+        `features` [n, width] are the target's, for the context's tokens; others are those predicted at the tokens before.
+        """
         self.cache.length = forward_pass.first
-        predicted = self._layers(self.embed(forward_pass), features, self.inputs(forward_pass))
-        self._rows.write(forward_pass.first, predicted, self.cache.capacity)
-        kept = predicted[-logits_to_keep:]
+        embeddings, inputs, predicted = self.embed(forward_pass), self.inputs(forward_pass), list[Tensor]()
+        begin, before = min(level, len(self._stages) - 1), torch.empty(0)
+        if len(self._stages) > 1 or features is None:
+            before = upload(_before(forward_pass), self.device)
+        for number, stage in enumerate(self._stages[begin:], begin):
+            if number or features is None:
+                features = self._rows[max(number - 1, 0)].kept.index_select(0, before)
+            visible = without_first(inputs, number, forward_pass.last) if number else inputs
+            predicted.append(stage(embeddings, features, visible))
+            self._rows[number].write(forward_pass.first, predicted[-1], self.cache.capacity)
+        kept = predicted[0][-logits_to_keep:]
         if self._lm_head is None:
             return ModelOutput(self.target_model.head_logits(kept), kept)
-        logits = self._lm_head(self._layers.normed(kept))
-        return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
+        return ModelOutput(of_all_tokens(self._lm_head(self._normed(kept)), self._vocabulary, self.vocab_size), kept)
+
+
+def _before(forward_pass: ForwardPass) -> Tensor:
+    """Returns the cache indices of the tokens before those of a pass, which are all of the context, or all of the draft."""
+    first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
+    if first < length:
+        return torch.arange(first - 1, last - 1).clamp_min_(0)
+    return torch.tensor(forward_pass.draft.parents[first - length : last - length]) + length
 
 
 @torch.no_grad()
 def make_runners(
-    weights: EagleWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+    weights: EagleWeights | MtpWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
 ) -> PartRunners:
-    """Returns a target that keeps the head's features, and the head. `penalties` makes the processor for each of the two.
+    """Returns a runner of the target that keeps the features that the head reads, and a runner of the head.
 
-    Raises SpecgenError if the model's layers cannot be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError if the model's layers cannot
+    be run one by one.
     """
     draft = EagleRunner(weights, model, penalties(), penalties())
     return PartRunners(draft.target, draft)

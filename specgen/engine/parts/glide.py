@@ -1,6 +1,6 @@
 """A GliDe draft model (Du et al. 2024): a small Llama whose layers also attend to the target's KV cache.
 
-Its queries see the target's keys of committed tokens alone, all but the last: the target has not been run on that one yet.
+Its queries see the target's keys of the committed tokens except the last one, on which the target has not been run yet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from specgen.engine.penalties import PenaltyProcessor
 
 
 class CrossInputs(NamedTuple):
-    """What the cross-attention of one layer needs in a pass over `rows` tokens of one sequence, or of each of `batch` sequences.
+    """What the cross-attention of one layer needs in a pass over several tokens of one sequence, or of each of `batch` sequences.
 
-    `keys` and `values` are those of a target's layer, as for `attention.attend` or `attend_batch`, and so is `mask`. `rotation`
-    [batch * rows, 1, R/2] is the target's at the tokens' own positions (None: its layer has no rotary embedding).
+    `keys` and `values` are those of one layer of the target, in the shapes for `attention.attend`, or with `batch` for
+    `attend_batch`, as is `mask`. `rotation` [batch * rows, 1, R/2] is the target's rotary embedding at the positions of the
+    tokens (None: this layer of the target has none).
     """
 
     keys: torch.Tensor
@@ -46,9 +47,10 @@ class CrossInputs(NamedTuple):
 class CrossAttention:
     """Attention to the cached keys and values of the target. Only its queries and its output have weights.
 
-    The keys are rotated already, so the queries get the target's rotation. Their scale is 1 / sqrt(the target's head size). There
-    is no norm, score cap or sliding window. `q_proj` [heads * head size, width] has the order of numbers of a model's files, and
-    so have the keys, but those of a `NativeModel`, which are in its own order.
+    The target's keys are rotated already, so the queries are rotated as the target's are. Queries are scaled by 1 / sqrt(the
+    target's head size). There is no norm, score cap or sliding window. `q_proj` [heads * head size, width] has the numbers of a
+    head in the order of the model's files. Keys of a `NativeModel` are in the native decoder's order, which is taken into
+    account.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class CrossAttention:
         self._key_order = None if isinstance(target, NativeModel) else order.argsort()
 
     def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
-        """Returns the residual stream, which is its input too, with the attention's output added."""
+        """Returns the residual stream `hidden` [rows, width] with the attention's output added. The queries are computed from
+        `hidden`."""
         query = self._query(hidden).view(-1, self._heads, self._size)
         if inputs.rotation is not None:
             rotate(query, inputs.rotation)
@@ -78,9 +81,10 @@ class CrossAttention:
 
 
 class GlideLayers:
-    """All layers of a GliDe draft model for `target` and its final norm. Each layer: self-attention, cross-attention, MLP.
+    """All layers of a GliDe draft model for `target`, and its final norm. Each layer has self-attention, cross-attention and an
+    MLP.
 
-    The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is as in `layer.norm_function`.
+    The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is `gain` of `layer.norm_function`.
     """
 
     def __init__(
@@ -101,9 +105,9 @@ class GlideLayers:
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]) -> torch.Tensor:
-        """Runs a pass on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
+        """Runs the layers on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
 
-        `cross` has the inputs of each layer's cross-attention; empty if there are no keys.
+        `cross` has the inputs of each layer's cross-attention; empty if the target has no cached keys, which leaves it out.
         """
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)
@@ -116,8 +120,8 @@ class GlideLayers:
 class GlideRunner(DecoderRunner):
     """Runs a GliDe draft model. Implements `DraftRunner`. Its context limit and its vocabulary are the target's.
 
-    With one layer, its cached keys and values are functions of the tokens alone, so those of accepted tokens stay. Those of a
-    later layer also depend on what the target had cached then, so accepted tokens are run again.
+    In a draft model with one layer, cached keys and values depend on the tokens alone, so those of accepted tokens are kept. In
+    later layers they also depend on how many tokens the target had cached, so accepted tokens are run again.
     """
 
     def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
@@ -144,9 +148,9 @@ class GlideRunner(DecoderRunner):
         return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
 
     def _cross_inputs(self, forward_pass: ForwardPass) -> list[CrossInputs]:
-        """Returns the inputs of each layer's cross-attention: to the keys of the target that are before each token.
+        """Returns the inputs of each layer's cross-attention. A token sees the target's keys of the tokens before it.
 
-        The first token sees its own.
+        The first token of the context, which has none before it, sees its own key.
         """
         cached, _ = self._target.share_prefix(forward_pass.context)
         if cached == 0:
@@ -172,10 +176,10 @@ class GlideRunner(DecoderRunner):
 def make_runners(
     weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
 ) -> PartRunners:
-    """Returns the target's runner and the draft model's.
+    """Returns `target`, which runs the whole `model` and verifies, and a runner of the GliDe draft model.
 
-    `target` runs the whole `model`; it is the one that verifies. `penalties` makes the penalties on the draft's logits. Raises
-    SpecgenError if the draft model cannot be run with this target.
+    `penalties` makes the penalty processor for the draft's logits. Raises SpecgenError if the draft model cannot be run with this
+    target.
     """
     if launch() is not None:
         problem = "glide reads the target's keys and values, which are split over torchrun's processes"

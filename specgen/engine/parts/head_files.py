@@ -1,4 +1,4 @@
-"""The files of a head: its tensors under other names, checked against what is expected, and copies of the target's tables."""
+"""The files of a head: tensors under one set of names, checks against the expected tensors, and copies of the target's tables."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _ROWS = 128  # that are compared; models that were not made from each other diff
 def open_head(
     folder: Path, device: torch.device, names: Sequence[tuple[str, str]], part: re.Pattern[str]
 ) -> tuple[WeightFiles, bool]:
-    """Opens the tensors of a head under their names here: `names` has beginnings of names in files (patterns), and those here.
+    """Opens the tensors of a head, under the names that specgen uses for all layouts.
 
-    Also returns whether the files hold the model that the head was trained with (Medusa-2): layers beside names that match
-    `part`. Its tensors are left out. Raises SpecgenError if the folder has no safetensors weights, or if they cannot be read.
+    `names` has pairs of the beginning of a name in files (a pattern) and what replaces it. Also returns whether the files hold
+    the model that the head was trained with (Medusa-2): then there are layers whose names do not match `part`, and the tensors of
+    that model are left out. Raises SpecgenError if the folder has no safetensors weights, or if they cannot be read.
     """
     owner, single = f"the head {folder}", _weight_file(folder)
     with reading_weights(owner):
@@ -73,8 +74,8 @@ def _weight_file(folder: Path) -> str:
 def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
     """Returns the expected tensors in their stored dtype.
 
-    Raises SpecgenError, before reading any, unless the files have exactly these with these shapes; then for tensors that hold NaN
-    or infinities.
+    Raises SpecgenError if the files lack one of them, have another one, or have one of another shape; this is checked before any
+    tensor is read. Raises it too for tensors that hold NaN or infinities.
     """
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
@@ -92,7 +93,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
 
 
 def matrix_shape(files: WeightFiles, name: str) -> tuple[int, int]:
-    """Returns the rows and columns of a matrix that has both. Raises SpecgenError if the tensor is missing or no matrix."""
+    """Returns the numbers of rows and columns of the matrix `name`. Raises SpecgenError if it is missing, empty or no matrix."""
     shape = files.shape(name)
     if len(shape) != 2 or 0 in shape:
         raise files.refuse(f"{files.key(name)} is no matrix in its file")
@@ -100,7 +101,10 @@ def matrix_shape(files: WeightFiles, name: str) -> tuple[int, int]:
 
 
 def check_size(files: WeightFiles, name: str, what: str, found: int, target: LoadedModel, expected: int) -> None:
-    """Raises SpecgenError for a head that was made for a model of another size. `name` is the tensor that shows it."""
+    """Raises SpecgenError unless `found`, a size in the head's files, is `expected`, that of the target.
+
+    `name` is the tensor that shows the size, and `what` says in the message what has this size.
+    """
     if found != expected:
         shows = f"{files.key(name)} is for {what} {found:,}, {target.name} has {expected:,}"
         hint = "Name a head for this target, or the target that it was made for"
@@ -108,9 +112,10 @@ def check_size(files: WeightFiles, name: str, what: str, found: int, target: Loa
 
 
 def check_vocabulary(files: WeightFiles, name: str, target: LoadedModel, size: int | None = None) -> None:
-    """Raises SpecgenError if the tensor `name` has a row for each token of another vocabulary than the target's.
+    """Raises SpecgenError if the head was made for a target with another vocabulary size.
 
-    If it is not there, `size` (of config.json) decides; None: it is not known.
+    The number of rows of the tensor `name` decides. If it is missing, `size`, from the head's config.json, decides; None: nothing
+    is checked.
     """
     found = (*files.shape(name), 1)[0] if name in files else size
     if found is not None:
@@ -119,7 +124,11 @@ def check_vocabulary(files: WeightFiles, name: str, target: LoadedModel, size: i
 
 
 def drop_copies(files: WeightFiles, tensors: dict[str, torch.Tensor], names: Sequence[str], target: LoadedModel) -> str | None:
-    """Removes those of a head's tables `names` that are the target's. Returns a warning about one that is another's, if any."""
+    """Removes from `tensors` those of the tables `names` (embedding, LM head) that are copies of the target's.
+
+    Returns a warning if a table differs from the target's, so that the head may have been made for another target; None
+    otherwise.
+    """
     warning = None
     for name in names:
         is_copy = _is_copy(files, name, target) if name in tensors else None

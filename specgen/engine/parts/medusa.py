@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.base.types import Context
-from specgen.engine.forward_pass import LayerPart, ModelOutput, chain_parents, depths
-from specgen.engine.inference_mode import inference
+from specgen.engine.block_runner import BlockRunner
+from specgen.engine.forward_pass import LayerPart, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens, penalised
+from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens
 from specgen.engine.penalties import PenaltyProcessor
 
 
-class MedusaRunner:
-    """Runs K Medusa heads as a draft model of the target `model`, which `target` runs. Implements `DraftRunner`.
+class MedusaRunner(BlockRunner):
+    """Runs K Medusa heads as a draft model of the target `model`, whose runner is `target`. Row m is computed by head m.
 
-    The logits after the context are those of the first head, and those after a drafted token on level m of the draft (from 1)
-    are those of the head number m + 1, whatever the token is: all heads read
-    the hidden state from which `target` predicted the context's last token. So they run once for each context. `longest_draft` is
-    the number of heads. `rank_accuracies` is as in `MedusaWeights`. `penalties` change the logits from which tokens are chosen.
+    All heads read the hidden state from which `target` predicted the context's last token. `rank_accuracies` is as in
+    `MedusaWeights`.
     """
 
+    draws = True
+
     def __init__(self, weights: MedusaWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
-        self.context_limit, self.num_embeddings = target.context_limit, target.num_embeddings
-        self.vocab_size, self.device = target.vocab_size, target.device
-        self.longest_draft, self.rank_accuracies = len(weights.blocks), weights.rank_accuracies
-        self._model, self._target, self._penalties = model, target, penalties
+        super().__init__(target, len(weights.blocks), penalties)
+        self.rank_accuracies = weights.rank_accuracies
+        self._model, self._target = model, target
         # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks with the same index.
         self._blocks = []
         for blocks in zip(*weights.blocks, strict=True):
@@ -41,27 +40,9 @@ class MedusaRunner:
         make_product = ProductFactory(model.device, model.dtype)
         self._lm_heads = [make_product(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()]
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
-        self._computed: tuple[Context, int, torch.Tensor] | None = None  # a context, its length, the heads' logits
 
-    @inference
-    def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
-    ) -> ModelOutput:
-        """Returns the logits after the context and after each draft token; see `ModelRunner.logits`.
-
-        No draft token may be deeper in the tree than the last head but one: the logits after it would need a further head.
-        """
-        heads = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
-        if self._computed is None or self._computed[0] is not context or self._computed[1] != len(context):
-            self._computed = context, len(context), self._of_all_heads(self._hidden_state(context))
-        return penalised(ModelOutput(self._computed[2][heads[start:]]), self._penalties, context, draft, parents, start)
-
-    def reserve(self, capacity: int) -> None:
-        """Does nothing: the heads have no cache."""
-
-    def clear_cache(self) -> None:
-        """Drops the logits after the last context."""
-        self._computed = None
+    def rows(self, context: Context, count: int) -> ModelOutput:
+        return ModelOutput(self._of_all_heads(self._hidden_state(context)))
 
     def _of_all_heads(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width] after the final norm."""
@@ -95,8 +76,9 @@ def make_runners(
 ) -> PartRunners:
     """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of the target's penalties.
 
-    `target` is the target's own runner. It is returned unless it gives no hidden states, as transformers' own forward passes.
-    Raises SpecgenError if such a model's layers cannot be run one by one.
+    `target` is the target's own runner. It is returned unless transformers runs the model: since transformers' forward passes
+    return no hidden states, a runner that runs the layers one by one then takes its place. Raises SpecgenError if the layers of
+    such a model cannot be run so.
     """
     if not isinstance(model, NativeModel):
         model.check_layers("medusa")

@@ -1,11 +1,11 @@
 """The target drafts for itself: with its first layers and a trained exit (EESD, section 3.1), or without some layers (Self-SD).
 
-An exit is made of native layers; the target may be run by either backend. Target and draft are two model runners on the same
-model. Both start from the hidden states after layer N, which a third one computes once per token and keeps. So verifying a draft
-runs only the layers after the first N. With the exit comes a predictor of acceptance for Cali-TS (Eq. 5).
+An exit consists of native layers; the target may be run by either backend. Target and draft are two runners on the same model.
+Both start from the hidden states after layer N, which a third runner computes once per token and keeps. So verifying a draft runs
+only the layers after the first N. A predictor of acceptance for Cali-TS (Eq. 5) may have been trained with the exit.
 
 Layer skipping (Zhang et al. 2023) uses the target's KV cache: it reads the keys and values of the committed tokens, and writes
-those of drafted tokens after them. These are reused while the draft grows, and dropped when the target itself runs.
+those of drafted tokens after them. The latter are reused while the draft grows, and dropped when the target itself runs.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SKIPPED = re.compile(r"(\d{1,9})([am]?)")
 
 
 def check_exit(model: Model, after: int, layers: int, name: str = "the exit") -> None:
-    """Raises SpecgenError unless an exit with `layers` decoder layers can be after the first `after` layers of the model.
+    """Raises SpecgenError unless the model can have an exit with `layers` decoder layers after its first `after` layers.
 
-    There must be a layer before and after it. `name` is what the message calls the exit.
+    The model needs a layer before the exit and one after it. `name` is what the message calls the exit.
     """
     if not 0 <= layers <= MAX_LAYERS:
         raise SpecgenError(f"{name} has {layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
@@ -67,7 +67,8 @@ def default_exit_depth(layers: int) -> int:
 
 
 def known_architecture(model: Model, feature: str) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError if it is of a family that specgen does not know itself."""
+    """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the native decoder knows the model's
+    family."""
     if not isinstance(model.shape, Architecture):
         raise SpecgenError(
             f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
@@ -75,15 +76,29 @@ def known_architecture(model: Model, feature: str) -> Architecture:
     return model.shape
 
 
-class ExitLayers:
-    """The decoder layers of an exit, a norm and an LM head, on the hidden states after the first layers of the target `model`.
+def exit_architecture(model: Model) -> Architecture:
+    """Returns the architecture of a target for an exit layer. Raises SpecgenError if the target has layers that cannot be
+    trained.
 
-    `tensors` has the weights by their names in an exit layer's file, the LM head's only if it is not the target's.
-    `make_product` None makes a layer that drafts; in training it makes differentiable products from parameters.
+    The training of an exit layer begins with the target's last layers.
+    """
+    architecture = known_architecture(model, "early exit")
+    if architecture.mixture is not None:
+        raise SpecgenError("early exit needs a target without experts, as these cannot be trained", "Take -m lookup or svip")
+    return architecture
+
+
+class ExitLayers:
+    """An exit: decoder layers, a norm and an LM head, which run on the hidden states after the first layers of the target
+    `model`.
+
+    `count` is the number of decoder layers. `tensors` has the weights by their names in an exit layer's file; without an LM head
+    among them, the target's is used. `make_product` None makes an exit for drafting; in training it makes differentiable products
+    from parameters.
     """
 
     def __init__(self, model: Model, count: int, tensors: Mapping[str, Tensor], make_product: MakeProduct | None = None) -> None:
-        self._architecture = architecture = known_architecture(model, "early exit")
+        self._architecture = architecture = exit_architecture(model)
         self._model, dtype, gain = model, torch.float32, 1.0
         if make_product is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
@@ -102,12 +117,13 @@ class ExitLayers:
             self._layers = native_layers(architecture, kinds[len(devices) - count :], take, dtype, make_product, gain)
 
     def new_cache(self) -> KVBuffer:
-        """Returns an empty KV cache for the exit layer."""
+        """Returns an empty KV cache for the exit's decoder layers."""
         made, devices = self._architecture, [self._model.device] * max(len(self._layers), 1)
         return KVBuffer(devices, made.num_kv_heads, made.head_size, self._model.dtype)
 
     def forward(self, source: HiddenSource) -> ForwardFunction:
-        """Returns a function that runs the exit layer on the hidden states [n, width] that `source` returns."""
+        """Returns a function that runs the exit on a forward pass. `source` returns the hidden states [n, width] that enter the
+        exit."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs, hidden = self._inputs(forward_pass), source(forward_pass).clone()
@@ -118,14 +134,18 @@ class ExitLayers:
         return run
 
     def run_layers(self, hidden: Tensor, batch: BatchPass) -> Tensor:
-        """Returns the hidden states [batch, n, width] after the decoder layers, for those that enter. Differentiable."""
+        """Runs the decoder layers on the hidden states [batch, n, width] that enter them. Returns those after them.
+        Differentiable."""
         inputs, states = self._inputs.batched(batch), hidden.flatten(0, 1)
         for layer in self._layers:
             states = layer(states, inputs)
         return states.view(hidden.shape)
 
     def norm_and_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the logits [..., vocabulary] and the head's input [..., width] for the layers' output [..., width]."""
+        """Runs the norm and the LM head on the hidden states [..., width] after the decoder layers.
+
+        Returns the logits [..., vocabulary], and the head's input [..., width].
+        """
         states = self._normed(hidden) * self._norm
         if self._head is None:
             return self._model.head_logits(states), states
@@ -134,7 +154,7 @@ class ExitLayers:
 
 def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
-    architecture = known_architecture(model, "early exit")
+    architecture = exit_architecture(model)
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
     for index in range(count):
@@ -146,8 +166,9 @@ class Predictor(torch.nn.Module):
     """Predicts the probability theta_M = sigmoid(w . [W_i h_T, h_D] + b_i) that the i-th token of a draft (i from 1) is accepted.
 
     h_T is the target's hidden state (after the norm) from which the last committed token was predicted. h_D is the exit layer's
-    hidden state from which the drafted token was predicted. b_i is a bias. W_i only occurs in the product of w's first half and
-    W_i, so this vector is trained instead, one per position i. All positions from the tenth on share the same parameters.
+    hidden state from which the drafted token was predicted. b_i is a bias. W_i occurs only in its product with the first half of
+    w, so this product, a vector, is trained instead, one per position i. All positions from the tenth on share the same
+    parameters.
     """
 
     POSITIONS = 10
@@ -195,7 +216,8 @@ class ExitAcceptancePredictor:
     def score(self, draft_hidden: Tensor, position: int) -> Tensor:
         """Returns the predicted acceptance probability, a scalar tensor, of the token at `position` of the draft (from 1).
 
-        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
+        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted. `begin` has to be called
+        before.
         """
         weights, offset = self.predictor.draft_weights, self._offsets[min(position, len(self._offsets)) - 1]
         return torch.sigmoid(draft_hidden.to(weights.dtype) @ weights + offset)
@@ -215,7 +237,8 @@ def make_runners(
 ) -> PartRunners:
     """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
 
-    `penalties` makes the processor for each of the two. Raises SpecgenError for a model whose layers cannot be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError for a model whose layers
+    cannot be run one by one.
     """
     model.check_layers("early exit")
     earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
@@ -260,7 +283,7 @@ class SkippedLayers:
 
 
 class LayerSkippingRunner(ModelRunner):
-    """Runs the target without the layers in `skips`, to draft. Shares the KV cache of the runner `target`.
+    """Runs the target without the layers in `skips`, to draft. Shares the KV cache of `target`, the runner that verifies.
 
     `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
     """

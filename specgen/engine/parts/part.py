@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput, draft_nodes
+from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
@@ -32,10 +31,10 @@ class MedusaWeights:
     """The heads of Medusa-1 (Cai et al. 2024, section 2.1). Head k predicts the k-th token (from 0) of a draft.
 
     `blocks[k][j]` are weight [width, width] and bias [width] of head k's block j, which computes h + SiLU(W h + b). `lm_heads[k]`
-    [head vocabulary, width] turns its output into logits; None: the target's LM head serves all heads. `vocabulary` [head
-    vocabulary], int64, has the target's id of each of the head's ids; None: they are equal.
-    `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its likeliest token), measured
-    in training; empty if it is not known.
+    [head vocabulary, width] computes logits from the output of head k's last block; None: the target's LM head serves all heads.
+    `vocabulary` [head vocabulary], int64, has the target's id of each of the head's ids; None: they are equal.
+    `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its likeliest token), measured in
+    training; empty if it is not known.
     """
 
     blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
@@ -46,7 +45,7 @@ class MedusaWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A head of decoder layers. `config` describes them as the config.json of a Llama, or of a Qwen with its biases or norms.
+    """A head that consists of decoder layers. `config` describes the layers as a config.json of Llama, Qwen 2 or Qwen 3 does.
 
     `tensors` has the weights under Llama's names without the prefix `model.`.
     """
@@ -63,14 +62,15 @@ class DecoderWeights:
 class EagleWeights(DecoderWeights):
     """A head of EAGLE-1 and EAGLE-2 (`version` 1; Li et al. 2024) or of EAGLE-3 (`version` 3; Li et al. 2025).
 
-    `tensors` has no norms of the first layer's input and no final norm, but `fc.weight` and perhaps `fc.bias`; version 3 has all
-    norms, with `layers.0.input_layernorm.weight` that of the embedding, and `layers.0.hidden_norm.weight` (of the features) and
-    `lm_head.weight` [head vocabulary, width]. `embed_tokens.weight` [target vocabulary, width] is there only if it differs from
-    the target's embedding.
+    Beside the layers' weights, `tensors` has `fc.weight` and perhaps `fc.bias`. In version 1 there is no norm of the first
+    layer's input and no final norm. Version 3 has all norms: `layers.0.input_layernorm.weight` is that of the embedding, and
+    `layers.0.hidden_norm.weight` that of the features. It also has `lm_head.weight` [head vocabulary, width].
+    `embed_tokens.weight` [target vocabulary, width] is there only if it differs from the target's embedding.
 
-    Version 3: `feature_layers` are the three layers whose inputs are the features, counted as transformers counts
-    `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of each of the
-    head's ids, ascending; None: they are equal. `norm_before_residual`: the residual is the normed feature, not the feature.
+    Only for version 3: `feature_layers` are the three layers of the target whose inputs are the features, counted as in
+    transformers' `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of
+    each of the head's ids, ascending; None: they are equal. `norm_before_residual`: the residual stream starts with the feature
+    after its norm, not before.
     """
 
     version: Literal[1, 3] = 3
@@ -85,20 +85,38 @@ class GlideWeights(DecoderWeights):
 
     For each layer j, `tensors` also has `layers.j.cross_attn.q_proj.weight` [target heads * target head size, width] and
     `layers.j.cross_attn.o_proj.weight` (transposed shape). `embed_tokens.weight` and `lm_head.weight` are missing where the
-    target's are used. Its layer j of m reads the keys and values of the target's layer L - m + j. `block_size` is the number of
-    tokens in a block of its training, and so the longest distance to the newest visible key that it was trained for.
+    target's are used. Layer j of m reads the keys and values of layer L - m + j of the target, which has L layers. `block_size`
+    is the number of tokens in a block of its training. In training, the newest key of the target that a query sees is at most
+    this many tokens before it.
     """
 
     block_size: int = 5
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    `architecture` is the target's, but with the drafting layers alone. For each layer k, `tensors` has under `layers.k.` the
+    decoder layer's weights, the norms `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
+    [width, 2 width], which reads the normed embedding, then the normed state. If the layers read the target's states before its
+    final norm, `final_norm` [width] is the factor of that norm; None: they read the states after it.
+    """
+
+    architecture: Architecture
+    tensors: Mapping[str, torch.Tensor]
+    final_norm: torch.Tensor | None = None
 
 
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights
 
 
 class PartRunners(NamedTuple):
-    """`target` verifies and keeps the hidden states (or keys and values) that `draft`, the trained part's runner, reads.
+    """The runners of a target with a trained part that drafts.
 
-    `first` runs the layers that both share, of early exit. `predictor` predicts whether drafted tokens are accepted.
+    `target` verifies, and keeps the hidden states (or keys and values) that `draft`, the runner of the trained part, reads. For
+    early exit, `first` runs the layers that both share, and `predictor` predicts whether drafted tokens are accepted; None
+    otherwise.
     """
 
     target: ModelRunner
@@ -107,44 +125,49 @@ class PartRunners(NamedTuple):
     predictor: Any = None  # an `own_layers.ExitAcceptancePredictor`
 
     def reserve(self, capacity: int) -> None:
-        """Makes all buffers large enough for `capacity` tokens."""
+        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
         for runner in self[:3]:
             if runner is not None:
                 runner.reserve(capacity)
 
     def clear_cache(self) -> None:
-        """Drops all that was computed, so that the next call runs its whole context. For measurements."""
+        """Empties all KV caches, so that the next call runs its whole context. For measurements."""
         for runner in self[:3]:
             if runner is not None:
                 runner.clear_cache()
 
 
 class KeptRows:
-    """A row of numbers for each token in a KV cache, in a buffer `kept` [capacity, width]."""
+    """One row of numbers (such as features) for each token in a KV cache, in a buffer `kept` [capacity, width]."""
 
     def __init__(self) -> None:
         self.kept = torch.empty(0, 0)
 
     def write(self, first: int, rows: torch.Tensor, capacity: int) -> None:
-        """Keeps the rows [n, width] of the tokens `first`, `first` + 1, ... A new buffer has room for `capacity` tokens."""
+        """Keeps the rows [n, width] of the tokens with cache indices `first`, `first` + 1, ...
+
+        If the buffer is too small, a new one has room for at least `capacity` tokens.
+        """
         end = first + rows.shape[0]
         if end > self.kept.shape[0]:
             larger = rows.new_zeros(max(end, capacity, 2 * self.kept.shape[0]), rows.shape[1])
-            if first:
-                larger[:first] = self.kept[:first]
+            old = self.kept[:first]
+            if len(old):
+                larger[: len(old)] = old
             self.kept = larger
         self.kept[first:end] = rows
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the rows of the tokens `indices` to `start`, `start + 1`, ..., as `forward_pass.Cache.gather` moves entries."""
+        """Moves the rows at cache `indices` to `start`, `start + 1`, ..., as `forward_pass.Cache.gather` moves entries."""
         source = upload(torch.tensor(indices), self.kept.device)
         self.kept[start : start + len(indices)] = self.kept.index_select(0, source)
 
 
 class FeatureRunner(ModelRunner):
-    """Runs the layers of `run`, and keeps each token's features: `features` or else `hidden_states` of the output.
+    """Runs a model by the function `run`, and keeps features of each token for a head or an exit that reads them.
 
-    `reduce` turns the features [n, ...] of a pass into what is kept of them (None: all).
+    The features are the output's `features`, or `hidden_states` if there are none. `reduce` computes what is kept from the
+    features [n, ...] of a pass (None: they are kept as they are).
     """
 
     def __init__(
@@ -167,9 +190,10 @@ class FeatureRunner(ModelRunner):
         return output._replace(features=None)  # they are no rows of the logits
 
     def features(self, later: ForwardPass) -> torch.Tensor:
-        """Returns the features [n, width] of the n tokens of a pass that reads them, context and draft.
+        """Returns the features [n, width] of the n tokens of the pass `later`, which reads them. They are valid until the next
+        call.
 
-        Runs the layers on those that the KV cache lacks. The features are valid until the next call.
+        First runs the tokens of context and draft that the KV cache lacks.
         """
         cached = self._cached
         cached.switch_to(later.context)
@@ -181,14 +205,18 @@ class FeatureRunner(ModelRunner):
 
 
 class DecoderRunner(ModelRunner):
-    """Runs a head of decoder layers, whatever the target's backend: `run`, with a KV cache of its own.
+    """Runs a head of decoder layers by the function `run`, with a KV cache of its own. The target may be run by either backend.
 
-    `target_model` supplies the embedding if the head has none. `inputs` are those of the head's passes, `products` makes its
-    products, `gain` is as in `layer.norm_function`.
+    `target_model` supplies the embedding if the head has none. `inputs` makes the inputs of the head's passes, `products` its
+    matrix products; `gain` is that of `layer.norm_function`.
     """
 
     def __init__(
-        self, weights: DecoderWeights, model: Model, run: ForwardFunction, penalties: PenaltyProcessor | None = None
+        self,
+        weights: DecoderWeights | MtpWeights,
+        model: Model,
+        run: ForwardFunction,
+        penalties: PenaltyProcessor | None = None,
     ) -> None:
         self.architecture, self.target_model = weights.architecture, model
         self.devices = [model.device] * len(self.architecture.layers)
@@ -204,7 +232,7 @@ class DecoderRunner(ModelRunner):
             self.num_embeddings = min(self.num_embeddings, len(table))
 
     def embed(self, forward_pass: ForwardPass) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the n tokens of a pass."""
+        """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or the target's."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
         return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
 
@@ -218,7 +246,10 @@ def native_layers(
     gain: float,
     first: int = 0,
 ) -> list[NativeLayer]:
-    """Returns layers of these kinds (see `NativeLayer`) with the weights that are called those of the layers `first`, ..."""
+    """Returns one layer for each of `kinds` (indices in `PassInputs.kinds`).
+
+    `take` returns their weights, under the names of the layers `first`, `first` + 1, ...
+    """
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):
         weights = layer_weights(architecture, index, take, dtype, gain)
@@ -227,26 +258,10 @@ def native_layers(
 
 
 def of_all_tokens(logits: torch.Tensor, vocabulary: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Returns logits [n, `size`] of all the target's tokens for those [n, m] of the ids `vocabulary` [m]; -inf for the others.
+    """Returns logits [n, `size`] of all the target's tokens, from `logits` [n, m] of the tokens in `vocabulary` [m].
 
-    None: they are of all tokens already.
+    Tokens that are not in `vocabulary` get -inf. `vocabulary` None: `logits` are of all tokens already.
     """
     if vocabulary is None:
         return logits
     return logits.new_full((logits.shape[0], size), -torch.inf).index_copy_(1, vocabulary, logits)
-
-
-def penalised(
-    output: ModelOutput,
-    penalties: PenaltyProcessor | None,
-    context: Context,
-    draft: Sequence[int],
-    parents: Sequence[int] | None,
-    start: int,
-) -> ModelOutput:
-    """Returns the output of a call of `ModelRunner.logits` with penalties on its logits (None: none)."""
-    if penalties is None:
-        return output
-    nodes = draft_nodes(list(draft), parents)
-    processed = penalties(output.logits, context, nodes.tokens, nodes.parents, start)
-    return output._replace(logits=processed, unpenalised=output.logits)

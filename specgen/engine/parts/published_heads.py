@@ -5,8 +5,9 @@ same under another architecture), vLLM's first (the Llama's config under `model`
 `transformer`). EAGLE-3: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
 
-The tensors of all layouts get one set of names (`_NAMES`), and their configs are laid flat: what is read then is one layout a
-kind. A head is checked once, here: exactly the expected tensors, with shapes that fit each other and the target.
+The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved to the top level. So from here
+on there is one layout for each kind of head. A head is checked once, here: it has to have exactly the expected tensors, with
+shapes that fit each other and the target.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class HeadFields(BaseModel):
-    """The fields of config.json that are read here; None: missing. Others are ignored, or checked as those of any model."""
+    """The fields of a head's config.json that are read by name; None: missing. The other fields are ignored or checked
+    elsewhere."""
 
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
@@ -81,9 +83,10 @@ class HeadFields(BaseModel):
 
 
 class PublishedHead:
-    """A head's files, opened and recognised: `kind` is known by the names of the tensors.
+    """A head's files, opened and recognised: the names of the tensors decide its `kind` (`medusa`, `eagle` or `glide`).
 
-    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises SpecgenError for other kinds of files.
+    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises SpecgenError if the files are of no such
+    kind.
     """
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
@@ -100,9 +103,10 @@ class PublishedHead:
         self.kind = found[0]
 
     def read(self) -> HeadWeights:
-        """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before.
+        """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before weights are
+        read.
 
-        Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
+        Raises SpecgenError for unsupported variants, for damaged heads and for heads of other targets.
         """
         files, folder, target = self.files, self._folder, self._target
         if self._has_model and weights_fingerprint(folder) != weights_fingerprint(target.folder):
@@ -179,9 +183,10 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
 
 
 def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
-    """Returns a config.json with the fields of its parts beside the others, and those that are read here.
+    """Returns a config.json with nested fields moved to the top level, and the fields of it that are read by name.
 
-    Feature layers are named by their inputs then. In `eagle_config` they are named by their outputs if the first is layer 1.
+    The feature layers are then counted by their inputs. In `eagle_config` they are counted by their outputs if the first is layer
+    1.
     """
     flat, layer = dict(config), config.get("transformer_layer_config")
     for part in (layer, config.get("model"), config.get("eagle_config")):
@@ -200,7 +205,7 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
-    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they `are_needed` of all."""
+    """Adds to `shapes` those of `some` tensors that a head may lack: those in its files, or if they `are_needed` all of them."""
     shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
 
 
@@ -244,8 +249,10 @@ def _decoder(
 
 
 def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel) -> torch.Tensor | None:
-    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the target's id of each of the
-    head's ids; None if they are equal."""
+    """Removes the vocabulary maps of an EAGLE-3 head, `d2t` and `t2d`, from `tensors`. `d2t` holds differences of ids.
+
+    Returns the target's id of each of the head's ids; None if they are equal.
+    """
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if offsets is None:
         return None
@@ -263,7 +270,8 @@ def _are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
 
 
 def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
-    """Reads Medusa's heads. How many heads, blocks and LM heads there are is counted: config files state other numbers.
+    """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors, because config files state
+    others.
 
     A single LM head serves all heads.
     """
@@ -299,8 +307,9 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
 def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
     """Returns the content of config.json, the tensors to write, and the name of their file, for a head that specgen trained.
 
-    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 SpecForge; Medusa: "version 2", or v0.1
-    if it has LM heads of its own. `target` is the target's name, `sizes` are its own, see `HeadDescription`.
+    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of SpecForge. Medusa heads get
+    "version 2", or v0.1 if they have LM heads of their own. `target` is the target's name; `sizes` are the target's, as in
+    `HeadDescription`.
     """
     config: dict[str, Any] = {"vocab_size": sizes["vocab_size"]}
     if isinstance(weights, MedusaWeights):

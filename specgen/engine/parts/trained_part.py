@@ -1,7 +1,7 @@
-"""A trained part of a target: an exit layer of EESD, or a head (Medusa, EAGLE, GliDe). Its folder, its description, its weights.
+"""A trained part of a target (an exit layer, a head, or its own drafting layers): its folder, description and weights.
 
-An exit layer is `exit.yaml` and `exit.safetensors`. A head has one of the published layouts (`published_heads`), and, if specgen
-trained it, `head.yaml`.
+The files of an exit layer are `exit.yaml` and `exit.safetensors`. A head has one of the published layouts (`published_heads`),
+and, if specgen trained it, also `head.yaml`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
+from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
-from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights
+from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights, MtpWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
@@ -61,11 +62,12 @@ class ExitDescription:
 
 @dataclass(frozen=True, slots=True)
 class HeadDescription:
-    """The contents of `head.yaml`, which describes a head that specgen trained; see `ExitDescription`.
+    """The contents of `head.yaml`, which describes a head that specgen trained. Fields that are not named here: see
+    `ExitDescription`.
 
-    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size`, its number of logits.
-    `weights` is a hash of the head's own weights, which `save_head` fills in. `rank_accuracies` of Medusa are
-    as in the head's weights. `feature_layers` is of earlier versions: config.json says them too.
+    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size` (its number of logits).
+    `weights` is a hash of the head's own weights, which `save_head` fills in. `rank_accuracies` are those of `MedusaWeights`,
+    empty for other heads. `feature_layers` is not used any more; earlier versions of specgen wrote it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -85,9 +87,9 @@ class HeadDescription:
 class TrainedPart:
     """A trained part that belongs to `target`. Its description has been read and compared with the target, its weights not yet.
 
-    `path` names it in messages: a head's folder, an exit layer's weights. `description` is None for heads that others trained.
-    After `load`, `warning` says what is doubtful about it (None: nothing), and `version` is that of an EAGLE head (1 or 3). Open
-    one by `open_part`.
+    Made by `open_part`. `path` is a head's folder, or the file with an exit layer's weights. `description` is None for heads that
+    others trained. After `load`, `warning` says what is doubtful about the part (None: nothing), and `version` is that of an
+    EAGLE head (1 or 3).
     """
 
     def __init__(self, kind: str, path: Path, target: LoadedModel, description: ExitDescription | HeadDescription | None) -> None:
@@ -96,7 +98,7 @@ class TrainedPart:
         self.warning: str | None = None
         self.version: int | None = None
         self._target = target
-        self._weights: ExitWeights | HeadWeights | None = None
+        self._weights: ExitWeights | HeadWeights | MtpWeights | None = None
         if description is not None and description.fingerprint != weights_fingerprint(target.folder):
             trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
             problem = f"{self.name} was trained for {trained_for}, not for {target.name}"
@@ -104,7 +106,8 @@ class TrainedPart:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify the training that made it, or the weights of a head."""
+        """16 hexadecimal digits that identify this part: a hash of an exit layer's description, or the fingerprint of a head's
+        weights."""
         if isinstance(self.description, ExitDescription):
             return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
         return weights_fingerprint(self.path)
@@ -113,7 +116,7 @@ class TrainedPart:
     def has_predictor(self) -> bool:
         return isinstance(self.description, ExitDescription) and self.description.predictor
 
-    def load(self) -> ExitWeights | HeadWeights:
+    def load(self) -> ExitWeights | HeadWeights | MtpWeights:
         """Returns the weights, which are read and checked once, and kept until `release`.
 
         Raises SpecgenError, in one line, for files that are damaged or do not fit the target.
@@ -124,13 +127,14 @@ class TrainedPart:
         return self._weights
 
     def release(self) -> None:
-        """Frees the memory of the weights as they were read: a runner has its own, fused or converted."""
+        """Frees the memory of the weights as they were read from files. Runners that were made of them have their own copies."""
         self._weights = None
 
     def exit_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors in an exit layer's file: `exit.` or `predictor.` and their names in `ExitLayers` or `Predictor`.
+        """Returns the tensors in an exit layer's file, by their names there: `exit.` or `predictor.` before a name.
 
-        Raises SpecgenError unless these are exactly those that the description and the target ask for.
+        The rest of a name is that in `ExitLayers` or `Predictor`. Raises SpecgenError unless these are exactly the tensors that
+        the description and the target ask for.
         """
         described, model = self.description, self._target.model
         assert isinstance(described, ExitDescription)
@@ -154,7 +158,9 @@ class TrainedPart:
             predictor.to(model.device).requires_grad_(False)
         return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
 
-    def _read_head(self) -> HeadWeights:
+    def _read_head(self) -> HeadWeights | MtpWeights:
+        if self.kind == "mtp":
+            return read_layers(self._target)
         files = PublishedHead(self.path, self._target)
         weights = files.read()
         if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
@@ -185,6 +191,14 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
     return part
 
 
+def own_layers(target: LoadedModel) -> TrainedPart | None:
+    """Returns the drafting layers in the target's own files as a trained part; None if the files have none.
+
+    Raises SpecgenError for layers of an unknown layout, and if the native decoder does not know the target's family.
+    """
+    return None if find_layers(target) is None else TrainedPart("mtp", target.folder, target, None)
+
+
 def _training(method: str) -> str:
     return f"Train one for this target: specgen tune --train --methods {method}"
 
@@ -202,7 +216,7 @@ def _exit_paths(path: Path) -> tuple[Path, Path]:
 
 
 def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors whose names start with `prefix`, by the rest of their names."""
+    """Returns the tensors whose names start with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -216,7 +230,8 @@ def describe_head(
 
 
 def check_head_folder(folder: Path) -> None:
-    """Raises SpecgenError if `save_head` would overwrite what is no head of specgen's in `folder`, such as a model."""
+    """Raises SpecgenError if `save_head` would overwrite files in `folder` that are no head trained by specgen, such as a
+    model's."""
     names = ("config.json", SINGLE_FILE, MEDUSA_FILE)
     found = next((name for name in names if (folder / name).exists()), None)
     if found is not None and not (folder / HEAD_DESCRIPTION).exists():
@@ -257,9 +272,9 @@ def save_exit(
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Rounds the parameters that are trained to what a file keeps of them, and ends their training.
+    """Rounds trained parameters to the dtype in which files keep them (bfloat16), and ends their training (no gradients).
 
-    What is measured after that are the figures of the saved weights.
+    Figures measured after that hold for the saved weights.
     """
     with torch.no_grad():
         for weight in parameters.values():
@@ -282,7 +297,7 @@ def _yaml(description: ExitDescription | HeadDescription) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files, and then moves them into place, the first one last: it is what makes the others be found."""
+    """Writes files completely, and then moves them into place, the first one last: without it the others are not recognised."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as moves:
         for name, data in files.items():

@@ -1,1 +1,2 @@
-"""Tensor parallelism: several processes, started by torchrun, each hold a part of every weight and run each pass together."""
+"""Models on several devices: tensor parallelism (torchrun's processes each hold a part of every weight), and layers on GPUs and
+CPU."""

@@ -38,11 +38,12 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """The memory in bytes that a model takes: the weights of each of its `layers`, of the embedding, and of norm and `head`.
+    """The memory in bytes that a model takes. The weights: `layers` has those of each layer; then `embedding`, and `head` with
+    the norms.
 
-    `tied`: embedding and head share their table where both are on one device; elsewhere each has a copy. `cache` is what the
-    keys and values of one layer take for the planned context, `working` what forward passes and loading take on each device
-    besides.
+    `tied`: embedding and head share one table if both are on one device; otherwise each has a copy. `cache` is what the keys and
+    values of one layer take for the planned context. `working` is what forward passes and loading take in addition on each
+    device.
     """
 
     layers: tuple[int, ...]
@@ -53,7 +54,10 @@ class ModelMemory:
     working: int
 
     def weights_of(self, layers: range) -> int:
-        """Returns the bytes of some layers that follow one another, with the embedding before and the head after them."""
+        """Returns the bytes of the weights of `layers`, which follow one another.
+
+        With the first layer among them, the embedding is counted too, and with the last layer the norm and the head.
+        """
         is_first, is_last = layers.start == 0, layers.stop == len(self.layers)
         ends = self.embedding * is_first + self.head * is_last
         if is_first and is_last and self.tied:
@@ -68,9 +72,11 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The part of a plan for one device: the target's `layers` there, and the bytes that are planned of its `free` ones.
+    """The part of a plan for one device: the target's `layers` there, and how many of the device's `free` bytes are planned for
+    what.
 
-    `draft_bytes` is all that the draft model takes, 0 if it is elsewhere. `layers` is empty on a device with the draft alone.
+    `draft_bytes` is all that the draft model takes; 0 if it is on another device. `layers` is empty on a device with the draft
+    model alone.
     """
 
     device: torch.device
@@ -91,7 +97,7 @@ class Placement:
     """A plan: what is on each device that is used, in the order of the layers. `context` is the number of tokens planned for.
 
     `draft_device` is None if there is no draft model, or if the user has named its device. `device` is that of the target's last
-    layers, its norm and its head: where its logits are. `layer_devices` has the device of each layer; None if all are on one.
+    layers, its norm and its head, and so of its logits. `layer_devices` has the device of each layer; None if all are on one.
     """
 
     stages: tuple[Stage, ...]
@@ -120,7 +126,8 @@ def place(
 ) -> Placement | None:
     """Returns the plan for a target, and for its draft model if there is one and the user has not named its device.
 
-    None unless `device` is `auto-map` and this machine has GPUs: then it means `auto`. Raises RunError if nothing fits.
+    Returns None unless `device` is `auto-map` and this machine has GPUs; without GPUs, `auto-map` means the same as `auto`.
+    Raises RunError if the models do not fit.
     """
     rooms = find_rooms() if device == AUTO_MAP else []
     if not rooms:
@@ -142,10 +149,11 @@ def place(
 
 
 def plan(rooms: Sequence[Room], model: ModelMemory, context: int, draft: int = 0) -> Placement | None:
-    """Returns the plan for a target, and for a draft model that takes `draft` bytes (0: none to place). None if nothing fits.
+    """Returns the plan for a target, and for a draft model that takes `draft` bytes (0: there is none to place). None if nothing
+    fits.
 
-    Each device has layers that follow one another, the first one also the embedding, the last one norm and head. The draft model
-    is on the last GPU that has room for it, and if none has, on the last device.
+    `rooms` are filled in order. Each device gets layers that follow one another; the first device also gets the embedding, the
+    last one norm and head. The draft model is on the last GPU that has room for it; if none has, on the last device.
     """
     fitting = [room for room in rooms if draft + room.overhead <= room.free and room.device.type != "cpu"]
     host = (fitting or rooms)[-1] if draft else None
@@ -169,8 +177,8 @@ def plan(rooms: Sequence[Room], model: ModelMemory, context: int, draft: int = 0
 def model_memory(prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int) -> ModelMemory:
     """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of its files.
 
-    `weights` is the dtype that it is run in; quantised ones may be dequantised on `device`. Raises SpecgenError if the files
-    cannot be read.
+    `weights` is the dtype that the model is run in. A quantised checkpoint may be dequantised on `device`, and then takes more.
+    Raises SpecgenError if the files cannot be read.
     """
     check_weight_files(prepared.folder, prepared.name)
     shape, size = prepared.shape, weights.dtype.itemsize

@@ -1,7 +1,8 @@
-"""The processes that torchrun has started: rank 0 announces each call of an object that all hold a part of, and all run it.
+"""The processes (ranks) that torchrun has started. Each holds a part of each model.
 
-Announcements are Python objects, broadcast through gloo; sums between GPUs go through NCCL. When a process fails, torchrun ends
-the others. A Ctrl-C in rank 0 while all ranks run something leaves the others out of step: no later call is possible then.
+Rank 0 announces each call of a method to the others, and all ranks run it on their parts. Announcements are Python objects,
+broadcast through gloo; sums between GPUs go through NCCL. When a process fails, torchrun ends the others. A Ctrl-C in rank 0
+while all ranks run something leaves the others out of step: no later call is possible then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LostRankError(Exception):
 
 
 class Shared(Protocol):
-    """An object of which each rank holds a part, known by the same number on all ranks; see `Group.add`."""
+    """An object of which each rank holds a part. The parts have the same `number` on all ranks; see `Group.add`."""
 
     number: int
 
@@ -41,8 +42,9 @@ class Shared(Protocol):
 class Group:
     """The `size` processes that hold a model together, as seen by process number `rank`.
 
-    All must call the same operations in the same order; these raise LostRankError if another process has ended. `failure` is why
-    the ranks are no longer in step, after which nothing can be run any more. `group` is torch.distributed's.
+    All processes must call the same operations in the same order. An operation raises LostRankError if another process has ended.
+    `failure` says why the ranks are no longer in step, after which nothing can be run any more; None as long as they are. `group`
+    is torch.distributed's process group.
     """
 
     number = 0  # of the group itself
@@ -58,24 +60,25 @@ class Group:
     # operations
 
     def sum(self, tensor: Tensor) -> None:
-        """Replaces a contiguous tensor by the sum of all ranks' tensors."""
+        """Replaces the tensor, which has to be contiguous, by the sum of all ranks' tensors. Called on all ranks."""
         self._checked(dist.all_reduce, tensor)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor] | None:
-        """Returns all ranks' tensors, which have the same shape, by rank; None on all ranks but the first."""
+        """Returns on rank 0 all ranks' tensors, by rank; None on the other ranks. All have the same shape. Called on all
+        ranks."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         self._checked(dist.gather, tensor, parts, dst=0)
         return parts
 
     def share(self, message: Any = None) -> Any:
-        """Returns rank 0's message, a Python object."""
+        """Returns rank 0's message, a Python object, on all ranks. The messages of the other ranks are ignored."""
         messages = [message]
         self._checked(dist.broadcast_object_list, messages, 0)
         return messages[0]
 
     def all(self, message: Any) -> list[Any]:
-        """Returns all ranks' messages by rank."""
+        """Returns the messages of all ranks, Python objects, by rank. Called on all ranks."""
         messages: list[Any] = [None] * self.size
         self._checked(dist.all_gather_object, messages, message)
         return messages
@@ -89,7 +92,10 @@ class Group:
     # announced calls
 
     def add(self, made: Shared) -> None:
-        """Gives an object its number. All ranks make the same objects in order, and keep theirs until rank 0's is freed."""
+        """Gives an object its number, by which all ranks know their part of it.
+
+        All ranks make the same objects in the same order. The other ranks keep their parts until rank 0's is freed.
+        """
         self._last += 1
         made.number = self._last
         self.objects[self._last] = made
@@ -97,9 +103,10 @@ class Group:
             weakref.finalize(made, self._dropped.append, self._last)
 
     def call(self, shared: Shared, method: str, *arguments: Any) -> Any:
-        """Calls a method of an object's parts on all ranks, and returns rank 0's result. Tensors among the arguments: on the CPU.
+        """Calls a method of an object on all ranks, each with its own part, and returns rank 0's result. Called on rank 0.
 
-        Raises RunError if the ranks are no longer in step, which they are not after other errors than a SpecgenError.
+        Tensors among the arguments have to be on the CPU. Raises RunError if the ranks are no longer in step. An error in the
+        call leaves them out of step, unless it is a SpecgenError.
         """
         if self.failure is not None:
             raise self._error()
@@ -126,15 +133,16 @@ class Group:
 
     @inference
     def follow(self) -> None:
-        """Runs on another rank than 0 all that rank 0 announces, until it has ended."""
+        """On a rank other than 0, runs all that rank 0 announces, until rank 0 announces the end."""
         while (message := self.share()) is not None:
             with suppress(SpecgenError):  # rank 0 raises it, too
                 self._run(*message)
 
     def load(self, read: Callable[..., Shared], kind: str, name: str, *arguments: Any) -> Any:
-        """Makes this rank's part by `read(device, group, name, *arguments)`. If one rank fails, all raise an error; see `add`.
+        """Makes this rank's part of a model by `read(device, group, name, *arguments)`, and adds it to the group's objects.
 
-        `kind` is that of the devices, of which each rank has one.
+        `kind` is the type of the devices (`cpu`, `cuda`), of which each rank has one. Called on all ranks: if it fails on one,
+        all raise an error.
         """
         device, own, made = torch.device(kind, self._local_rank) if kind == "cuda" else torch.device(kind), None, None
         if kind == "cuda":
@@ -169,9 +177,10 @@ joined: list[Group] = []
 
 
 def follow_unless_first() -> None:
-    """Joins the other processes. Returns on rank 0; another rank does what rank 0 announces, and then ends this process.
+    """Joins the processes that torchrun has started. Returns on rank 0; another rank does what rank 0 announces, and then ends.
 
-    Another rank ends with exit code 0 when rank 0 has ended, and writes nothing; else it says why in a line, and ends with 1.
+    Another rank ends its process with exit code 0 and without output when rank 0 has ended; after an error of its own, with a
+    line that says why and exit code 1. Without torchrun, returns at once.
     """
     launched = launch()
     if launched is None or joined:
@@ -210,7 +219,7 @@ def _join(launched: Launch) -> Group:
 
 
 def end() -> None:
-    """Lets the other ranks end; called on rank 0 when it ends."""
+    """Lets the other ranks end, and leaves the process group. Called on rank 0 when its process ends."""
     while joined:
         group = joined.pop()
         if group.failure is None:
@@ -222,7 +231,11 @@ def end() -> None:
 
 
 def device_of_rank(launched: Launch, name: str) -> str:
-    """Returns the name of this rank's device, for the name that the user gave. Raises SpecgenError for one device for all."""
+    """Returns the name of this rank's device, for the name that the user gave.
+
+    Raises SpecgenError if the name is that of a single device, which all ranks would share, or if there are fewer GPUs than
+    ranks.
+    """
     if name not in ("auto", "cpu", "cuda"):
         problem = f"--device is {name}, and under torchrun each process has a device of its own"
         raise SpecgenError(problem, "Take auto, cpu or cuda")

@@ -1,8 +1,8 @@
-"""One rank's part of a native model that is split over several: which part, how it is read, and how it runs.
+"""One rank's part of a native model that is split over several processes: which part, how it is read, and how it runs.
 
-As in Megatron-LM (Shoeybi et al. 2019, section 3): the products that enter attention and MLP are split by output (by heads, by
-neurons), those that leave them by input, so that the ranks' results add up to the whole product's. The embedding and the LM head
-are split by token ids.
+As in Megatron-LM (Shoeybi et al. 2019, section 3): the first products of attention and MLP are split by output (by heads, by
+neurons), the last ones by input, so that the whole product is the sum of the ranks' results. The embedding and the LM head are
+split by token ids.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _Part = tuple[int, Sequence[range]]  # the dimension along which a tensor is spl
 class Shard:
     """What rank `rank` of `size` holds of a model.
 
-    `heads`, `kv_heads` and `neurons` (of the MLP) are its part of each layer, `tokens` the token ids of its rows of the embedding
-    and the LM head. `copies` is the number of ranks that hold the same key-value head: more than 1 where there are more ranks
-    than key-value heads. All ranks have equally many `tokens`; those from the vocabulary's size on are padding.
+    `heads`, `kv_heads` and `neurons` (of the MLP) are the rank's part of each layer, `tokens` the token ids of its rows of the
+    embedding and the LM head. `copies` is the number of ranks that hold the same key-value head; it is above 1 if there are more
+    ranks than key-value heads. All ranks have equally many `tokens`; ids from the vocabulary's size on are padding.
     """
 
     architecture: Architecture
@@ -64,7 +64,10 @@ class Shard:
 
     @classmethod
     def of(cls, architecture: Architecture, rank: int, size: int, name: str = "the model") -> Shard:
-        """Returns one rank's part. Raises SpecgenError if the model, which messages call `name`, cannot be split so."""
+        """Returns the part of one rank. `name` is what messages call the model.
+
+        Raises SpecgenError if the heads cannot be split over `size` ranks, or if the model is too small for so many.
+        """
         heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
         copies = max(1, size // kv_heads)
         if not _fits(size, heads, kv_heads):
@@ -101,7 +104,7 @@ def _fits(ranks: int, heads: int, kv_heads: int) -> bool:
 
 
 class LayerShard:
-    """Reads one rank's part of the tensors of layer `index`."""
+    """Reads one rank's part of the tensors of layer `index` from a model's files."""
 
     def __init__(self, files: WeightFiles, shard: Shard, index: int) -> None:
         names = layer_tensors(shard.architecture, index)
@@ -120,7 +123,7 @@ class LayerShard:
     def take(self, name: str) -> Tensor:
         """Returns the rank's part of the tensor `name`; see `WeightFiles.take`.
 
-        The biases of sums over all ranks are zero on all ranks but the first.
+        A bias that is added to a sum over all ranks would be added once by each rank, so it is zero on all ranks but the first.
         """
         if name in self._parts:
             return self._files.take_part(name, *self._parts[name])
@@ -129,7 +132,10 @@ class LayerShard:
 
 
 def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -> dict[str | None, _Part]:
-    """Returns a rank's rows of some matrices, or of a single one that has the rows of all, one matrix after the other."""
+    """Returns a rank's rows (`own`) of several matrices by name.
+
+    If there is a single name, its matrix has the rows of all, one matrix after the other, and the ranges are shifted accordingly.
+    """
     if len(names) > 1:
         return {name: (0, [part]) for name, part in zip(names, own, strict=True)}
     starts = accumulate(lengths[:-1], initial=0)
@@ -137,7 +143,7 @@ def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -
 
 
 class ShardedAttention(Attention):
-    """One rank's heads of an attention."""
+    """The part of an attention that one rank holds: some of the query heads and key-value heads."""
 
     def __init__(self, shard: Shard, group: Group, *native: Any, **options: Any) -> None:
         super().__init__(*native, **options)
@@ -159,7 +165,10 @@ class ShardedAttention(Attention):
 
 
 class ShardedLayer(NativeLayer):
-    """One rank's part of a decoder layer. The residual stream is the same on all ranks, up to the order of sums."""
+    """One rank's part of a decoder layer.
+
+    All ranks have the whole residual stream, with the same numbers up to rounding.
+    """
 
     def __init__(self, shard: Shard, group: Group, *native: Any, gain: float) -> None:
         self.attention = partial(ShardedAttention, shard, group)
@@ -191,9 +200,10 @@ def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
 
 
 class ShardedModel(NativeModel):
-    """One rank's part of a model. Rank 0 uses it as any model: what needs the other ranks is announced to them.
+    """One rank's part of a model. Rank 0 uses it like a whole model; calls that need the other ranks are announced to them.
 
-    `parts.embedding` has the rows of the rank's token ids. What rank 0 runs alone, such as exit layers, is as in the whole model.
+    `parts.embedding` has the rows of the rank's token ids. Rank 0 alone runs trained parts such as exit layers, which are not
+    split.
     """
 
     number = 0  # given by `Group.add`
@@ -248,7 +258,8 @@ class ShardedModel(NativeModel):
     # on all ranks
 
     def native(self, method: str, argument: Any) -> Any:
-        """Calls a method of `NativeModel`."""
+        """Calls the method of this name of `NativeModel` on this rank, with one argument. A tensor is moved to the rank's
+        device."""
         return getattr(super(), method)(move(argument, self.device) if isinstance(argument, Tensor) else argument)
 
     def add_cache(self, layers: range) -> SharedCache:
@@ -270,7 +281,10 @@ class ShardedModel(NativeModel):
 
 
 class SharedCache(KVBuffer):
-    """One rank's part of a KV cache: the entries of its key-value heads. Rank 0's `length` and `capacity` go with each pass."""
+    """One rank's part of a KV cache: the entries of its key-value heads.
+
+    `length` and `capacity` are set on rank 0, and sent to the other ranks with each pass.
+    """
 
     number = 0  # given by `Group.add`
 
@@ -293,9 +307,10 @@ class SharedCache(KVBuffer):
         logits_to_keep: int,
         source: list[int] | Tensor,
     ) -> ModelOutput:
-        """Runs a pass with this cache, whose length and capacity are `sizes`; `how`: layers, taps, with head or without.
+        """Runs this rank's part of a forward pass with this cache.
 
-        `source` are the token ids, or the hidden states that enter the first of the layers.
+        `sizes` are the cache's length and capacity. `how` are the layers, the taps, and whether the head is run. `source` are the
+        token ids, or the hidden states [n, width] that enter the first of the layers.
         """
         (self.length, self.capacity), model = sizes, self._model
         hidden = model.embed(source) if isinstance(source, list) else move(source, model.device)
@@ -305,10 +320,16 @@ class SharedCache(KVBuffer):
 
 
 def load_distributed(prepared: PreparedModel, dtype: torch.dtype, device: torch.device, _: object = None) -> ShardedModel:
-    """Loads a model on all ranks; called on rank 0. Raises SpecgenError for a model that cannot be split, or cannot be loaded."""
+    """Loads a model, split over all ranks; called on rank 0. A `model_loading.Loader`.
+
+    Raises SpecgenError for a model that cannot be split, and SpecgenError or RunError for one that cannot be loaded.
+    """
     if prepared.architecture is None:
         problem = f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})"
         raise SpecgenError(problem, "Run it without torchrun, with --device auto-map where it does not fit into one device")
+    if prepared.architecture.mixture is not None:
+        hint = "Run it without torchrun, with --device auto-map where it does not fit into one device"
+        raise SpecgenError(f"{prepared.name} cannot be split over torchrun's processes: it is a mixture of experts", hint)
     check_weight_files(prepared.folder, prepared.name)
     return load_on(joined[0], prepared, dtype, device)
 
@@ -323,13 +344,13 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
     """Loads this rank's part of the model in the folder `path`, as `native_model.load_native` loads a whole one.
 
     Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot
-    be split so.
+    be split over so many ranks.
     """
     folder = Path(path)
     architecture = read_architecture(read_config(folder, name))
     shard = Shard.of(architecture, group.rank, group.size, name)
     with torch.no_grad():
-        files = open_model(folder, name, architecture, device)
+        files, _ = open_model(folder, name, architecture, device)
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()

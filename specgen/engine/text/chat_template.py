@@ -1,4 +1,4 @@
-"""Renders a model's chat template, a jinja2 program from a stranger, in jinja2's sandbox.
+"""Renders a model's chat template in jinja2's sandbox, because a template is a program from an untrusted source.
 
 The environment is the one that transformers gives to templates (version 5.23, `utils/chat_template_utils.py`).
 """
@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
     """Returns the text of the messages in the template, up to where the model's next answer starts.
 
-    `special_tokens` are the template's variables for them, such as bos_token. Raises any exception, as the template does.
+    A message has `role` and `content`. `special_tokens` are variables of the template, such as bos_token. A template may raise
+    any exception, which is passed on.
     """
     given = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
     return _compiled(template).render(**given, add_generation_prompt=True, **special_tokens)

@@ -1,4 +1,4 @@
-"""A context of the target as the tokens of another tokenizer, by its text, and text as tokens that continue the context."""
+"""A target's context in the tokens of a draft model with another tokenizer, by its text; drafted text in the target's tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")  # hardly any tokenizer has a tok
 class RetokenizedContext:
     """A target's context in the tokens of the draft model: `context`, which only grows, followed by `tail`.
 
-    The tail are the tokens of the last words. They are encoded again in each round, because more text can change them: `inter`
-    becomes `international`. Beginning-of-text tokens are replaced by the draft's own, end-of-sequence tokens too, and other
-    special tokens by their names. A character of which the target's last tokens, `unfinished`, are only the beginning is left
-    out.
+    `tail` has the tokens of the last words. They are encoded again in each round, because more text can change them: `inter`
+    becomes `international`. Special tokens of the target become the draft model's own if they mark the beginning of a text or the
+    end of a sequence, and their names as text otherwise. If the target's last tokens (`unfinished`) are only the beginning of a
+    character, this character is left out.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
@@ -28,7 +28,8 @@ class RetokenizedContext:
         self._special: dict[int, bool] = {}
 
     def follow(self, context: Context) -> None:
-        """Reads the tokens that the target's context has more than at the last call. Another context is read from its start."""
+        """Adds the tokens that the target's context has gained since the last call. If it is another context, starts anew with
+        all its tokens."""
         if context is not self._followed:
             self._followed, self._read = context, 0
             self.context, self.tail, self.unfinished = Context(()), list[int](), list[int]()
@@ -54,13 +55,13 @@ class RetokenizedContext:
 
     @property
     def text(self) -> str:
-        """The end of the context's text, without the unfinished character."""
+        """The last 24 characters (`_KEPT`) of the context's text, without a character that is not finished."""
         return (self._before + self._text)[-_KEPT:]
 
     def text_after(self, tokens: list[int]) -> str:
-        """Returns the text that the draft's `tokens` add to the context, up to the last whole character.
+        """Returns the text that the draft model's `tokens` add to the context, up to the last whole character.
 
-        Empty if the draft's tokenizer does not keep the text before them as it is.
+        Empty if the draft model's tokenizer changes the text before them.
         """
         known = self.tail or self.context.ids[-_KEPT:]
         before, text = self._draft.text_of(known), self._draft.text_of([*known, *tokens])
@@ -71,9 +72,10 @@ class RetokenizedContext:
         return added[len(missing) :] if added.startswith(missing) else ""
 
     def target_tokens(self, text: str) -> list[int]:
-        """Returns the target's tokens of `text` where it continues the context; empty if it has none that do.
+        """Returns the target's tokens of `text` where it continues the context; empty if the target's tokenizer has no such
+        tokens.
 
-        The first tokens complete the unfinished character, if there is one.
+        If the context ends with an unfinished character, the first tokens complete it.
         """
         ids, known = self._target.encode_after(self.text, text) if text else [], self.unfinished
         return ids[len(known) :] if ids[: len(known)] == known else []

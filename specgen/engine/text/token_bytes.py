@@ -1,7 +1,7 @@
 """The bytes of each token of a vocabulary, so that vocabularies of different tokenizers can be compared.
 
-The texts in a vocabulary are no measure: byte-level tokenizers write a space, a newline and each byte of a non-ASCII character as
-stand-in characters, SentencePiece writes a space as U+2581 and an unknown byte as `<0x0A>`.
+The texts in a vocabulary cannot be compared directly: byte-level tokenizers write a space, a newline and each byte of a non-ASCII
+character as stand-in characters, while SentencePiece writes a space as U+2581 and a byte without a token as `<0x0A>`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class NoTokenBytes(SpecgenError):  # noqa: N818  names a fact, not a failure
 class TokenBytes:
     """The bytes of each token of a tokenizer. Can be pickled.
 
-    `pieces[id]` are the token's bytes: None for special tokens, added tokens that also take spaces around them, and ids without a
-    token. `special` has the ids of special tokens by role: `bos`, `eos`, `unk`, `pad`, where known. `ids` has the token that the
-    tokenizer emits for some bytes: of a character's own token and its byte token, the former. `names` are the texts of the tokens
-    that have no bytes. `pipeline` is the tokenizer.
+    `pieces[id]` are the token's bytes; None for special tokens, for added tokens that also take spaces around them, and for ids
+    without a token. `special` has the ids of special tokens by role: `bos`, `eos`, `unk`, `pad`, where known. `ids` maps bytes to
+    a token; of several tokens with the same bytes, to the one that the tokenizer emits (a character's own token, not its byte
+    token). `names` are the texts of the tokens that have no bytes. `pipeline` is the tokenizer.
     """
 
     pieces: Sequence[bytes | None]
@@ -48,18 +48,18 @@ class TokenBytes:
     pipeline: Pipeline = field(compare=False, repr=False)
 
     def of_ids(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of some tokens. Those without bytes are left out."""
+        """Returns the bytes of the tokens `ids`, joined. Tokens without bytes, such as special ones, are left out."""
         pieces = self.pieces
         return b"".join(pieces[id_] or b"" for id_ in ids if id_ < len(pieces))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text without the special tokens that the tokenizer puts around it."""
+        """Returns the ids of a text, without the special tokens that the tokenizer adds at its beginning and end."""
         ids: list[int] = self.pipeline.encode(text, add_special_tokens=False).ids
         return ids
 
     @cached_property
     def start(self) -> list[int]:
-        """The special tokens that the tokenizer puts before a text."""
+        """The ids of the special tokens that the tokenizer puts before a text."""
         return list(takewhile(self.names.__contains__, self.pipeline.encode("a", add_special_tokens=True).ids))
 
     @cached_property
@@ -78,10 +78,10 @@ _known: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """Returns the bytes of each token of byte-level and SentencePiece-like tokenizers.
+    """Returns the bytes of each token. Only byte-level tokenizers and those like SentencePiece have them.
 
-    Raises NoTokenBytes for others, and for those that change the text (lower case, compatibility characters) or drop spaces.
-    NFC is the exception: it leaves almost all text as it is.
+    Raises NoTokenBytes for others, and for those that change the text (lower case, compatibility characters) or drop spaces. NFC
+    normalisation is allowed, because it leaves almost all text as it is.
     """
     if tokenizer not in _known:
         _known[tokenizer] = _read(tokenizer)

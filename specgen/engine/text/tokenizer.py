@@ -26,10 +26,10 @@ class Tokenizer:
     """A model's tokenizer and chat template.
 
     `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the library that tokenizes.
-    `pipeline` is the `tokenizers` object in it; None: none, or it is inside a class of the model's own code. `special_tokens`
-    maps names such as bos_token to tokens; they are variables of the chat template. `digest` is equal only for tokenizers with
-    the same vocabulary and the same tokenizing steps; None: not known. `fallback` says why transformers' tokenizer is used; None:
-    the `tokenizers` library is used alone.
+    `pipeline` is the object of the `tokenizers` library that does it; None if there is none, or if it is inside a class of the
+    model's own code. `special_tokens` maps names such as bos_token to tokens; they are variables of the chat template. `digest`
+    is equal only for tokenizers with the same vocabulary and the same tokenizing steps; None: not known. `fallback` says why
+    transformers' tokenizer is used; None: the `tokenizers` library is used alone.
     """
 
     encode_with: Callable[[str, bool], list[int]]
@@ -48,7 +48,8 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor, False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the text's token ids, and if `special` the special tokens around them (such as a beginning-of-text token).
+        """Returns the text's token ids; if `special`, with the special tokens that belong around a text (such as
+        beginning-of-text).
 
         Raises SpecgenError if the tokenizer's files do not fit together, so that it cannot encode this text.
         """
@@ -59,17 +60,19 @@ class Tokenizer:
             raise SpecgenError(f"the tokenizer cannot encode this text: {why}", "Download or save the model again") from error
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the token ids of messages in the model's chat template, up to where the model's next answer starts.
+        """Returns the token ids of `messages` in the model's chat template, up to where the model's next answer starts.
 
-        They have the keys `role` and `content`. Raises SpecgenError if there is no template or it refuses the messages.
+        A message has `role` and `content`. Raises SpecgenError if there is no template, or if the template refuses the messages.
         """
         return self.encode(self._rendered(messages), special=False)
 
     @cached_property
     def turn_end(self) -> str:
-        """What the chat template writes after an answer, where this is text: a model then goes on with the user's next message.
+        """The text that the chat template writes between an answer and the user's next message; empty if this has a special
+        token.
 
-        Empty where a special token follows the answer, such as the end-of-sequence token.
+        A special token, such as the end-of-sequence token, ends an answer by itself. After plain text, the model may go on and
+        write the user's next message.
         """
         roles = ("user", "a"), ("assistant", "ANSWER"), ("user", "QUESTION")
         try:
@@ -91,20 +94,21 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """The special tokens that `encode` puts in front of a text, such as a beginning-of-text token."""
+        """The ids of the special tokens that `encode` puts in front of a text, such as beginning-of-text."""
         ids, plain = self.encode("a"), self.encode("a", special=False)
         return ids[: next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)]
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is a special one, which has a name and no text."""
+        """Whether the token is a special one, such as beginning-of-text, which has a name and stands for no text."""
         ids = [*self._anchor, token]
         return self.decode(ids, True) != self.decode(ids, False)
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Returns the token ids of `text` where it continues `before`: without special tokens, and without a space in front.
 
-        If the tokenizer joins the end of `before` and the beginning of `text` into one token, `text` gets the tokens that it has
-        after other text. Empty if these tokens do not give the text back, because the tokenizer changes it (lower case, spaces).
+        If the tokenizer would join the end of `before` and the beginning of `text` into one token, `text` gets the tokens that it
+        has after another text. Returns an empty list if these tokens do not give the text back, because the tokenizer changes it
+        (lower case, spaces).
         """
         for anchor in (before, *ANCHORS):
             alone = self.encode(anchor, special=False) if anchor else []
@@ -121,7 +125,7 @@ class Tokenizer:
     def text_of(self, ids: Sequence[int]) -> str:
         """Returns the text of some tokens for display, with leading spaces and the names of special tokens.
 
-        Texts of single tokens, joined, can differ from the text of all tokens: a character may consist of several tokens.
+        The text of several tokens can differ from the joined texts of single tokens: a character may consist of several tokens.
         """
         if len(ids) == 1 and ids[0] in self._texts:
             return self._texts[ids[0]]
@@ -137,9 +141,9 @@ class Tokenizer:
 def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model") -> Tokenizer:
     """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer.
 
-    transformers is imported only where its result is not kept yet (see `tokenizer_files`), or its tokenizer does more than the
-    `tokenizers` library; then `Tokenizer.fallback` says so. `config` is the parsed config.json. `name` is what messages call the
-    model. Raises SpecgenError for files that transformers cannot read either.
+    transformers is imported only if its result is not in the folder of caches yet (see `tokenizer_files`), or if its tokenizer
+    does more than the `tokenizers` library, as `Tokenizer.fallback` then says. `config` is the parsed config.json. `name` is what
+    messages call the model. Raises SpecgenError for files that transformers cannot read either.
     """
     found = read_files(folder, config)
     if found is not None:
@@ -222,8 +226,8 @@ class Detokenizer:
     """Turns token ids into text, one id at a time. Returns only complete characters, and keeps the spaces between words.
 
     Each new id is decoded together with ids before it, because tokenizers may strip the first space of a text. An incomplete
-    character decodes to a replacement character (U+FFFD). This is held back until the character is complete, or until
-    `_MAX_CHARACTER_TOKENS` tokens have not completed it, which shows that it is invalid.
+    character decodes to a replacement character (U+FFFD), which is held back until further tokens complete the character. If
+    `_MAX_CHARACTER_TOKENS` tokens do not complete it, it is invalid, and the replacement character is returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Reads a model's tokenizer with the `tokenizers` library alone, with the result of transformers' AutoTokenizer.
 
 AutoTokenizer changes what tokenizer.json says, by the class that it chooses and by other files. Importing it takes seconds, so
-its result is kept in the folder of caches, by the contents of the files and the version of transformers. Only files that it
-takes as they are, such as those of the bundled pair, are read directly.
+its result is kept in the folder of caches, by the contents of the files and the version of transformers. Files that AutoTokenizer
+does not change, such as those of the bundled pair, are read directly.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _PLAIN = {"backend", "model_max_length", "tokenizer_class"}  # fields of tokeniz
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer, its special tokens by name (such as bos_token), and its chat template, or templates by name.
+    """What a model's files say about its tokenizer: the tokenizer, its special tokens by name (such as bos_token), the chat
+    template.
 
-    `digest` is the same for two tokenizers with the same vocabulary and steps.
+    `template` is one template, templates by name, or None. `digest` is the same for two tokenizers with the same definition.
     """
 
     pipeline: Pipeline
@@ -43,7 +44,7 @@ class TokenizerFiles:
 
 
 def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the tokenizer of the model in `folder`, or None if only transformers can tell. `config`: the parsed config.json."""
+    """Returns the tokenizer of the model in `folder`; None if transformers has to read it. `config` is the parsed config.json."""
     try:
         return _read_plain(folder, config) or _read_kept(_key_file(folder))
     except Exception:  # noqa: BLE001  missing or damaged: transformers reads the files, or reports them
@@ -51,7 +52,11 @@ def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles | None
 
 
 def keep(folder: Path, files: TokenizerFiles) -> None:
-    """Keeps what transformers has made of the files in `folder` for `read_files`, if the folder of caches can be written."""
+    """Writes the tokenizer `files`, which transformers has made from those in `folder`, to the folder of caches, for
+    `read_files`.
+
+    Does nothing if the folder of caches cannot be written.
+    """
     facts = {"pipeline": files.digest, "special_tokens": files.special_tokens, "template": files.template}
     with suppress(OSError):
         file = _key_file(folder)
@@ -96,7 +101,7 @@ _last: dict[str, Pipeline] = {}  # by digest, the last one: target and draft mod
 
 
 def parse(data: bytes) -> tuple[Pipeline, str]:
-    """Returns the tokenizer with the definition `data`, and its digest."""
+    """Returns the tokenizer that the bytes `data` of a tokenizer.json define, and its digest."""
     digest = sha256(data).hexdigest()
     if digest not in _last:
         _last.clear()

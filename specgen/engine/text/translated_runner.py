@@ -21,14 +21,16 @@ from specgen.engine.text.translation import Translation
 class TranslatedRunner:
     """A runner of a draft model by token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202, Algorithm 4).
 
-    Contexts and drafts come in the target's ids, and logits [n, the target's vocabulary] go back. Tokens that the draft model
-    lacks have the logit -inf, so the softmax is the draft's distribution restricted to the common tokens. If several of its
-    tokens are one token of the target, their probabilities are added. `penalties` are the target's and apply to the result.
+    It takes contexts and drafts in the target's ids, and returns logits [n, the target's vocabulary]. Tokens that the draft model
+    lacks have the logit -inf, so the softmax is the draft model's distribution restricted to the common tokens. If several of its
+    tokens are one token of the target, their probabilities are added. `penalties` are the target's, and are applied to these
+    logits.
 
-    The draft model has a context of its own for each of the target's: the prompt as its own tokenizer would encode it, then each
-    new token as the draft's token with the same bytes, or as several that make them up. It only grows, so the KV cache stays
-    valid. Tokens for which the draft model has no embedding are left out of it. `own` runs it in its own ids. `context_limit`
-    counts the draft's tokens: `room` says how many tokens fit. Every id of the target can be run.
+    For each of the target's contexts the draft model has a context of its own: the prompt as its own tokenizer would encode it,
+    then each new token as the draft's token with the same bytes, or as several that make them up. That context only grows, so the
+    KV cache stays valid. Tokens for which the draft model has no embedding are left out of it. `own` is the draft model's runner
+    in its own ids. `context_limit` counts the draft model's tokens, so `room` says how many more tokens fit. Every id of the
+    target can be run.
     """
 
     num_embeddings = sys.maxsize
@@ -62,7 +64,7 @@ class TranslatedRunner:
         """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
 
         Drafts need not consist of common tokens: a token that the draft model lacks is run as the tokens that make up its bytes.
-        `unrestricted` of the output has the logits of the draft's other tokens, too.
+        The output's `unrestricted` also has the logits of the draft model's tokens that the target lacks.
         """
         own = self._translated(context)
         find = self._single.get
@@ -146,9 +148,9 @@ class TranslatedRunner:
         self._again = [torch.tensor(pairs, device=device).T.contiguous() for pairs in takewhile(bool, several)]
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + other tokens].
+        """Returns `logits` [n, draft vocabulary] as [n, target vocabulary + tokens that the target lacks].
 
-        If several draft tokens are one token of the target, its column has their sum (of probabilities).
+        If several draft tokens are one token of the target, their probabilities are added in its column.
         """
         wide = logits.index_select(1, self._origins).index_fill_(1, self._missing, -torch.inf)
         for kept, added in self._again:

@@ -1,8 +1,8 @@
-"""Translates between the tokens of a target and those of a draft model with another tokenizer, by the bytes they stand for, and
-counts how much of a target's output such a draft model can say in single tokens (kappa).
+"""Translates between the tokens of a target and those of a draft model with another tokenizer, by the bytes that they stand for.
 
 For token-level intersection (Timor et al. 2025, arXiv 2502.05202, Algorithm 4). Special tokens have no bytes and are matched by
-role (beginning and end of text, unknown, padding), then by their text.
+role (beginning and end of text, unknown, padding), then by their text. Also measures kappa: how much of a target's output such a
+draft model can write in tokens that both have.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def same_tokens(target: Tokenizer, draft: Tokenizer) -> bool:
 
 
 class Translation:
-    """Between a target's vocabulary and a draft model's. Can be pickled.
+    """The map between a target's vocabulary and a draft model's. Can be pickled.
 
-    `target_to_draft[id]` is the draft's token with the same bytes, -1 if there is no single one; `draft_to_target` likewise. Of
-    several tokens with the same bytes it is the one that the tokenizer emits, so several draft tokens may have one target token.
-    `common` is the number of target tokens that the draft has, `width` the number of logits that the target has per position
-    (None: the number of its tokenizer's tokens). `target_ends` and `draft_ends` are the ids that end an output of either model.
-    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes.
+    `target_to_draft[id]` is the draft's token with the same bytes, -1 if there is none; `draft_to_target` is the same in the
+    other direction. If a vocabulary has several tokens with the same bytes, the one that its tokenizer emits is taken, so several
+    draft tokens may have the same target token. `common` is the number of target tokens that the draft has. `width` is the number
+    of logits that the target has per position (None: the number of its tokenizer's tokens). `target_ends` and `draft_ends` are
+    the ids that end an output of either model. Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Translation:
 
     @property
     def digest(self) -> str:
-        """A text that two translations share only if the same tokens are common."""
+        """A hash of the map: 16 hexadecimal digits, equal for two translations with the same common tokens."""
         return sha256(array("q", [self.width, *self.draft_to_target]).tobytes()).hexdigest()[:16]
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """Returns the draft's ids of a prompt in the target's ids.
+        """Returns the draft's ids for a prompt given in the target's ids.
 
-        Text between special tokens is encoded by the draft's tokenizer. A beginning-of-text token at the start becomes what the
-        draft's tokenizer puts there. Other special tokens that the draft lacks are written as text.
+        Text between special tokens is encoded by the draft's tokenizer. Special tokens that the target's tokenizer puts before a
+        text are replaced by those of the draft's. Other special tokens that the draft lacks are written as text.
         """
         draft, rest = self._start(list(ids))
         is_first = not any(id_ in self.draft.names for id_ in draft[1:])
@@ -94,10 +94,10 @@ class Translation:
         return draft
 
     def spelling(self, id_: int) -> tuple[int, ...]:
-        """Returns the draft's ids of one target token that follows others: its single token, or those that make up its bytes.
+        """Returns the draft's ids of one target token inside a text: its single token, or the tokens that make up its bytes.
 
-        A special token that the draft lacks is written as text; beginning of text and padding are left out. Bytes that the draft
-        cannot write, and ids without a token, become its token for unknown text, if there is one.
+        A special token that the draft lacks is written as text, but beginning-of-text and padding tokens are left out. Bytes that
+        the draft cannot write, and ids without a token, become its token for unknown text, if there is one.
         """
         if id_ < len(self.target_to_draft) and (single := self.target_to_draft[id_]) >= 0:
             return (single,)
@@ -176,8 +176,11 @@ class Translation:
 
 
 def _matched(source: TokenBytes, other: TokenBytes, ends: AbstractSet[int], other_ends: AbstractSet[int]) -> list[int]:
-    """Returns for each token of `source` the other vocabulary's token that stands for the same, or -1: by its bytes, or without
-    bytes by its role, then by its text. Each of `ends` stands for one of `other_ends`, so that drafts can end."""
+    """Returns for each token of `source` the token of the other vocabulary that stands for the same, or -1.
+
+    Tokens are matched by their bytes; tokens without bytes by their role, then by their text. Each of `ends` is matched with one
+    of `other_ends`, so that drafts can end.
+    """
     found = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
     for role in ("eos", "bos", "unk", "pad"):  # one token may have several roles
         if role in source.special and role in other.special and found[source.special[role]] < 0:
@@ -203,11 +206,12 @@ def _parts(data: bytes) -> Iterator[tuple[str, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenOverlap:
-    """The tokens of a target that a draft model's tokenizer has, too, and how many of a text's are among its own of that text.
+    """How much of a target's vocabulary and of a text's tokens a draft model with another tokenizer has in common with the
+    target.
 
-    `common` is the number of target tokens with bytes that are a token of the draft, of `vocabulary` with bytes. `covered` of
-    `tokens` tokens of the text have a byte span that is also exactly one token of the draft's encoding. `is_output`: the text is
-    the target's own output; otherwise it is example text.
+    Of the target's `vocabulary` tokens that have bytes, `common` are also tokens of the draft. Both tokenizers encode the same
+    text: of its `tokens` tokens in the target's encoding, `covered` span the same bytes as one token in the draft's encoding.
+    `is_output`: the text is the target's own output; otherwise it is example text.
     """
 
     common: int
@@ -218,21 +222,21 @@ class TokenOverlap:
 
     @property
     def kappa(self) -> float | None:
-        """The share of covered tokens: about the highest acceptance of a draft that keeps its own segmentation of a text.
+        """The share of covered tokens, about the highest acceptance rate of a draft model that writes text in its own tokens.
 
-        A draft that was distilled on the target's tokens (`tune --train --methods sd`) can have a higher one. None: too little
-        text. See Timor et al. 2025 (arXiv 2502.05202), whose Theorem 4.1 is about the same for the vocabulary.
+        None if there is too little text. A draft model that was distilled on the target's tokens (`tune --train --methods sd`)
+        can have a higher rate. See Timor et al. 2025 (arXiv 2502.05202), whose Theorem 4.1 is about the same for the vocabulary.
         """
         return self.covered / self.tokens if self.tokens >= _ENOUGH else None
 
     @property
     def is_low(self) -> bool:
-        """Whether drafts by way of their text, or without a model, are likely to be faster."""
+        """Whether kappa is so low that drafts by way of text, or methods without a draft model, are likely to be faster."""
         return self.kappa is not None and self.kappa < LOW
 
     @property
     def expected_run(self) -> float | None:
-        """The mean number of covered tokens in a row, kappa / (1 - kappa), as if each were covered independently.
+        """The mean number of covered tokens in a row, kappa / (1 - kappa), if each were covered independently of the others.
 
         None if kappa is None, or 1.
         """
@@ -247,9 +251,10 @@ class TokenOverlap:
 def token_overlap(
     target: Tokenizer, draft: Tokenizer, texts: Iterable[str] = (), outputs: Iterable[Sequence[int]] = ()
 ) -> TokenOverlap:
-    """Counts the covered tokens of `outputs`, token ids of the target's own; without any, those of `texts`.
+    """Compares two tokenizers by their vocabularies and by a text. The text is `outputs`, or `texts` if there are no outputs.
 
-    Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes of the text.
+    `outputs` are token ids that the target has generated. Raises NoTokenBytes if a tokenizer's tokens do not stand for bytes of
+    the text.
     """
     ours, theirs = token_bytes(target), token_bytes(draft)
     said = [ids for ids in outputs if ids]
@@ -262,7 +267,7 @@ def token_overlap(
 
 
 def covered_tokens(ours: TokenBytes, theirs: TokenBytes, ids: Sequence[int], first: int = 0) -> tuple[int, int]:
-    """Counts tokens of a text from number `first` on: the covered ones (see TokenOverlap), and all. Their quotient is kappa.
+    """Counts tokens of a text, from number `first` on. Returns the number of covered ones (see `TokenOverlap`), and of all.
 
     `ids` are the whole text in the target's tokens. Tokens without bytes, such as special ones, and an incomplete character at
     the end do not count.
@@ -274,7 +279,8 @@ def covered_tokens(ours: TokenBytes, theirs: TokenBytes, ids: Sequence[int], fir
 
 
 def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:
-    """Counts the covered tokens of the texts in examples.yaml. Raises NoTokenBytes as `token_overlap` does."""
+    """Compares two tokenizers as `token_overlap` does, by the texts of the prompts in examples.yaml. Raises NoTokenBytes as it
+    does."""
     entries = schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]
     return token_overlap(target, draft, (entry["prompt"] for entry in entries))
 

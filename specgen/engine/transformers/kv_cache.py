@@ -31,7 +31,7 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the keys and values [batch, heads, n, head size] of n tokens after the first `length` entries of the cache.
 
-        Returns views of all keys and of all values up to the end of the written ones.
+        Returns views of all keys and of all values, from the first entry to the last one written.
         """
         start, end = self._cache.length, self._cache.length + key_states.shape[-2]
         if self.keys is None or end > self.keys.shape[-2]:
@@ -57,8 +57,8 @@ class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 class KVCache(Cache):  # type: ignore[misc]
     """The KV cache of all layers, with one entry per token. Implements `forward_pass.Cache`.
 
-    `length` is set before each forward pass, and no layer changes it. So an interrupted forward pass has written only entries
-    after the first `length`, which are never read before they are written again.
+    `length` is set by the runner before each forward pass, and no layer changes it. So an interrupted forward pass has written
+    only entries after the first `length`, which are never read before they are written again.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class KVCache(Cache):  # type: ignore[misc]
             buffer[:, :, start : start + len(indices)] = moved
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        for layer in self.layers:
+        for layer in (each for each in self.layers if each.keys is not None):
             index = torch.tensor(kept, device=layer.keys.device)
             layer.keys, layer.values = layer.keys[index], layer.values[index]
 

@@ -41,9 +41,10 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
 
 
 def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: str) -> bool:
-    """Makes transformers check that it can load weights with these quantisation settings onto a device. Loads no weights.
+    """Checks that transformers can load weights with these quantisation settings onto a device. Loads no weights.
 
-    Returns whether it will dequantise them. Raises SpecgenError with its reason if it cannot.
+    Returns whether transformers will dequantise the weights. Raises SpecgenError, with transformers' reason, if it cannot load
+    them.
     """
     try:
         with quiet_transformers():
@@ -63,7 +64,7 @@ def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: 
 def load_transformers_model(
     prepared: Any, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
 ) -> TransformersModel:
-    """Loads a model, and checks that cached passes with a rollback give the right logits.
+    """Loads a model, and checks that its forward passes with a KV cache give the right logits after a rollback.
 
     `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the check fails, for damaged or
     missing weights, or without a package that several devices need, and RunError if memory is short.
@@ -78,7 +79,11 @@ def load_transformers_model(
 def load_module(
     prepared: Any, dtype: torch.dtype, device: torch.device, layer_devices: Sequence[torch.device] | None = None
 ) -> Any:
-    """Returns the transformers model, on `device` in evaluation mode. Checks only its tensors."""
+    """Returns transformers' model with its weights, in evaluation mode, on `device` or on `layer_devices` (one for each layer).
+
+    Checks that the files have exactly the tensors that the model needs, but not whether a KV cache can be rolled back. Raises
+    SpecgenError if the tensors do not fit.
+    """
     name, trust, config, options = (
         prepared.name,
         prepared.source.trust_remote_code,
@@ -152,9 +157,9 @@ def _check_rollback(model: TransformersModel, prepared: Any, device: torch.devic
 def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]) -> dict[str, torch.device]:
     """Returns accelerate's device map of a model without weights: the devices of its modules by their names.
 
-    What comes before the layers is on the first layer's device, as are modules without weights (rotary embedding); what comes
-    after them is on the last one's, but for a head that shares the embedding's table. Raises SpecgenError without accelerate, and
-    for a model (`name` in messages) whose layers cannot be found.
+    Modules before the layers, and modules without weights such as the rotary embedding, are on the first layer's device. Modules
+    after the layers are on the last layer's, except for a head that shares the embedding's table, which is on the first layer's.
+    Raises SpecgenError without accelerate, and for a model (`name` in messages) whose layers cannot be found.
     """
     if find_spec("accelerate") is None:
         raise SpecgenError(

@@ -34,7 +34,8 @@ _KNOWN = {  # parts of transformers' messages: what to say after the model's nam
 def reading(part: str, name: str) -> Iterator[None]:
     """Turns exceptions that transformers raises in the `with` block into a SpecgenError with a message of one line.
 
-    But for those of memory that is short. `part` says what of the model is read there, for the message.
+    Errors for lack of memory are passed on as they are. `part` says in the message what is read (such as "weights"), `name` of
+    which model.
     """
     try:
         with quiet_transformers():
@@ -56,7 +57,8 @@ def reading(part: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switches off warnings, log messages and progress bars in the `with` block, those of quantisers' packages too."""
+    """Switches off warnings, log messages and progress bars in the `with` block, of transformers and of the packages that it
+    uses."""
     disabled, bars = logging.root.manager.disable, tqdm.__init__
     has_bars = transformers_logging.is_progress_bar_enabled()
     logging.disable(logging.ERROR)

@@ -91,7 +91,13 @@ def _replaced(function: Any) -> Mapping[str, Any]:
     return made if is_complete else {}
 
 
-def _convolve(theirs: Callable[..., Any], inputs: Any, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Any:
+def _convolve(
+    theirs: Callable[..., Any],
+    inputs: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Any:
     """Returns the outputs [1, channels, n] of a short convolution, and of the activation after it."""
     if not isinstance(inputs, ConvInput):
         return theirs(inputs, weight, bias, **options)
@@ -102,7 +108,13 @@ def _convolve(theirs: Callable[..., Any], inputs: Any, weight: Tensor, bias: Ten
     return found.to(x.dtype).t()[None]
 
 
-def _delta_rule(theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+def _delta_rule(
+    theirs: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
+) -> Any:
     """Returns the output [1, n, value heads, value size] of the gated delta rule, and in place of a state nothing."""
     inputs = options["initial_state"]
     if not isinstance(inputs, StateInput):
@@ -116,7 +128,15 @@ def _delta_rule(theirs: Callable[..., Any], query: Tensor, key: Tensor, value: T
     return found[None].to(query.dtype), found[:0]
 
 
-def _scan(theirs: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Any:
+def _scan(
+    theirs: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    **options: Any,
+) -> Any:
     """Returns the output [1, n, heads, head size] of Mamba2, and in place of a state nothing."""
     inputs = options["initial_states"]
     if not isinstance(inputs, StateInput):

@@ -42,15 +42,15 @@ _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM he
 class TransformersModel:
     """A causal language model of transformers. Implements `engine.model.Model`; `module` is transformers' own object.
 
-    Its modules may be on several devices, between which accelerate's hooks move their inputs. Then `device` is the embedding's,
-    to which the outputs are moved.
+    Its modules may be on several devices, between which accelerate's hooks move tensors. All outputs are moved to `device`, which
+    is then the embedding's.
     """
 
     exact = False
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.shape = _shape(module.config)
+        self.shape = shape_of(module.config)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self._masks = AttentionMasks(module)
@@ -61,11 +61,11 @@ class TransformersModel:
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
-        """Returns an empty KV cache; a layer's buffers are allocated when it is first run."""
+        """Returns an empty KV cache. `layers` is not needed: a layer's buffers are allocated when it is first run."""
         return KVCache(self.shape.num_layers, self.device) if self._fixed is None else GrowingCache(self.device)
 
     def batch_cache(self, sequences: int) -> KVCache:
-        """Returns an empty KV cache; its first pass decides for how many sequences."""
+        """Returns an empty KV cache. `sequences` is not needed: the first pass decides for how many sequences the buffers are."""
         if getattr(type(self.module), "_is_stateful", False):
             raise SpecgenError(
                 "a model with recurrent layers runs one text at a time", "Train with another target, or on given texts"
@@ -80,7 +80,11 @@ class TransformersModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs the model by its own `forward`, or layer by layer; see `engine.model.Model`."""
+        """Returns a function that runs the model by transformers' own `forward`, or if `layers` are named, layer by layer.
+
+        Arguments and output are those of `engine.model.Model.forward`; without `layers` and `taps`, the output has no
+        `hidden_states`.
+        """
         if layers is not None:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps:
@@ -162,7 +166,7 @@ class TransformersModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs several sequences through all layers that the model has kept; see `engine.model.Model`."""
+        """Runs several sequences through all layers that the model still has (see `free_weights`); see `engine.model.Model`."""
         mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
         with_states, keep = bool(taps) or layers is not None, logits_to_keep or 0
         output = self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
@@ -174,9 +178,10 @@ class TransformersModel:
 
     @inference
     def check_layers(self, feature: str) -> None:
-        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits; `feature` needs that.
+        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits. `feature` needs this, in the
+        message.
 
-        Modules of the right names may still be used differently than in Llama, so the logits of four tokens are compared.
+        Modules with the same names as in Llama may still be used differently, so the logits of four tokens are compared.
         """
         if missing := missing_part(self.module):
             why: str | None = f"its decoder has no {missing}"
@@ -221,12 +226,15 @@ class TransformersModel:
         return run
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of token ids on the device; see `engine.model.Model`."""
+        """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the first layer."""
         embeddings: torch.Tensor = self.module.get_input_embeddings()(ids)
         return embeddings
 
     def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the LM head's logits, with the cap that Gemma 2 has; see `engine.model.Model`."""
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
+
+        They are capped if the config says so (Gemma 2).
+        """
         logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -234,7 +242,11 @@ class TransformersModel:
     # weights
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns copies of the last layers' weights; see `engine.model.Model`. Raises SpecgenError as it does."""
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
+        file.
+
+        Raises SpecgenError if the model is on several devices.
+        """
         if len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1:
             raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
         decoder, head = decoder_of(self.module), self.module.lm_head
@@ -265,7 +277,8 @@ class TransformersModel:
                 yield f"{prefix}bias", bias[0]
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of weights; see `engine.model.Model`."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
+        layers."""
         if not kept_layers:
             for module in self.module.modules():  # quantised ones cannot be moved to the meta device
                 module._parameters.clear()
@@ -279,9 +292,10 @@ class TransformersModel:
 class AttentionMasks:
     """Makes the attention masks of one model, in the form that the model's `forward` takes.
 
-    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window)
-    take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run trees.
-    Masks are additive: transformers' eager attention adds any mask to the scores, so that boolean ones would be silently wrong.
+    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window,
+    chunked) take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run
+    trees. Masks are additive, because transformers' eager attention adds any mask to the scores, where a boolean one would
+    silently be wrong.
     """
 
     def __init__(self, module: Any) -> None:
@@ -295,7 +309,8 @@ class AttentionMasks:
         self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask of a pass, whose tokens see what `sight` says. Raises SpecgenError for a tree with ALiBi."""
+        """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises SpecgenError for a tree with
+        ALiBi."""
         if not self._has_alibi:
             return self(sight, dtype)
         if not forward_pass.is_chain:
@@ -303,7 +318,8 @@ class AttentionMasks:
         return None
 
     def __call__(self, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask [1 or batch, 1, n, keys] of the tokens of one sequence or of several; see the class."""
+        """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or one mask for each attention
+        type."""
         made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
         found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
@@ -323,7 +339,7 @@ def _takes_mapping(model: Any) -> bool:
         return False
 
 
-def _shape(config: Any) -> ModelShape:
+def shape_of(config: Any) -> ModelShape:
     """Returns the sizes of a model from its transformers config; an `Architecture` if the native decoder knows the family."""
     fields = json.loads(config.get_text_config().to_json_string(use_diff=False))
     try:
@@ -341,7 +357,10 @@ def decoder_of(module: Any) -> Any:
 
 
 def missing_part(module: Any) -> str | None:
-    """Returns the name of a module that `LlamaForCausalLM` has and this model lacks; None if it has all that are needed."""
+    """Returns the name of a module that running layers one by one needs, as in `LlamaForCausalLM`, and that this model lacks.
+
+    None if the model has all of them.
+    """
     decoder = decoder_of(module)
     missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
     return next(iter(missing), None if hasattr(module, "lm_head") else "lm_head")

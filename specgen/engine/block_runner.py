@@ -1,0 +1,143 @@
+"""Drafters that compute the logits for all positions of a draft at once: what they share, and PARD."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
+from specgen.engine.inference_mode import inference
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.penalties import PenaltyProcessor
+
+LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
+
+
+class BlockRunner(ABC):
+    """Base of drafters that compute the logits for all positions of a draft together. Implements `DraftRunner`.
+
+    They are computed once for each context, as rows: row m predicts the token on level m of a draft, from 0. So the logits after
+    the context are row 0, and those after a drafted token on level m are row m + 1. `longest_draft` is the number of rows.
+    `independent`: no row depends on the tokens drafted before it. `draws`: in sampling, the tokens of a chain are drawn from the
+    rows; otherwise the likeliest are taken, of which more are accepted where rows are independent (drawn tokens need not fit to
+    each other). `like` is a runner whose context limit, vocabulary and device this one has; `penalties` change the logits from
+    which tokens are chosen.
+    """
+
+    independent = True
+    draws = False
+
+    def __init__(self, like: Any, longest_draft: int, penalties: PenaltyProcessor | None) -> None:
+        self.context_limit = like.context_limit
+        self.num_embeddings = like.num_embeddings
+        self.vocab_size = like.vocab_size
+        self.device = like.device
+        self.longest_draft = longest_draft
+        self._penalties = penalties
+        self._computed: tuple[Context, int, ModelOutput] | None = None  # a context, its length, the rows after it
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns the logits after the context and after each draft token; see `ModelRunner.logits`.
+
+        No draft token may be on the level of the last row: the logits after it would need a further row.
+        """
+        levels = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
+        count = 1 + max(levels)
+        known = self._computed
+        if known is None or not self._is_same(context) or len(known[2].logits) < count:
+            known = context, len(context), self.rows(context, count)
+            self._computed = known
+        output = self.after(known[2], context, draft, levels, start)
+        return penalised(output, self._penalties, context, draft, parents, start)
+
+    def _is_same(self, context: Context) -> bool:
+        """Whether the rows that were computed last are those after this context."""
+        known = self._computed
+        return known is not None and known[0] is context and known[1] == len(context)
+
+    @abstractmethod
+    def rows(self, context: Context, count: int) -> ModelOutput:
+        """Computes the rows after the context: at least the first `count`, in order, as an output with `logits` [rows,
+        vocabulary]."""
+
+    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
+        """Returns the output after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+
+        `levels` has the row of `rows` for each of these indices.
+        """
+        picked = torch.tensor(levels[start:])
+        return ModelOutput(rows.logits.index_select(0, upload(picked, self.device)))
+
+    def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
+        """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
+
+    def clear_cache(self) -> None:
+        """Drops the rows that were computed, and empties the KV cache if there is one. For measurements."""
+        self._computed = None
+
+
+def penalised(
+    output: ModelOutput,
+    penalties: PenaltyProcessor | None,
+    context: Context,
+    draft: Sequence[int],
+    parents: Sequence[int] | None,
+    start: int,
+) -> ModelOutput:
+    """Returns `output` with penalties applied to its logits; unchanged if `penalties` is None.
+
+    The other arguments are those of the call of `ModelRunner.logits` whose output this is.
+    """
+    if penalties is None:
+        return output
+    nodes = draft_nodes(list(draft), parents)
+    processed = penalties(output.logits, context, nodes.tokens, nodes.parents, start)
+    return output._replace(logits=processed, unpenalised=output.logits)
+
+
+class PardRunner(BlockRunner):
+    """Runs a PARD draft model (An et al. 2025, arXiv 2504.18583): one pass over the new tokens and mask tokens behind them.
+
+    `mask` is the id of the mask token. The logits after the context's last token and after each mask are the rows. When drafted
+    tokens are accepted, they are run as real tokens in place of their masks. The number of masks follows the lengths of the last
+    drafts; if a draft gets longer, its further rows take another pass.
+    """
+
+    def __init__(self, runner: ModelRunner, mask: int, penalties: PenaltyProcessor | None = None) -> None:
+        super().__init__(runner, LONGEST_DRAFT, penalties)
+        self._runner = runner
+        self._mask = mask
+        self._expected = LONGEST_DRAFT
+        self._deepest = LONGEST_DRAFT
+        if not 0 <= mask < self.num_embeddings:
+            problem = f"the draft's pard_token is {mask}, and its embedding has {self.num_embeddings:,} rows"
+            raise SpecgenError(problem, "Correct its config.json")
+
+    def rows(self, context: Context, count: int) -> ModelOutput:
+        if not self._is_same(context):
+            self._expected = max(self._deepest, self._expected - 1, 1)
+            self._deepest = 1
+        wanted = self._expected if count <= self._expected else max(count, LONGEST_DRAFT)
+        wanted = min(wanted, max(count, self.context_limit - len(context)))
+        output = self._runner.logits(context, [self._mask] * (wanted - 1))
+        return ModelOutput(output.logits.clone())
+
+    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
+        self._deepest = max(self._deepest, 1 + max(levels))
+        return super().after(rows, context, draft, levels, start)
+
+    def reserve(self, capacity: int) -> None:
+        self._runner.reserve(capacity + LONGEST_DRAFT)
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self._runner.clear_cache()

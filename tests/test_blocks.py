@@ -1,0 +1,116 @@
+"""Drafters that compute all rows of a draft at once: PARD's rows by their definition, and exact sampling by enumeration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import ROUNDING, Case, SmallRunner, distance
+from families import make_model, model_of
+
+import specgen
+from specgen import demo
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
+from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
+from specgen.engine.forward_pass import ModelOutput
+from specgen.engine.model_runner import ModelRunner
+
+THREE = (3, 3)
+
+
+class RowTable(BlockRunner):
+    """Rows that depend on the context's last two tokens; with `markov` also on the token before, as DSpark's."""
+
+    def __init__(self, case: Case, *, markov: bool = False, draws: bool = False) -> None:
+        size = case.sizes[1]
+        super().__init__(SmallRunner(0, size), 3, None)
+        self.independent, self.draws = not markov, draws
+        self._tables = [SmallRunner(case.seed + 100 + row, size, zero=case.zero) for row in range(3)]
+        self._bias = SmallRunner(case.seed + 200, size).table[0, :, :size] * markov
+
+    def rows(self, context: Context, count: int) -> ModelOutput:
+        return ModelOutput(torch.stack([table.row(context.ids) for table in self._tables]))
+
+    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
+        logits = super().after(rows, context, draft, levels, start).logits + self._bias[[context.ids[-1], *draft][start:]]
+        return ModelOutput(logits, logits)  # the scripted predictor reads the hidden states
+
+
+CASES = [
+    Case("sd", {"k": 3}, 5, THREE, {"top_k": 2}, eos=(2,)),
+    Case("sd", {"k": 2}, 4, THREE, zero=True, seed=1),
+    Case("sd", {"policy": "confidence", "threshold": 0.4, "max_draft": 3}, 5, seed=2),
+    Case("sd", {"policy": "svip", "threshold": 0.25, "max_draft": 3}, 5),
+    Case("eesd-cali", {"theta0": 0.9, "max_draft": 3}, 4),
+    Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.01, "verify_cost": 0.2}, 5, seed=2),
+    Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+]
+
+
+@pytest.mark.parametrize("kind", ["likeliest", "drawn", "markov"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sampling_is_lossless(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = RowTable(case, markov=kind == "markov", draws=kind != "likeliest")
+    assert distance(case, monkeypatch, draft) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of(make_model("llama"), "native")
+
+
+def test_rows_of_pard_are_those_of_masks_behind_the_context_whatever_is_drafted(llama: Any) -> None:
+    """Also after drafts of other lengths, of which a part was accepted: what masks left in the cache is dropped."""
+    runner, context, mask = PardRunner(ModelRunner(llama), 2), Context([1, 5, 6, 7]), 2
+    for longest, accepted in ((3, 2), (0, 0), (6, 6), (LONGEST_DRAFT - 1, 1), (1, 0), (9, 9)):
+        draft = [9 + 3 * node for node in range(longest)]
+        found = [runner.logits(context, draft[:node], start=node).logits[0] for node in range(longest + 1)]
+        expected = llama.reference_logits([*context.ids, *[mask] * longest])[-longest - 1 :]
+        torch.testing.assert_close(torch.stack(found), expected, atol=1e-4, rtol=1e-4)
+        context.extend([*draft[:accepted], 30])
+    tree = runner.logits(context, [3, 4, 5], [-1, -1, 1]).logits
+    assert torch.equal(tree[1], tree[2]), "two tokens on one level"
+    torch.testing.assert_close(tree, llama.reference_logits([*context.ids, mask, mask])[[-3, -2, -2, -1]], atol=1e-4, rtol=1e-4)
+
+
+def test_the_pass_of_pard_is_as_long_as_the_last_drafts(llama: Any) -> None:
+    own, context, rows = ModelRunner(llama), Context([1, 5, 6, 7]), list[int]()
+    runner = PardRunner(own, 2)
+    for token in range(20):
+        before = own.forward_count
+        for drafted in range(4):
+            runner.logits(context, [9] * drafted, start=drafted)
+        assert own.forward_count == before + 1
+        assert runner._computed is not None
+        rows.append(len(runner._computed[2].logits))
+        context.extend([3 + token])
+    assert (rows[0], rows[-1]) == (LONGEST_DRAFT, 4)
+
+
+def pard_draft(folder: Path, mask: int) -> str:
+    """The bundled draft model, whose config calls one of its tokens PARD's mask."""
+    shutil.copytree(demo.folder("draft"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pard_token": mask, "spd_type": "pard"}))
+    return str(folder)
+
+
+def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> None:
+    target, sampling = str(demo.folder("target")), specgen.SamplingParams(max_new_tokens=24)
+    with specgen.load(target, pard_draft(tmp_path / "draft", 0), dtype="float32") as pair:
+        plain = pair.generate("def f(", "ar", sampling).token_ids
+        for method in ("sd", "svip", "adaptive", "spectr", "ouroboros"):
+            assert pair.generate("def f(", method, sampling).token_ids == plain
+        with pytest.raises(SpecgenError, match=r"pearl drafts token by token, and .*draft \(PARD\) drafts in one pass"):
+            pair.generate("def f(", "pearl")
+    with (
+        specgen.load(target, pard_draft(tmp_path / "wrong", 99_999), dtype="float32") as pair,
+        pytest.raises(SpecgenError, match="pard_token is 99999"),
+    ):
+        pair.generate("def f(", "sd")
