@@ -66,8 +66,8 @@ def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
     """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with strict types.
 
-    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` ends
-    it.
+    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` says
+    what to do.
     """
     from pydantic import ValidationError
 

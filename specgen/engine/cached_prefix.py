@@ -97,11 +97,11 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
 
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
-        """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
+        """Yields the forward passes over those tokens of context and draft, before index `last`, that the KV cache lacks.
 
         A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the rest of the context and the
-        draft. The caller must run each pass before it takes the next one: asking for the next one counts the tokens as cached
-        and makes the pass's mask and positions invalid. Raises SpecgenError for a tree on a model with ALiBi.
+        draft. The caller must run each pass before it takes the next one: then the tokens of the pass count as cached, and the
+        cache's length changes.
         """
         length, begin = len(context), self.committed
         missing = min(last, length) - begin
@@ -171,7 +171,7 @@ def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
-    """Returns how many numbers at the beginning of `left` and `right` are equal, at most `limit` (None: no limit)."""
+    """Returns how many numbers at the beginning are the same in `left` and `right`, at most `limit` (None: no limit)."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit

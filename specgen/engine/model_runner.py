@@ -50,7 +50,12 @@ class DraftRunner(Protocol):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
+        """Returns the logits after the last context token (index 0) and after each draft token i (index i + 1), from index
+        `start` on.
+
+        Their shape is [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of draft token i's parent in the tree
+        (-1: the context); `parents` None means a chain.
+        """
         ...
 
 

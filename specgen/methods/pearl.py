@@ -155,7 +155,7 @@ class ParallelDrafter(Protocol):
     def finish(self) -> Draft:
         """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
 
-        The draft's `probs` stay valid until the second next draft starts.
+        The draft's `probs` stay valid until the draft after the next one is started.
         """
 
     def close(self) -> None:

@@ -105,7 +105,8 @@ class DraftWorker:
         return WorkerDrafter(self, settings, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves shared memory for it. Returns where this begins, in bytes.
+        """Begins a run (the generation of one output): reserves a part of the shared memory for it, and returns its offset in
+        bytes.
 
         If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
         """

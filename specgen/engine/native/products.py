@@ -84,7 +84,7 @@ class DenseProduct(Product):
 class WidenedProduct(DenseProduct):
     """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not differentiable.
 
-    There, each row of activations takes as long as reading the weight does. So from two rows on, parts of the weight that fit
+    There, torch's product of n rows takes n times as long as that of one row. So from two rows on, parts of the weight that fit
     into the processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
     """
 

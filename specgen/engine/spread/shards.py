@@ -121,9 +121,10 @@ class LayerShard:
             self._parts |= {names.q_norm: (0, [queries]), names.k_norm: (0, [keys])}
 
     def take(self, name: str) -> Tensor:
-        """Returns the rank's part of the tensor `name`; see `WeightFiles.take`.
+        """Returns the rank's part of the tensor `name`, in its stored dtype.
 
-        A bias that is added to a sum over all ranks would be added once by each rank, so it is zero on all ranks but the first.
+        A bias of a product that is summed over all ranks would be added once by each rank, so it is zero on all ranks but the
+        first.
         """
         if name in self._parts:
             return self._files.take_part(name, *self._parts[name])
