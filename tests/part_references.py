@@ -63,7 +63,7 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
         torch.manual_seed(50 + k)
         block = weakened(make_model(config.model_type, 70 + k, **changes)).model.layers[-1].state_dict()
         own = prefix.format(k=k, last=config.num_hidden_layers + k)
-        tensors |= {own + name: tensor.clone() for name, tensor in block.items()}
+        tensors |= {own + name: tensor.clone() for name, tensor in separate_experts(block).items()}
         token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
         tensors |= {f"{name}.weight": 0.9 + torch.rand(width) / 4 for name in (token_norm, state_norm, out_norm)}
         tensors[f"{join}.weight"] = torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 3
@@ -81,11 +81,22 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
     (folder / "config.json").write_text(json.dumps(stored))
 
 
+def separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer, with those of each expert apart, as in published files."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors.keys() - found.keys():
+        for number, matrix in enumerate(tensors[name]):
+            parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
+            for part, own in zip(("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True):
+                found[f"mlp.experts.{number}.{part}_proj.weight"] = own
+    return found
+
+
 def weakened(module: Any) -> Any:
     """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
-    for layer in module.model.layers:
-        for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            matrix.data *= 0.03
+    for name, weight in module.model.layers.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.data *= 0.03
     return module
 
 

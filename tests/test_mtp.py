@@ -29,7 +29,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"policy": "svip", "threshold": 0.6},
     {"policy": "adaptive", **COSTS},
 ]
-TARGETS = [("deepseek", 1, "qwen3"), ("deepseek", 2, "gemma2"), ("deepseek", 3, "llama"), ("qwen", 1, "qwen2")]
+TARGETS = [("deepseek", 1, "qwen3"), ("deepseek", 2, "gemma3_text"), ("deepseek", 3, "glm4_moe"), ("qwen", 1, "qwen2")]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -144,7 +144,7 @@ class EnergyMeter:
         self._begin = self._readings()
 
     def stop(self) -> Energy:
-        """Returns the energy used since `start`, with and without what the idle devices use."""
+        """Returns the energy used since `start`: in all, and without what the idle devices would have used."""
         spans, source = self._since(self._begin), ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
@@ -206,7 +206,7 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
         raise OSError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
 
     def joules(handle: Any, index: int) -> float:
-        torch.cuda.synchronize(index)  # it finishes its queued work first
+        torch.cuda.synchronize(index)  # the GPU finishes its queued work first
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
     found = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST = 4 << 20  # bytes of a file that `read` takes
 _DEEPEST = 20  # levels of nesting of YAML; specgen's own files need six
-_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # in a text that may hold a number without a float64
+_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # text that may be part of a number too large for a float64
 _PLAIN = {"missing": "it is missing", "unexpected_keyword_argument": "there is no such key"}  # for pydantic's words
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
     """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with strict types.
 
-    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` ends
-    it.
+    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` says
+    what to do.
     """
     from pydantic import ValidationError
 
@@ -87,7 +87,7 @@ def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) ->
 
     try:
         value = from_json(text, allow_inf_nan=not finite)
-        if finite and _LONG_NUMBER.search(text):  # hooks for each number are slow
+        if finite and _LONG_NUMBER.search(text):  # only then, because calling a hook for each number is slow
             json.loads(text, parse_int=_check_number, parse_float=_check_number)
     except ValueError as error:
         raise SpecgenError(f"{where} is not JSON ({error})", hint) from error

@@ -31,10 +31,10 @@ class Setting:
     fractional: bool = False
 
     def parse(self, name: str, value: object) -> Value:
-        """Converts `value`, a string or a Python value, to this setting's type: bool, int, float or str, as `default` has.
+        """Converts `value`, a string or a Python value, to this setting's type (bool, int, float or str, the type of `default`).
 
-        If the setting has a `word`, returns that word or a number. `name` is the setting's name, used only in error messages.
-        Raises SpecgenError if the value has the wrong type or is out of bounds.
+        If the setting has a `word`, returns that word or a number. `name` is the setting's name in error messages. Raises
+        SpecgenError if the value has the wrong type or is out of bounds.
         """
         if isinstance(self.default, bool):
             if (found := _BOOLEANS.get(str(value).strip().lower())) is None:

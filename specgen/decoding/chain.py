@@ -21,7 +21,7 @@ from specgen.engine.text.retokenized_context import RetokenizedContext
 
 _MOST_CANDIDATES = 7
 _BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates
-_PIECES = 4  # of the draft model's tokens that `TextDrafter` drafts for one of the target's, at most
+_PIECES = 4  # `TextDrafter` drafts at most this many of the draft model's tokens for one of the target's
 
 
 class ModelDrafter(DraftModelUser):
@@ -74,7 +74,7 @@ class ModelDrafter(DraftModelUser):
 
         def extend(position: int) -> DraftedToken | str:
             nonlocal is_cut
-            if is_cut:  # after the policy has seen the last token, from which it may learn later
+            if is_cut:  # the policy has seen the last token, from which it may learn later
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
             own, score = output.unpenalised_part(self._vocab_size), None
@@ -225,7 +225,7 @@ class TextDrafter:
     def __init__(self, setup: Setup) -> None:
         runner, tokenizers = setup.draft, setup.tokenizers
         assert runner is not None, "this drafter runs a model"
-        runner = getattr(runner, "own", runner)  # of one that answers in the target's tokens
+        runner = getattr(runner, "own", runner)  # a runner that answers in the target's tokens has one in the draft's own
         assert tokenizers is not None, "this drafter needs the tokenizers of both models"
         target, draft = tokenizers
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})

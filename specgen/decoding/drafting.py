@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
-NO_CANDIDATES = "no candidates"  # why a draft ends where penalties forbid every token that the draft model has
+NO_CANDIDATES = "no candidates"  # the reason why a draft ended, if penalties forbid all tokens that the draft model has
 
 
 class Drafter(Protocol):

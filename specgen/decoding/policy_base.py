@@ -95,10 +95,10 @@ class LengthPolicy:
         return True
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learns from a verified draft: its number of tokens (of levels, for a tree) and how many of them were accepted.
+        """Learns from a verified draft: its number of tokens (of levels, for a tree), and how many of them were accepted.
 
-        Called after each round but the pass over the prompt, also after one without a draft. In PEARL the draft's last tokens may
-        be verified in later rounds.
+        Called after each round, also after one without a draft, but not after the pass over the prompt. In PEARL, the last tokens
+        of a draft may be verified, and counted, in a later round.
         """
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
@@ -164,7 +164,7 @@ class LengthSweep(LengthPolicy):
         self.levels = 0
 
     def start_run(self) -> None:
-        self._warm_up_left = WARM_UP - 1  # without the pass over the prompt
+        self._warm_up_left = WARM_UP - 1  # the pass over the prompt, which `observe` does not see, is one of them
 
     @property
     def length(self) -> int:

@@ -86,7 +86,7 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
         return on_host
     tokens: list[int] = []
     for scores in logits.float().numpy():  # NumPy's argmax takes a tenth of torch's time; one by one, which is faster there
-        token = int(scores.argmax())  # the first NaN of a row that has one
+        token = int(scores.argmax())  # if the row has a NaN, argmax returns the first one's index
         tokens.append(-1 if math.isnan(scores[token]) else token)
     return tokens
 

@@ -70,7 +70,10 @@ class DraftTree(Tree):
         self._logits: list[torch.Tensor] = []  # without penalties; row i is after node i - 1
 
     def add(self, parent: int, token: int) -> int:
-        """Adds a token, as in any tree. Raises RunError if it is -1, which means that the logits held a NaN."""
+        """Returns the child of node `parent` that has this token, and adds it if there is none.
+
+        Raises RunError if the token is -1, which means that the logits held a NaN.
+        """
         return super().add(parent, token_sampling.valid_token(token, "draft"))
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:

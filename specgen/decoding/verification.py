@@ -74,11 +74,11 @@ class RejectionSampling:
         fresh = torch.rand(length, generator=self._generator, device=logits.device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         after = target.index_select(0, accepted.clamp_max(len(logits) - 1)[None])
-        # after the last token no draft was rejected, so that the residual there is p
+        # if all tokens were accepted, the next one is drawn from p
         drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])
         residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
         residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
-        # a NaN rejects its token, so it is noticed here
+        # a NaN in p rejects a token, so that `draw` gets it and returns -1
         token = token_sampling.draw(residual, self._generator)
         count, own = torch.cat((accepted[None], token)).tolist()
         return count, own

@@ -46,9 +46,10 @@ class BlockRunner(ABC):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits after the context and after each draft token; see `ModelRunner.logits`.
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
 
-        No draft token may be on the level of the last row: the logits after it would need a further row.
+        The arguments are those of `ModelRunner.logits`. No draft token may be on the level of the last row: the logits after it
+        would need a further row.
         """
         levels = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
         count = 1 + max(levels)

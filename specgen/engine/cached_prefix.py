@@ -13,7 +13,7 @@ from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes,
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _SMALLEST_CHUNK = 256  # fewer would be slower
-_MASK_NUMBERS = PREFILL_CHUNK << 15  # of a pass over a longer prompt: bounds the mask; smaller chunks take 10 % more time
+_MASK_NUMBERS = PREFILL_CHUNK << 15  # most numbers in a pass's mask: bounds its memory; smaller chunks take 10 % more time
 
 
 def chunk_size(cached: int) -> int:
@@ -95,11 +95,11 @@ class CachedPrefix:
             self.draft = TreeNodes(cached.tokens[length:], chain_parents(len(cached.tokens) - length))
 
     def missing_passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
-        """Yields the forward passes over the tokens before index `last` of context and draft that the KV cache lacks.
+        """Yields the forward passes over those tokens of context and draft, before index `last`, that the KV cache lacks.
 
         A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the rest of the context and the
-        draft. The caller must run each pass before it takes the next one: asking for the next one counts the tokens as cached
-        and makes the pass's mask and positions invalid. Raises SpecgenError for a tree on a model with ALiBi.
+        draft. The caller must run each pass before it takes the next one: then the tokens of the pass count as cached, and the
+        cache's length changes.
         """
         length, begin = len(context), self.committed
         missing = min(last, length) - begin
@@ -172,7 +172,7 @@ def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
-    """Returns how many numbers at the beginning of `left` and `right` are equal, at most `limit` (None: no limit)."""
+    """Returns how many numbers at the beginning are the same in `left` and `right`, at most `limit` (None: no limit)."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     if left[:limit] == right[:limit]:  # one comparison of lists is the fast path; a range never equals a list
         return limit

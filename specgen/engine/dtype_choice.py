@@ -25,8 +25,8 @@ from specgen.engine.weights import stored_tensors
 
 _MIN_SPEEDUP = 1.1  # a CPU uses a 16-bit dtype only if it is this many times as fast as float32: above the noise of minima
 _WIDTHS = (1, 6)  # tokens of a pass in plain decoding, and of one that verifies a draft
-_TOKENS_A_PASS = 2.9  # of the target, from drafts of 5 tokens of which 70 % are accepted: (1 - 0.7^6) / (1 - 0.7)
-_MUCH_FASTER = 2.0  # times: if int8 weights would decode so much faster, one line says so
+_TOKENS_A_PASS = 2.9  # tokens that a target pass gives with drafts of 5, each accepted with 0.7: (1 - 0.7^6) / (1 - 0.7)
+_MUCH_FASTER = 2.0  # if int8 weights would decode this many times as fast, a line says so
 _SECONDS, _TURNS = 2.0, 2  # the most that is spent on a choice
 _NUMBERS = 3 << 20  # at most, in the weight that is timed
 _MAX_FLUSH = 64 << 20  # bytes; reading more takes too long

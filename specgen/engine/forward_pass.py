@@ -101,9 +101,10 @@ class ForwardPass(NamedTuple):
 class BatchPass(NamedTuple):
     """One forward pass over n tokens of each of several sequences.
 
-    `ids` and `positions` are [batch, n]. `visible` [batch, n, keys] is true where a token may see a key; the model applies its
-    sliding windows itself, by `key_positions` [batch, keys], the positions of the keys' tokens. The keys are those in `cache`,
-    followed by those of the n tokens; without a cache (None) they are those of the n tokens alone.
+    `ids` and `positions` are [batch, n]. The keys are those in `cache`, followed by those of the n tokens; without a cache (None)
+    they are those of the n tokens alone. `visible` [batch, n, keys] is true where a token may see a key, `key_positions` [batch,
+    keys] are the positions of the keys' tokens. Sliding windows are not part of `visible`: the model applies them, by the
+    positions.
     """
 
     ids: torch.Tensor

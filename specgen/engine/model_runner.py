@@ -50,7 +50,12 @@ class DraftRunner(Protocol):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`."""
+        """Returns the logits after the last context token (index 0) and after each draft token i (index i + 1), from index
+        `start` on.
+
+        Their shape is [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of draft token i's parent in the tree
+        (-1: the context); `parents` None means a chain.
+        """
         ...
 
 
@@ -121,8 +126,8 @@ class ModelRunner:
         self._feeding = static if static is not None and static.feeds and penalties is None else None
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
-        self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of each other context's last call
-        self.forward_count = 0  # forward passes, and cleared caches
+        self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of the last call with each other context
+        self.forward_count = 0  # counts forward passes and clearings of the cache
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""

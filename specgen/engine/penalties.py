@@ -64,10 +64,10 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
-    """Returns the generation config of the model in `folder`, whose config.json holds `config`.
+    """Returns the generation config of the model in `folder`: the content of its generation_config.json.
 
-    If there is no generation_config.json, the same fields are taken from `config`, where old models keep them. Otherwise only the
-    file counts. Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
+    If there is no such file, the same fields are taken from `config`, the content of config.json, where old models keep them.
+    Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
     """
     path, found, hint = folder / _FILE, _with_nested(config), "Download or save it again: it may hold penalties"
     if path.is_file() or path.is_symlink():

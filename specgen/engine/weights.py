@@ -87,7 +87,7 @@ class WeightFiles:
         return shown(self._keys.get(name, name))
 
     def shape(self, name: str) -> Shape:
-        """Returns the shape of a tensor. Raises SpecgenError if it is missing, or if its file is damaged."""
+        """Returns the shape of the tensor `name`. Raises SpecgenError if the tensor is missing or its file is damaged."""
         self._check_complete([name])
         with reading_weights(self.owner):
             return tuple(self._slice(name).get_shape())

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
 
 AUTO = "auto"
-_UNLIKELY = 0.01  # lookup's draft ends before a token that is worth less than this, even if verification costs nothing
+_UNLIKELY = 0.01  # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
 # Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the weights of `features`. Fitted
 # to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts that
 # `compare` takes from `examples.yaml` and on those for tuning.
 _TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
 _FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
-_COPIED = (-1.2, 0.8)  # that of a copied token: a constant and the weight of ln(match length); for the bundled target
+_COPIED = (-1.2, 0.8)  # score of a copied token: a constant and the weight of ln(match length); fitted to the bundled target
 _SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
 
 
@@ -108,7 +108,7 @@ class Adaptive(LengthPolicy):
         self.signals = self.preferred_signals
         self.predictions: Sequence[float] = []
         self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
-        self._before: float | None = None  # the following score of the drafted token before them, if there is one
+        self._before: float | None = None  # `_FOLLOWING` score of the drafted token before the first of `_steps`, if there is one
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
         self._copied: list[float] | None = None  # acceptances of the tokens to copy in this round, if prompt lookup drafts
@@ -202,7 +202,7 @@ class Adaptive(LengthPolicy):
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
         levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))  # a tree may leave levels out
-        del self._steps[:drafted]  # what a rejection makes void is deleted when the next draft starts
+        del self._steps[:drafted]  # tokens after a rejected one are deleted when the next draft starts
         tokens = accepted + (was_rejected or not judges_new)
         cost = self._costs.of_draft(levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
         if drafted:

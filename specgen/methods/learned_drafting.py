@@ -13,17 +13,17 @@ from specgen.decoding.costs import RoundCosts
 OPTION = 1.1  # a further token also shows whether those after it are worth drafting, which its own worth does not count
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 1024  # rounds
 _MODEL_RATE, _LOOKUP_RATE = 0.8, 0.5  # acceptance rates from which the first worth of a token is computed
-_COST_TOKENS = 10.0  # tokens that the first worth counts as
-_FADING = 0.97  # of sums over rounds, for each round; of `gains` over drafts
-_IDLE_FADING = 0.98  # of `gains`, for each round without a draft
-_FIRST_GAIN, _DRAFTS, _FEWEST_DRAFTS = 0.6, 10.0, 0.2  # the gain that drafts are assumed to have, and how many it counts as
+_COST_TOKENS = 10.0  # the worth that is assumed at first counts as much as this many tokens
+_FADING = 0.97  # sums over rounds are multiplied by this for each round, sums of gains for each draft
+_IDLE_FADING = 0.98  # sums of gains are multiplied by this for each round without a draft
+_FIRST_GAIN, _DRAFTS, _FEWEST_DRAFTS = 0.6, 10.0, 0.2  # the gain assumed at first, how many drafts it counts as, and the fewest
 _SHRINKING = 0.85
-_LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # fading of what all tokens say, and of what the last ones say
+_LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # factors on sums over all tokens and over the last ones, for each token
 _USUAL = 6  # drafted tokens: costs per token are taken at this length
-_COST_FADING = 0.98  # of the sums over rounds from which costs are learned, for each round
+_COST_FADING = 0.98  # the sums over rounds from which costs are learned are multiplied by this for each round
 _OUTLIER = 3.0  # a time counts as at most this many times the expected one
-_BLOCK_RATIO = 3.0  # of the costs of the first and of each further token, above which a drafter makes them in one pass
-_WIDEST = 8  # drafted tokens of the second one of two passes that stand for the first guess
+_BLOCK_RATIO = 3.0  # if the first token costs more than this many further ones, the drafter makes all in one pass
+_WIDEST = 8  # drafted tokens; the guess counts as two measured passes, of none and of this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,8 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Learns from a verified token with this score: one that the target accepted, or the first one that it rejected."""
+        """Moves later predictions towards what happened to a drafted token with this score, the predicted log odds that it is
+        accepted. Call it for each token that the target has accepted, and for the first one that it has rejected."""
         expected = _probability(score + self.offset)
         residual, information = accepted - expected, expected * (1 - expected)
         self.residuals = _RECENT * self.residuals + residual

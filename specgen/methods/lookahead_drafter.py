@@ -287,7 +287,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         said = token_sampling.argmax_tokens(output.logits)  # by the target after the context, and after node i at index i + 1
         self._learn_rejected(said[1 : len(self._chain) + 1], min(len(verdict.path), len(self._chain)))
         key = self._chain[-1]
-        for phrase, nodes in reversed(self._tried):  # the newest last, to stay the newest
+        for phrase, nodes in reversed(self._tried):  # the newest is added last, so that it stays the newest
             if len(nodes) == self._pool.ngram - 1:
                 self._pool.replace(key, phrase, [said[len(self._chain)], *(said[node + 1] for node in nodes[:-1])])
 

@@ -76,7 +76,7 @@ class MedusaTreeDrafter(DraftModelUser):
         if limit < 1:
             return Draft()
         tree = Tree()
-        nodes: dict[RankPath, int] = {(): -1}  # of rank paths that may have children
+        nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
         origins: list[_Head] = []  # the head that each node was chosen from
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
 

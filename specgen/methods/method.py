@@ -23,7 +23,7 @@ MTP = "mtp"  # the kind of a target's own drafting layers
 HEADS = ("medusa", "eagle", "glide", MTP)
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
-COPYING = "echo"  # the `cost_kind` of drafts that take no time worth mentioning, and of none
+COPYING = "echo"  # the `cost_kind` of drafts that take almost no time, and of methods without drafts
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
 
 Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in all combinations

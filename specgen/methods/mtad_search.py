@@ -119,7 +119,7 @@ class BeamSearchDrafter(DraftModelUser):
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
         parents, tokens = chosen // vocabulary, chosen % vocabulary
-        rows = parents.clamp_max(len(growing) - 1)  # of a finished beam, which has no logits any more, those of another
+        rows = parents.clamp_max(len(growing) - 1)  # a finished beam has no row of logits: another one's stands in
         computed = tree.signals(read, logits, rows, tokens, probs)
         numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
         after = []

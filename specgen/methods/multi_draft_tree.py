@@ -184,7 +184,7 @@ class TreeSampling:
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         target = token_sampling.warp(output.logits, self._sampling).to("cpu", self._dtype)
-        children: dict[int, list[int]] = {}  # of each node that has some, in the order of their draws; -1 is the context
+        children: dict[int, list[int]] = {}  # the children of each node (-1: the context), in the order of their draws
         for node in draft.draws or ():
             children.setdefault(draft.parents[node], []).append(node)
         path, node, after = list[int](), -1, target[0]

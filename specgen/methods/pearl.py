@@ -155,7 +155,7 @@ class ParallelDrafter(Protocol):
     def finish(self) -> Draft:
         """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
 
-        The draft's `probs` stay valid until the second next draft starts.
+        The draft's `probs` stay valid until the draft after the next one is started.
         """
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Parallel:
         both = _joined(unverified, fresh)
         if lead:
             fresh = fresh.part(len(known))
-        # the last logits verify the first fresh token, so there is never a bonus after pending ones
+        # the last logits verify the first fresh token, so no bonus token is drawn
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specgen.decoding.drafting import Setup
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
-MOST_OCCURRENCES = 16  # the latest ones of an n-gram, which are compared with the context; 64 gain nothing and cost more
+MOST_OCCURRENCES = 16  # of an n-gram, the latest ones, are compared with the context; 64 gain nothing and cost more
 HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
 _BORDER = -1  # between two stored sequences; no token has this id
 # The acceptance of a token was fitted on outputs of the bundled target: its odds are about _ODDS times

@@ -69,9 +69,10 @@ class SharedDrafts:
         return replace(draft, probs=None, logits=None)
 
     def read(self, slot: int, draft: Draft, device: torch.device) -> Draft:
-        """Returns the draft with the tensors of the slot, as a copy on a GPU `device`, or on a CPU as views of the shared memory.
+        """Returns the draft with the tensors of the slot: copies on `device` if this is a GPU, otherwise views of the shared
+        memory.
 
-        Views stay valid until the second next draft starts.
+        Views stay valid until the draft after the next one is started.
         """
         if not self._fields or not draft.tokens:
             return draft

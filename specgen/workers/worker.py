@@ -105,7 +105,8 @@ class DraftWorker:
         return WorkerDrafter(self, settings, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves shared memory for it. Returns where this begins, in bytes.
+        """Begins a run (the generation of one output): reserves a part of the shared memory for it, and returns its offset in
+        bytes.
 
         If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
         """
@@ -159,7 +160,7 @@ class WorkerDrafter:
         self._channel: Any = None  # DraftProcess or _Here
         self._shared = SharedDrafts(setup, window)
         self._run, self._slot = next(_RUNS), 0
-        self._requests: list[Any] = []  # the one that began the run and the one for a draft, until they are answered
+        self._requests: list[Any] = []  # those without an answer: for the beginning of the run, and for a draft
 
     def prefill(self, context: Context) -> None:
         self._channel = self._worker.ready()
@@ -198,7 +199,7 @@ class WorkerDrafter:
             return
         channel, self._channel = self._channel, None
         self._worker.leave(self)
-        with suppress(RunError):  # a worker that is gone has no runs to end; this one may be complete
+        with suppress(RunError):  # a worker that has ended has no runs to end
             channel.send("end", self._run, self._mirror.observed)
 
 
@@ -259,7 +260,7 @@ class _Here:
         if name == "draft":
             for tensor in (answer[0].probs, answer[0].logits):
                 if tensor is not None:
-                    tensor.record_stream(current)  # the memory is of the stream that it was allocated on
+                    tensor.record_stream(current)  # its memory belongs to the stream it was allocated on
         return answer
 
     def receive(self, request: Callable[[], Any]) -> Any:

@@ -222,6 +222,7 @@ def main() -> None:
         "heads": 14,
         "threads": 1,
         "tokens": 64,
+        "prompts": 4,
         "repeats": 3,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -256,7 +257,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
-        for prompt in PROMPTS:
+        for prompt in PROMPTS[: options.prompts]:
             for name, way in ways.items():
                 found[name].append(way(prompt))
     for name, speeds in found.items():

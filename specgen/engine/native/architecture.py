@@ -224,8 +224,8 @@ class Fields:
         return value
 
     def optional(self, read: Callable[[str, T | None], T], name: str, default: T | None = None) -> T | None:
-        """Returns the field `name` as the method `read` (such as `integer`) does; None if it is null, or absent without a
-        default."""
+        """Returns the field `name` as `read` does, a method such as `integer`. None if the field is null, or absent with no
+        `default`."""
         return None if self.raw(name, default) is None else read(name, default)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -32,8 +32,8 @@ from specgen.engine.native.native_model import NativeForward
 WIDTHS = (1, 2, 4, 8, 16)
 SPAN = 63  # tokens from `Ancestry.base` on that a pass can refer to: the bits of an int64 without its sign
 FIRST_BUCKET = 512  # entries of the KV cache
-_LARGEST_STEP = 8192  # entries; buckets are twice as large each up to this one, then this much larger each
-_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take a mask and whose kernels depend on shapes only
+_LARGEST_STEP = 8192  # entries; up to this size buckets double, beyond it they grow by this much
+_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # they take a mask, and their kernels depend on shapes only
 _WARM_UPS = 2  # libraries choose kernels and allocate memory in the first runs, which must not happen in a capture
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which would end one in another thread
 

@@ -28,10 +28,10 @@ Multiply = Callable[[Tensor], Tensor]
 GROUP = 32  # numbers that share a scale in int4
 _SMALL = 4 << 20  # bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from the cache
 _DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
-_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of operators that this torch lacks
+_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # raised by operators that this torch lacks
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
 _AT_ONCE = 1 << 18  # numbers of a weight that are converted at once, in the processor's cache
-_ACTIVATION_BITS = 6  # at least, that a product keeps of each activation, its sign not counted
+_ACTIVATION_BITS = 6  # a product has to keep at least this many bits of each activation, without the sign
 
 
 class Product:
@@ -84,7 +84,7 @@ class DenseProduct(Product):
 class WidenedProduct(DenseProduct):
     """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not differentiable.
 
-    There, each row of activations takes as long as reading the weight does. So from two rows on, parts of the weight that fit
+    There, torch's product of n rows takes n times as long as that of one row. So from two rows on, parts of the weight that fit
     into the processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
     """
 

@@ -20,7 +20,7 @@ from specgen.engine.devices import release, upload
 from specgen.engine.native.architecture import Fields, Rotary, UnsupportedConfig
 
 ALL_LAYERS = "all"  # the key in `Architecture.rotary` of models that rotate all their layers alike
-FULL, SLIDING = "full_attention", "sliding_attention"  # the keys of models that do not
+FULL, SLIDING = "full_attention", "sliding_attention"  # the keys of models that rotate layers with a sliding window differently
 _ORIGINAL = "original_max_position_embeddings"
 _NUMBERS = [
     "factor",

@@ -199,9 +199,10 @@ class EagleRunner(DecoderRunner):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
 
-        The output's `hidden_states` are the predicted features. Logits of tokens outside the head's vocabulary are -inf.
+        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the predicted features. Logits of tokens
+        outside the head's vocabulary are -inf.
         """
         ids, self._context = context.ids, context
         first = ids[0] if len(ids) > 1 else None

@@ -136,10 +136,13 @@ class GlideRunner(DecoderRunner):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits after the last context token and after each draft token; see `ModelRunner.logits`."""
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+
+        The arguments are those of `ModelRunner.logits`.
+        """
         committed = self._cached.committed
         if len(self.devices) > 1 and len(context) != committed:
-            self._cached.truncate(committed if committed > 1 else 0)  # in a context of one token, it has seen no key
+            self._cached.truncate(committed if committed > 1 else 0)  # a context of one token has seen no key of the target
         return super().logits(context, draft, parents, start=start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:

@@ -22,7 +22,7 @@ _CONVERTER = (
     " sys.argv[2:] for name, tensor in torch.load(path, map_location='cpu', weights_only=True).items()}, sys.argv[1])"
 )
 _TABLES = (EMBEDDING, "wte.weight", "embed_in.weight", "word_embeddings.weight", HEAD, "embed_out.weight")  # of targets
-_ROWS = 128  # that are compared; models that were not made from each other differ in nearly every number
+_ROWS = 128  # rows that are compared; unrelated models differ in nearly every number
 
 
 def open_head(

@@ -75,7 +75,12 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
         return None
     whole = known_architecture(target.model, "mtp")
     number = len({found[1] for name in files.names if (found := _LAYER.fullmatch(name))})
-    architecture = replace(whole, num_layers=number, layers=whole.layers[-1:] * number)
+    kind = next(kind for kind in reversed(whole.layers) if kind.mixer == "attention")
+    architecture = replace(whole, num_layers=number, layers=(kind,) * number)
+    if whole.mixture is not None and whole.mixture.layout != "interleaved":
+        is_fused = any(name.endswith("experts.gate_up_proj") for name in files.names)
+        mixture = replace(whole.mixture, layout="fused" if is_fused else "separate")
+        architecture = replace(architecture, mixture=mixture)
     shapes = _shapes(architecture)
     if unknown := sorted(files.names - shapes.keys()):
         raise files.refuse(f"{files.key(unknown[0])} is of no layout that specgen knows", _OTHERS)

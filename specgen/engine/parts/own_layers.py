@@ -77,10 +77,9 @@ def known_architecture(model: Model, feature: str) -> Architecture:
 
 
 def exit_architecture(model: Model) -> Architecture:
-    """Returns the architecture of a target for an exit layer. Raises SpecgenError if the target has layers that cannot be
-    trained.
+    """Returns the target's architecture, which its exit layer shares.
 
-    The training of an exit layer begins with the target's last layers.
+    Raises SpecgenError if the native decoder does not know the model's family, or if its layers cannot be trained (experts).
     """
     architecture = known_architecture(model, "early exit")
     if architecture.mixture is not None:
@@ -303,7 +302,11 @@ class LayerSkippingRunner(ModelRunner):
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns the logits of the model without the skipped layers, as `ModelRunner.logits`."""
+        """Returns the logits of the model without the skipped layers, after the context (index 0) and each draft token i (index i
+        + 1).
+
+        Only those from index `start` on are returned. The arguments are those of `ModelRunner.logits`.
+        """
         committed, shared_at = self._target.share_prefix(context)
         if shared_at != self._shared_at:
             self._cached.set_committed(context, committed)

@@ -187,7 +187,7 @@ class FeatureRunner(ModelRunner):
         kept = output.hidden_states if output.features is None else output.features
         assert kept is not None
         self._rows.write(forward_pass.first, kept if self._reduce is None else self._reduce(kept), self.cache.capacity)
-        return output._replace(features=None)  # they are no rows of the logits
+        return output._replace(features=None)  # they belong to all tokens of the pass, not to the rows of the logits
 
     def features(self, later: ForwardPass) -> torch.Tensor:
         """Returns the features [n, width] of the n tokens of the pass `later`, which reads them. They are valid until the next

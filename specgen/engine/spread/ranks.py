@@ -149,7 +149,7 @@ class Group:
             torch.cuda.set_device(device)
         try:
             made = read(device, self, name, *arguments)
-        except Exception as error:  # noqa: BLE001  raised below, or by rank 0 in these words
+        except Exception as error:  # noqa: BLE001  raised below, as itself or as text
             own = error
         problems = self.all(None if own is None else f"process {self.rank}: {in_words(own)}")
         if isinstance(own, SpecgenError) and self.rank == 0:

@@ -121,9 +121,10 @@ class LayerShard:
             self._parts |= {names.q_norm: (0, [queries]), names.k_norm: (0, [keys])}
 
     def take(self, name: str) -> Tensor:
-        """Returns the rank's part of the tensor `name`; see `WeightFiles.take`.
+        """Returns the rank's part of the tensor `name`, in its stored dtype.
 
-        A bias that is added to a sum over all ranks would be added once by each rank, so it is zero on all ranks but the first.
+        A bias of a product that is summed over all ranks would be added once by each rank, so it is zero on all ranks but the
+        first.
         """
         if name in self._parts:
             return self._files.take_part(name, *self._parts[name])
@@ -231,7 +232,7 @@ class ShardedModel(NativeModel):
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()  # which may announce passes of its own
-            context: Any = range(len(forward_pass.context))  # its length is all that is read of it
+            context: Any = range(len(forward_pass.context))  # only its length is read
             cache, sent = forward_pass.cache, forward_pass._replace(context=context, cache=None)
             sizes = cache.length, cache.capacity
             output: ModelOutput = self.group.call(cache, "run", sizes, how, sent, logits_to_keep, source)

@@ -24,7 +24,7 @@ ROLES = ("bos", "eos", "unk", "pad")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # they keep the whole text
-_ADDED, _ORDINARY, _BYTE, _UNUSED = range(4)  # of tokens with the same bytes, the tokenizer emits the one of the lowest kind
+_ADDED, _ORDINARY, _BYTE, _UNUSED = range(4)  # kinds; of tokens with the same bytes, the lowest kind is emitted
 
 
 class NoTokenBytes(SpecgenError):  # noqa: N818  names a fact, not a failure

@@ -61,10 +61,11 @@ class TranslatedRunner:
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
-        """Returns logits after the context and after draft tokens; see `ModelRunner.logits`.
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
 
-        Drafts need not consist of common tokens: a token that the draft model lacks is run as the tokens that make up its bytes.
-        The output's `unrestricted` also has the logits of the draft model's tokens that the target lacks.
+        The arguments are those of `ModelRunner.logits`, in the target's ids. Drafts need not consist of common tokens: a token
+        that the draft model lacks is run as the tokens that make up its bytes. The output's `unrestricted` also has the logits of
+        the draft model's tokens that the target lacks.
         """
         own = self._translated(context)
         find = self._single.get

@@ -23,7 +23,7 @@ from specgen.engine.text.tokenizer import ANCHORS, Tokenizer
 
 _INVALID = re.compile("([\ud800-\udfff]+)")  # bytes that are not UTF-8, as `surrogateescape` decodes them
 LOW = 0.7  # kappa; vLLM reports an acceptance of 0.15 at a similar share of the vocabulary (pull request 38174)
-_ENOUGH = 20  # tokens, below which the share of a text says little
+_ENOUGH = 20  # tokens; in fewer, the share that is covered says little
 _LEFT_OUT = "bos", "pad"  # roles of special tokens that are not written as text where the draft has no such token
 
 
@@ -127,7 +127,7 @@ class Translation:
         bos = self.target.special.get("bos")
         if bos is not None and ids[:1] == [bos]:
             return list(start), ids[1:]
-        if usual and ids[: len(usual)] != usual:  # this prompt was made without them
+        if usual and ids[: len(usual)] != usual:  # this prompt was encoded without special tokens
             return [], ids
         return list(start), ids[len(usual) :]
 

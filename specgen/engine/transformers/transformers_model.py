@@ -88,7 +88,7 @@ class TransformersModel:
         if layers is not None:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps:
-            self.check_layers("a head on hidden states")
+            self.check_layers("a head on hidden states", last_states_only=set(taps) == {self.shape.num_layers})
         if self._fixed is not None:
             return self._grow
 
@@ -177,9 +177,9 @@ class TransformersModel:
     # some of the layers
 
     @inference
-    def check_layers(self, feature: str) -> None:
+    def check_layers(self, feature: str, *, last_states_only: bool = False) -> None:
         """Raises SpecgenError if the layers, run one by one, do not give the model's own logits. `feature` needs this, in the
-        message.
+        message. With `last_states_only`, it needs only the hidden states that the LM head reads.
 
         Modules with the same names as in Llama may still be used differently, so the logits of four tokens are compared.
         """
@@ -189,8 +189,15 @@ class TransformersModel:
             ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
             run = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
             tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
-            error = logits_error(lambda: run(tokens, len(ids)).logits, lambda: self.reference_logits(ids))
-            why = error and f"its layers, run one by one, {error}"
+            given = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": False, "output_hidden_states": True}
+
+            def logits() -> torch.Tensor:
+                if last_states_only:
+                    return self.head_logits(self.module(**given).hidden_states[-1][0])
+                return run(tokens, len(ids)).logits
+
+            error = logits_error(logits, lambda: self.reference_logits(ids))
+            why = error and f"its {'last hidden states' if last_states_only else 'layers, run one by one,'} {error}"
         if why:
             raise SpecgenError(
                 f"{feature} needs a model built as Llama is, and {self.module.config.model_type} is not: {why}",
@@ -261,7 +268,7 @@ class TransformersModel:
 
         Quantised ones are computed by running the linear modules on an identity matrix, so this works for each format.
         """
-        if not getattr(self.module, "is_quantized", False):  # those that were dequantised on loading are not
+        if not getattr(self.module, "is_quantized", False):  # also False for weights that were dequantised on loading
             yield from module.named_parameters()
             return
         for name, part in module.named_modules():
