@@ -144,7 +144,7 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Moves what `predict` returns for later tokens towards what happened to a drafted token, whose score `predict` was given.
+        """Moves what `predict` returns for later tokens towards what happened to a drafted token with the same kind of score.
 
         Call it for each token that the target has accepted, and for the first one that it has rejected.
         """
