@@ -70,7 +70,7 @@ class KVBuffer:
         """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
         rotated.
 
-        They are views, or copies if the layer is on another device than `reader`.
+        They are on the device `reader` of this cache: views, or copies if the layer is on another device.
         """
         layer -= self.first_layer
         for data in self.parts:
