@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,6 @@ def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> N
         named = set(re.findall(r"`(\w+)`", text)) - {"method"}
         assert len(named) >= 5
         assert named <= set(line)
-
-
-def test_its_json_example_is_what_the_bundled_pair_gives(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    example = re.search(r'specgen generate -m svip --json -n 12 "(.*?)" \| jq[^\n]*\n(.*?)```', README, flags=re.DOTALL)
-    assert example is not None
-    code, out, _ = run_main(monkeypatch, capfd, "generate", "-m", "svip", "--json", "-n", "12", example[1], "--device", "cpu")
-    assert code == 0
-    rounds = [[line["draft_texts"], line["token_text"], line["source"]] for line in parsed(out) if line["type"] == "round"]
-    assert rounds == [json.loads(line) for line in example[2].splitlines()]
 
 
 def test_its_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
