@@ -23,7 +23,7 @@ from cli_helpers import run_main
 from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
 from processes import one_by_one
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.weights import check_no_extra
@@ -117,7 +117,7 @@ LIGHT = [
     generate("-m mtad --set beam=wide", "beam is 'wide'", "greedy, sample"),
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
     generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
-    generate("-m bild -t some/model", "bild needs a draft model", "--draft"),
+    generate("-m bild -t some/model -d none", "bild needs a draft model", "--draft"),
     generate("-m sd --set cape=true --set width=3", "cape adds candidates to a chain, and width is 3"),
     generate("-m eesd-tree --set nodes=9 --set width=1", "nodes is 9, but width is 1"),
     generate("-m pearl --set cape=true", "pearl has no setting 'cape'"),
@@ -126,8 +126,8 @@ LIGHT = [
     generate("-m sd --set translation=text --set policy=adaptive", "translation=text cannot use the policy 'adaptive'"),
     generate("-m sd --set translation=text --set width=2", "translation=text drafts a chain, and width is 2"),
     generate("-m sd --set translation=words", "translation is 'words'"),
-    row("tune -t some/model -m svip --export vllm", "svip needs a draft model, and there is none"),
-    row("tune -t some/model -m selfsd --export vllm", "vllm has none of the methods that can be tuned", "--draft"),
+    row("tune -t some/model -d none -m svip --export vllm", "svip needs a draft model, and there is none"),
+    row("tune -t some/model -d none -m selfsd --export vllm", "vllm has none of the methods that can be tuned", "--draft"),
     row("tune -t some/model -m bild --export mlx -d a/b", "mlx has none of the methods that can be tuned. It has sd"),
     row("tune --budget 1", "--budget is 1", "at least 5 seconds"),
     row("tune -m joint", "joint is only a yardstick for other methods and cannot be tuned"),
@@ -282,7 +282,6 @@ MODELS = [
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
     generate("-t {encoder}", "{encoder} (bert) is an encoder", "decoder-only"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
-    generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
     generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),
     generate("-m selfsd --set skip=1+", "skip is '1+'"),
     generate("-m selfsd --set skip=12", "skip names layer 12. The target has the layers 0 to 11"),
@@ -429,14 +428,12 @@ def places(tmp_path_factory: pytest.TempPathFactory, pair: tuple[str, ...]) -> M
     parent = tmp_path_factory.mktemp("places")
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
     bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=VOCAB)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
     return {
         "target": pair[1],
         "draft": pair[3],
         "other-ids": save(make_model("llama"), parent / "other-ids", make_tokenizer()),
         "encoder-decoder": save(t5, parent / "encoder-decoder"),
         "encoder": save(BertForMaskedLM(bert), parent / "encoder"),
-        "recurrent": save(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)), parent / "recurrent"),
     }
 
 

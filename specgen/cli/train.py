@@ -57,7 +57,7 @@ class Trainable:
 EXIT = Trainable("an exit layer", "eesd", "exits.ExitObjective")
 PREDICTOR = Trainable("a predictor", "eesd", "exits.PredictorObjective")  # for the exit layer that --exit-layer names
 DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.0)  # learns from the target's own text only
-MEDUSA = Trainable("Medusa heads", "medusa", "medusa.MedusaObjective", 3e-3)
+MEDUSA = Trainable("Medusa heads", "medusa", "blocks.MedusaObjective", 3e-3)
 EAGLE = Trainable("an EAGLE head", "eagle", "heads.EagleObjective")
 GLIDE = Trainable("a GliDe head", "glide", "heads.GlideObjective")
 BLOCK = Trainable("a DSpark head", "block", "blocks.BlockObjective", 1e-2)
@@ -184,7 +184,7 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
     from specgen.pair.loading import load
 
     training, part = asked.training, asked.part
-    arguments = asked.models.arguments() | {"exit_layer": None, "head": None}
+    arguments = asked.models.arguments() | {"exit_layer": None, "head": None, "find": False}
     if part is not DRAFT:
         arguments |= dict.fromkeys(("draft", "draft_revision", "draft_device"))
     pair = load(**arguments, announce=progress.announce)

@@ -47,7 +47,11 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
     chosen: list[RankPath] = []
     candidates: list[tuple[float, int, RankPath, int, float]] = []  # -value, length, path, its place in the order, -parent's
 
-    def push(parent: float, path: RankPath, place: int) -> None:
+    def push(
+        parent: float,
+        path: RankPath,
+        place: int,
+    ) -> None:
         """Adds the path's continuation that is at this place in the order of its level, if there is one."""
         level = len(path)
         if level < len(ranked) and place < len(ranked[level]):
@@ -89,7 +93,12 @@ class MarginalTreeDrafter(DraftModelUser):
             self._ranks = 1 + max(map(max, paths))
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+    def propose(
+        self,
+        context: Context,
+        policy: LengthPolicy,
+        limit: int,
+    ) -> Draft:
         limit = self._room(context, limit)
         if self._fixed:
             limit = min(limit, len(self._fixed))
@@ -131,7 +140,13 @@ class MarginalTreeDrafter(DraftModelUser):
             logits=torch.stack([head.logits for head in origins]) if origins and self._setup.record else None,
         )
 
-    def _read(self, context: Context, draft: Sequence[int], start: int, names: Signals) -> list[_Head]:
+    def _read(
+        self,
+        context: Context,
+        draft: Sequence[int],
+        start: int,
+        names: Signals,
+    ) -> list[_Head]:
         """Returns the heads from number `start` on that predict the tokens after a chain, with one transfer to the host.
 
         `names` are the signals that the policy reads. Raises RunError if the logits hold a NaN.

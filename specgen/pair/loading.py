@@ -16,9 +16,11 @@ from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
-from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, load_model, prepare, translation_between
+from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, describe, load_model, prepare, translation_between
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
+from specgen.methods.method import DRAFT_MODEL, HEADS
+from specgen.pair.finding import Found, find_drafters
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
@@ -44,6 +46,7 @@ def load(
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
     head: str | Path | None = None,
+    find: bool = False,
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
@@ -55,14 +58,18 @@ def load(
     or Hugging Face id of a trained head (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for
     this target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
     two that supports the model. With `exact`, a token's logits have the same bits in all passes of the target, on a CPU or one
-    CUDA device; draft trees are left out. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and multiplies
-    the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft model's;
-    `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's distribution. The
-    draft model's weights are loaded when first needed.
+    CUDA device; trees of drafts do not have this promise. `context` is the most tokens of prompt and output together, at most the
+    target's own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and
+    multiplies the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft
+    model's; `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's
+    distribution. The draft model's weights are loaded when first needed.
+
+    With `find`, heads and a smaller model on this machine are looked for that can draft for the target; they are used where none
+    is named.
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError.
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
+    together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
     named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
     models = {name: None if value is None else str(value) for name, value in named.items()}
@@ -72,7 +79,7 @@ def load(
         repetition_penalty = float(Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty))
     sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
     try:
-        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process)
+        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find)
         pair.parts.is_bundled = target is None
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
@@ -94,9 +101,10 @@ def model_sources(
     offline: bool,
     backend: str = "auto",
 ) -> list[ModelSource]:
-    """Returns where to load the target from, then the draft model if there is one.
+    """Returns what describes where to load the target from, then the same for the draft model if there is one.
 
-    If `target` is None, these are the two models that come with specgen.
+    Nothing is looked up yet, and nothing raised. If `target` is None, both are the models that come with specgen, and `draft` is
+    None too. The other arguments are those of `load`.
     """
     if target is None:
         return [ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend) for role in demo.ROLES]
@@ -112,14 +120,23 @@ def _load(
     dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
+    *,
+    find: bool = False,
 ) -> Pair:
-    """Loads the models. `named` are the device names that the user gave for the target and for the draft model.
+    """Loads the models. With `find`, also a draft model that is found on this machine. `named` are the device names that the user
+    gave for the target and for the draft model.
 
     `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
     """
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
     target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
+    found: list[Found] = []
+    if find:
+        announce(f"looking for what can draft for {target.name}")
+        found = find_drafters(target)
+        models = [each for each in found if each.kind == DRAFT_MODEL]
+        drafts = [describe(each.folder, ModelSource(each.name, backend=target.source.backend)) for each in models[:1]]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
     placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
     if placement is not None:
@@ -148,8 +165,11 @@ def _load(
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    loaded.warning = choices[0].hint
-    return Pair(loaded, draft, worker)
+    loaded.warning = choices[0].hint or loaded.warning
+    pair = Pair(loaded, draft, worker)
+    pair.found = found
+    pair.parts.beside = {each.kind: each.folder for each in reversed(found) if each.kind in HEADS}
+    return pair
 
 
 def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:

@@ -1,8 +1,8 @@
-"""Training of a DSpark head: a block of drafted tokens is predicted in one pass (DFlash, DSpark; see `engine.parts.block`).
+"""Training of heads that predict all tokens of a draft at once: Medusa's (Medusa-1: Cai et al. 2024) and DSpark's.
 
-Blocks begin at random tokens of a text, their anchors. A block sees the text before its anchor and itself, as in drafting. The
-loss is the divergence from the target's own predictions, with equal weights for all positions of a block, and the error of the
-prediction of acceptance.
+DSpark (see `engine.parts.block`): blocks begin at random tokens of a text, their anchors. A block sees the text before its anchor
+and itself, as in drafting. The loss is the divergence from the target's own predictions, with equal weights for all positions of
+a block, and the error of the prediction of acceptance.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.engine.forward_pass import BatchPass
+from specgen.engine.native.layer_weights import EXIT_HEAD
 from specgen.engine.native.products import trained_product
 from specgen.engine.parts.block import (
     CONFIDENCE,
@@ -28,12 +29,14 @@ from specgen.engine.parts.block import (
 )
 from specgen.engine.parts.block_layouts import default_layers
 from specgen.engine.parts.eagle import FC, FIRST_NORM
-from specgen.engine.parts.part import BlockWeights
-from specgen.train.heads import LayerObjective, Predictions, TargetStates
+from specgen.engine.parts.part import BlockWeights, MedusaWeights
+from specgen.train.heads import HeadObjective, LayerObjective, Predictions, TargetStates, reachable
 from specgen.train.loop import IGNORED, PackedBatch
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 
+HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
+OWN_SHARE = 0.3  # most weights in Medusa's own LM heads, as a share of the target's; the authors' heads for 7 billion have it
 BLOCK = 8  # tokens in a draft
 TAPS = 5  # hidden states of the target that the head reads
 RANK = 64  # of the Markov head
@@ -52,7 +55,11 @@ class BlockObjective(LayerObjective):
     depths = BLOCK
     layers = 2
 
-    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_weights(
+        self,
+        texts: Sequence[Text],
+        generator: torch.Generator,
+    ) -> dict[str, Tensor]:
         made = super().initial_weights(texts, generator)
         width, vocabulary = self.width, self.vocabulary
         padding = self.target.prepared.raw.get("pad_token_id")
@@ -71,7 +78,12 @@ class BlockObjective(LayerObjective):
         super().__init__(task, target)  # type: ignore[arg-type]
         self.taps = tuple(min(max(layer, 0), self.num_layers - 1) + 1 for layer in default_layers(self.num_layers, TAPS))
 
-    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+    def predict(
+        self,
+        batch: PackedBatch,
+        states: TargetStates,
+        rng: Random | None,
+    ) -> Predictions:
         """Runs blocks at random anchors; with `rng` None at all tokens."""
         layers = BlockLayers(self._weights(), self.device, torch.float32, trained_product, 1.0, ContextLayer)
         sequences, tokens = batch.ids.shape
@@ -99,7 +111,11 @@ class BlockObjective(LayerObjective):
         depths = offsets.repeat(sequences * blocks)[chosen]
         return Predictions(torch.cat((outputs[chosen], before), dim=-1), sources, depths)
 
-    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
+    def logits(
+        self,
+        outputs: Tensor,
+        depths: Tensor,
+    ) -> Tensor:
         states, before = torch.split(outputs, [self.width, RANK], dim=-1)
         return self.target_logits(states) + F.linear(before, self.parameters[SUCCESSOR_HEAD]).float()
 
@@ -121,7 +137,11 @@ class BlockObjective(LayerObjective):
         tensors = self.parameters if torch.is_grad_enabled() else {name: each.detach() for name, each in self.parameters.items()}
         return BlockWeights(self.config, tensors, BLOCK, self._mask, tuple(self.taps), True, False)
 
-    def _anchors(self, batch: PackedBatch, rng: Random | None) -> Tensor:
+    def _anchors(
+        self,
+        batch: PackedBatch,
+        rng: Random | None,
+    ) -> Tensor:
         """Returns the indices [sequences, blocks] of the tokens with which blocks begin, in each sequence."""
         sequences, tokens = batch.ids.shape
         if rng is None:
@@ -130,7 +150,11 @@ class BlockObjective(LayerObjective):
         drawn = [[rng.randrange(tokens) for _ in range(count)] for _ in range(sequences)]
         return torch.tensor(drawn, device=self.device)
 
-    def _visible(self, batch: PackedBatch, anchors: Tensor) -> Tensor:
+    def _visible(
+        self,
+        batch: PackedBatch,
+        anchors: Tensor,
+    ) -> Tensor:
         """Returns which keys each row of the blocks sees, [sequences, rows, tokens + rows]: earlier tokens and its block."""
         tokens, blocks = batch.ids.shape[1], anchors.shape[1]
         same = batch.segments.gather(1, anchors)[:, :, None] == batch.segments[:, None, :]
@@ -140,7 +164,12 @@ class BlockObjective(LayerObjective):
         own = (number[:, None] == number[None, :]).expand(len(anchors), -1, -1)
         return torch.cat((context, own), dim=2)
 
-    def _set_context(self, layers: BlockLayers, batch: PackedBatch, states: TargetStates) -> None:
+    def _set_context(
+        self,
+        layers: BlockLayers,
+        batch: PackedBatch,
+        states: TargetStates,
+    ) -> None:
         """Computes the keys and values of the text's tokens, which the layers then read."""
         sequences, tokens = batch.ids.shape
         table = self.inputs.tables[0]
@@ -153,3 +182,50 @@ class BlockObjective(LayerObjective):
             keys, values = own.transpose(1, 3).unbind(2)  # [sequences, kv heads, tokens, head size]
             assert isinstance(layer.mixer, ContextAttention)
             layer.mixer.context = keys, values
+
+
+class MedusaObjective(HeadObjective):
+    """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al. 2024, section 2.2.1).
+
+    Head k (from 0) reads the hidden state from which the target predicts the next token, and predicts the token k + 1 places
+    after that next token. W and b begin as zeros, the LM heads as copies of the target's. If the LM heads would have more than
+    OWN_SHARE times as many weights as the target, all heads use the target's LM head instead, which is not trained. They then
+    predict less well.
+    """
+
+    kind = "medusa"
+    depths = HEADS
+
+    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+        width = self.width
+        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
+        made = dict[str, Tensor]()
+        for head in range(HEADS):
+            made |= {f"{head}.weight": torch.zeros(width, width), f"{head}.bias": torch.zeros(width)}
+        if self._has_lm_heads:
+            start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
+            made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}
+        return made
+
+    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+        hidden = states.hidden.flatten(0, 1)
+        rows = []
+        for head in range(HEADS):
+            read, source = reachable(batch, head + 1)  # the state of token i predicts i + 1, and head k predicts i + 2 + k
+            inputs = hidden.index_select(0, read)
+            block = F.linear(inputs, self.parameters[f"{head}.weight"], self.parameters[f"{head}.bias"])
+            rows.append((inputs + F.silu(block), source, torch.full_like(source, head)))
+        return Predictions(*map(torch.cat, zip(*rows, strict=True)))
+
+    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
+        if not self._has_lm_heads:
+            return super().logits(outputs, depths)
+        rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
+        by_head = [F.linear(outputs.index_select(0, own), self.parameters[f"{head}.lm_head"]) for head, own in enumerate(rows)]
+        return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
+
+    def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
+        found = {name: weight.detach() for name, weight in self.parameters.items()}
+        blocks = [[(found[f"{head}.weight"], found[f"{head}.bias"])] for head in range(HEADS)]
+        lm_heads = [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
+        return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)

@@ -53,7 +53,11 @@ class ContextAttention(Attention):
 
     context: tuple[Tensor, Tensor]
 
-    def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
+    def _batch_attention(
+        self,
+        heads: Tensor,
+        inputs: PassInputs,
+    ) -> Tensor:
         mask = inputs.kinds[self._kind].mask
         assert inputs.batch is not None
         assert mask is not None
@@ -107,7 +111,11 @@ class BlockLayers:
         """Returns what is kept of a token's features: [n, taps * target width] -> [n, width]."""
         return self.normed(self._fc(features))
 
-    def keys_values(self, reduced: Tensor, rotation: Tensor) -> Tensor:
+    def keys_values(
+        self,
+        reduced: Tensor,
+        rotation: Tensor,
+    ) -> Tensor:
         """Returns the keys and values of context tokens in all layers, [n, layers, 2, kv heads, head size].
 
         `reduced` [n, width] are the tokens' reduced features, `rotation` [n, 1, R/2] the rotations of their positions.
@@ -121,7 +129,11 @@ class BlockLayers:
         rotate(keys.view(len(keys), -1, made.head_size), rotation)
         return torch.stack((keys, values), dim=2)
 
-    def __call__(self, hidden: Tensor, inputs: PassInputs) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        inputs: PassInputs,
+    ) -> Tensor:
         """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM head."""
         for layer in self.layers:
             hidden = layer(hidden, inputs)
@@ -153,7 +165,11 @@ class BlockPass(DecoderRunner):
         assert output.hidden_states is not None
         return output.hidden_states
 
-    def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+    def _run(
+        self,
+        forward_pass: ForwardPass,
+        logits_to_keep: int,
+    ) -> ModelOutput:
         first, known, cache = forward_pass.first, len(forward_pass.context), self.cache
         end = min(forward_pass.last, known)
         if first < end:
@@ -166,7 +182,13 @@ class BlockPass(DecoderRunner):
         states = self.layers(self.embed(block), self.inputs(block))
         return ModelOutput(states, states)
 
-    def _write(self, reduced: Tensor, first: int, *, long_rope: bool) -> None:
+    def _write(
+        self,
+        reduced: Tensor,
+        first: int,
+        *,
+        long_rope: bool,
+    ) -> None:
         """Writes the keys and values of context tokens with these reduced features [n, width] to the cache, from `first` on."""
         cache, table, last = self.cache, self.inputs.tables[0], first + len(reduced)
         assert isinstance(cache, KVBuffer)
@@ -204,11 +226,22 @@ class BlockHeadRunner(BlockRunner):
             self.independent, self.draws = False, True
         self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
 
-    def rows(self, context: Context, count: int) -> ModelOutput:
+    def rows(
+        self,
+        context: Context,
+        count: int,
+    ) -> ModelOutput:
         states = self._pass.states(context)[self._first :]
         return ModelOutput(self._model.head_logits(states) if self._lm_head is None else self._lm_head(states), states)
 
-    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
+    def after(
+        self,
+        rows: ModelOutput,
+        context: Context,
+        draft: Sequence[int],
+        levels: Sequence[int],
+        start: int,
+    ) -> ModelOutput:
         picked = upload(torch.tensor(levels[start:]), self.device)
         assert rows.hidden_states is not None
         logits, states = (each.index_select(0, picked) for each in (rows.logits, rows.hidden_states))
@@ -239,7 +272,11 @@ class Confidence:
     def begin(self, context: Context) -> None:
         """Does nothing: the prediction depends on the head's row alone."""
 
-    def score(self, draft_hidden: Tensor, position: int) -> Tensor:
+    def score(
+        self,
+        draft_hidden: Tensor,
+        position: int,
+    ) -> Tensor:
         """Returns the probability, a scalar tensor; `draft_hidden` [width (+ rank)] is the row of the token."""
         read = draft_hidden[: len(self._weight)].float()
         return torch.sigmoid(read @ self._weight + self._bias)
