@@ -11,6 +11,7 @@ import torch
 from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import SpecgenError
+from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.settings import Setting
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
@@ -67,8 +68,8 @@ def load(
     With `find`, heads and a smaller model that can draft for the target are looked for on this machine.
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit together and for a model that is not
-    found, is damaged or cannot be run as asked, and RunError if memory is short.
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
+    together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
     named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
     models = {name: None if value is None else str(value) for name, value in named.items()}
@@ -83,7 +84,8 @@ def load(
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
-            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
+            folder = head_folder(head, offline, announce)
+            pair.parts.name(folder, is_exit=(folder / EXIT_WEIGHTS).is_file())
     except BaseException:
         if process is not None:
             process.close()
