@@ -67,8 +67,8 @@ def load(
     With `find`, heads and a smaller model that can draft for the target are looked for on this machine.
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit together and for a model that is not
-    found, is damaged or cannot be run as asked, and RunError if memory is short.
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
+    together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
     named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
     models = {name: None if value is None else str(value) for name, value in named.items()}
