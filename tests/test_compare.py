@@ -346,6 +346,20 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert err.count("svip needs a draft model") == 1
 
 
+def test_without_options_the_methods_that_can_be_fast_are_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = compare("-n", "2", "--json", "--budget", "100", models=())
+    assert (code, err) == (0, "")
+    found = {line["method"]: line["prompts"] for line in parsed(out)}
+    assert list(found)[:2] == ["ar", "adaptive"]
+    assert len(found) == 7
+    assert set(found) <= {"ar", *methods.USUAL}
+    assert set(found.values()) == {4}
+    code, out, err = compare("-n", "2", "-m", "sd", "--budget", "1e-9", models=())
+    assert code == 0
+    assert "1 of 4 prompts" in out
+    assert "The time was up (--budget SECONDS)" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
