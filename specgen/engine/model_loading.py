@@ -5,6 +5,7 @@ Two records describe a model: `PreparedModel`, what its files say, and `LoadedMo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config, text_config
 from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.native_model import load_native
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
@@ -35,6 +36,9 @@ from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
 from specgen.engine.weights import HARMLESS, stored_tensors
+
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts")
+_EXPERT = re.compile(r"(^|\.)experts\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,20 @@ class PreparedModel:
         return "transformers" if self.architecture is None else "native"
 
     @property
+    def experts(self) -> tuple[int, int] | None:
+        """How many experts each mixture of the model has, and how many of them run a token; None for a dense model."""
+        fields = text_config(self.raw)
+        count, chosen = (next((fields[name] for name in names if fields.get(name)), None) for names in _EXPERT_FIELDS)
+        return (count, chosen) if isinstance(count, int) and isinstance(chosen, int) else None
+
+    @property
+    def active_parameters(self) -> int:
+        """How many numbers of the weights a token's pass reads: of experts, those of the chosen ones."""
+        count, chosen = self.experts or (1, 1)
+        each = ((name, size) for name, size in self.parameters.items())
+        return sum(size * chosen // count if _EXPERT.search(name) else size for name, size in each)
+
+    @property
     def rounding_refusal(self) -> str | None:
         """Why the weights cannot be rounded to int8 or int4 when they are loaded; None if they can."""
         if self.architecture is None:
@@ -152,8 +170,7 @@ class PreparedModel:
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
     """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
 
-    Raises SpecgenError if the model does not exist, is no decoder-only model, keeps a recurrent state that cannot be rolled back
-    after a rejected draft, or cannot run on the backend that the source names.
+    Raises SpecgenError if the model does not exist, is no decoder-only model, or cannot run on the backend that the source names.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
@@ -255,6 +272,7 @@ class LoadedModel:
         with self._lock:
             if self._model is None:
                 self._model = self._load(self.prepared, self.dtype, self._device, self.layer_devices)
+                self.warning = self.warning or getattr(self._model, "warning", None)
             return self._model
 
     @cached_property

@@ -59,6 +59,7 @@ class ModelFacts:
     name: str
     family: str
     parameters: int
+    active_parameters: int
     layers: int
     hidden: int
     dtype: str
@@ -84,6 +85,7 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
         prepared.name,
         shape.model_type,
         sum(prepared.parameters.values()),
+        prepared.active_parameters,
         shape.num_layers,
         shape.hidden_size,
         weights.name,
@@ -122,7 +124,8 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run with these models. If it cannot, `why` is the reason and `cure` says what to do."""
+    """Whether a method can run with a target and its draft model (`ready`). If not, `why` is the reason and `cure` the way out;
+    else both are empty."""
 
     ready: bool
     why: str = ""
