@@ -11,15 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
-from families import exit_layers_of, make_model, random_predictor, save
+from families import _IDS, _LLAMA, _MOE, exit_layers_of, make_model, random_predictor, save
 from head_layouts import write_head
 from runner_checks import four_layers, uncached
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from training_helpers import opened
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -45,6 +46,13 @@ def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> t
     return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
 
 
+_GATED = {**_LLAMA, **_IDS, "head_dim": 8, "layer_types": ["full_attention"] * 3}
+_GATED_MOE = {**_GATED, **_MOE, "num_experts": 8, "shared_expert_intermediate_size": 8}
+GATED: dict[str, Callable[[], Any]] = {  # with the layers alone that drafting layers have
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_GATED),
+    "qwen3_next": lambda: Qwen3NextConfig(**_GATED_MOE),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_GATED_MOE),
+}
 # The names of the token's norm, the state's norm, the projection and the last norm, and what is before all names of layer k.
 MTP_LAYOUTS = {
     "deepseek": ("model.layers.{last}.", "enorm hnorm eh_proj shared_head.norm"),
@@ -58,10 +66,9 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
     """Adds random drafting layers to a model's files in `folder`, in a published layout. Their numbers are the same in all."""
     (file,), (prefix, names), config = folder.glob("*.safetensors"), MTP_LAYOUTS[layout], module.config
     tensors, width = load_file(file), config.hidden_size
-    changes = {name: value for name, value in config.to_diff_dict().items() if name not in ("model_type", "transformers_version")}
     for k in range(layers):
         torch.manual_seed(50 + k)
-        block = weakened(make_model(config.model_type, 70 + k, **changes)).model.layers[-1].state_dict()
+        block = weakened(type(module)(config)).model.layers[-1].state_dict()
         own = prefix.format(k=k, last=config.num_hidden_layers + k)
         tensors |= {own + name: tensor.clone() for name, tensor in separate_experts(block).items()}
         token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
@@ -105,7 +112,8 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
     """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout."""
     _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
     own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
-    module = weakened(make_model(family))
+    torch.manual_seed(0)
+    module = weakened(AutoModelForCausalLM.from_config(GATED[family]()).eval() if family in GATED else make_model(family))
     module.model.norm.weight.data.uniform_(0.5, 1.5)
     for folder, name in ((own, layout), (theirs, "deepseek")):
         save(module, folder)
@@ -115,7 +123,9 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
         module.config.mtp_layer_types = module.config.layer_types[-1:] * layers
     last = range(module.config.num_hidden_layers, module.config.num_hidden_layers + layers)
     module._keys_to_ignore_on_load_unexpected = [rf"^model\.layers\.{number}\." for number in last]
-    return module, opened(own, backend), MtpModel.from_pretrained(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(module), "_is_stateful", False, raising=False)  # without recurrent layers there is no state
+        return module, opened(own, backend), MtpModel.from_pretrained(module)
 
 
 class Part:

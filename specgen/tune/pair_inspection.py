@@ -351,13 +351,9 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
     to do."""
     shape, cpu = target.shape, torch.device("cpu")
-    if target.architecture is None:
-        from specgen.engine.transformers.transformers_model import shape_of
-
-        shape = shape_of(target.transformers_config)
     sizes = SimpleNamespace(shape=shape, device=cpu)
     unloaded: Any = SimpleNamespace(
-        name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes
+        name=target.name, folder=target.folder, prepared=target, device=cpu, context_limit=shape.context_limit, model=sizes
     )
     store = PartStore(unloaded, is_bundled=target.source.label == "demo/target")
     if exit_layer is not None:

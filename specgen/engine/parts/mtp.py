@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
+from specgen.engine.native.families import attention_architecture
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer import norm_function
@@ -73,7 +75,7 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     files = WeightFiles(target.folder, f"the drafting layers of {target.name}", target.device, name_of=name_of)
     if not files.names:
         return None
-    whole = known_architecture(target.model, "mtp")
+    whole = _attention_architecture(target)
     number = len({found[1] for name in files.names if (found := _LAYER.fullmatch(name))})
     kind = next(kind for kind in reversed(whole.layers) if kind.mixer == "attention")
     architecture = replace(whole, num_layers=number, layers=(kind,) * number)
@@ -86,6 +88,14 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
         raise files.refuse(f"{files.key(unknown[0])} is of no layout that specgen knows", _OTHERS)
     files.check(shapes)
     return files, architecture
+
+
+def _attention_architecture(target: LoadedModel) -> Architecture:
+    """Returns the architecture of the target's layers with attention, also where transformers runs its layers."""
+    if not isinstance(target.model.shape, Architecture):
+        with suppress(UnsupportedConfig):
+            return attention_architecture(target.prepared.raw)
+    return known_architecture(target.model, "mtp")
 
 
 def _shapes(architecture: Architecture) -> dict[str, Shape]:
