@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +18,14 @@ import pytest
 from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
 
+import specgen
+from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.cli.opening import choose_found
 from specgen.engine.hub import model_folder
+from specgen.engine.model_loading import ModelSource, prepare
+from specgen.pair.finding import find_drafters, hint
+from specgen.view.theme import console
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
 TINY = "lab/tiny"
@@ -141,3 +148,54 @@ def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.Mo
         model_folder("a/model", None, False, False, lambda _: None)
     assert raised.value.exit_code == code
     assert ("HF_HOME" in raised.value.hint) == (code == 2)
+
+
+# what can draft for a model, beside it and in the local cache
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The bundled target in a folder with its draft, and in the cache an EAGLE head that does not say what it was trained for.
+
+    Also what cannot draft: a model with another tokenizer, one of the same size, a damaged one and an empty folder.
+    """
+    cached = tmp_path / "hub" / "models--org--head" / "snapshots" / "1"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    shutil.copytree(demo.head_folder("eagle"), cached, ignore=shutil.ignore_patterns("head.yaml"))
+    for name, folder in (("big", demo.folder("target")), ("twin", demo.folder("target")), ("small", demo.folder("draft"))):
+        shutil.copytree(folder, tmp_path / "models" / name)
+    save(make_model("llama"), tmp_path / "models" / "other", make_tokenizer())
+    shutil.copytree(demo.folder("draft"), tmp_path / "models" / "damaged")
+    (tmp_path / "models" / "damaged" / "config.json").write_text("{")
+    (tmp_path / "models" / "empty").mkdir()
+    return tmp_path / "models"
+
+
+def test_what_can_draft_is_found_beside_the_model_and_in_the_cache(place: Path) -> None:
+    small, head = find_drafters(prepare(ModelSource(str(place / "big")), lambda _: None))
+    assert (small.kind, small.name, small.why) == ("draft model", str(place / "small"), "the same tokenizer, 9% of the size")
+    assert (head.kind, head.name, head.why) == ("eagle", "org/head", "its sizes fit this model")
+    assert small.speedup > head.speedup > 1
+
+
+def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair:
+        assert pair.draft is not None
+        assert pair.draft.name == str(place / "small")
+        assert pair.generate("def f(", "eagle", max_new_tokens=8).token_ids == pair.generate("def f(", max_new_tokens=8).token_ids
+        measured = {"adaptive": 10.0, "eagle": 20.0}
+        monkeypatch.setattr(pair.measurements, "get", lambda kind, key, measure, read: measured)
+        assert choose_found(pair, "hi", console(stderr=True), quiet=False) == "eagle"
+        measured["adaptive"] = 30.0
+        assert choose_found(pair, "hi", console(stderr=True), quiet=False) == "adaptive"
+    first, second = capsys.readouterr().err.splitlines()
+    said = "(eagle 20, adaptive 10 tokens/s in a short trial); -d none drafts without it"
+    assert first == f"found org/head: its sizes fit this model {said}"
+    assert second.startswith(f"found {place / 'small'}: the same tokenizer, 9% of the size (adaptive 30, ")
+
+
+def test_published_drafters_are_named_for_known_models_only() -> None:
+    assert "z-lab/Qwen3-8B-DFlash-b16" in (hint("Qwen/Qwen3-8B") or "")
+    assert hint("./my-model") is None

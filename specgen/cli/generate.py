@@ -15,7 +15,7 @@ from specgen.base.schema import read_text
 from specgen.base.settings import parse_pairs
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation
-from specgen.cli.opening import choose, open_pair, show_overlap
+from specgen.cli.opening import choose, choose_found, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.pair.request import Prompt, messages
@@ -55,6 +55,8 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         )
         opened.enter_context(pair)
         name, values, tuned = choose(profile, named, given)
+        if models.finds and profile is None and named is None:
+            name = choose_found(pair, text, err, quiet=quiet)
         where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
 
         def start(prompt: Prompt, method: str, settings: Mapping[str, object], shown: GenerateOutput) -> OutputWriter:

@@ -20,6 +20,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
+    from specgen.pair.finding import Found
     from specgen.tune.pair_inspection import PairReport
 
 
@@ -64,10 +65,26 @@ def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool)
         pair, _ = open_pair(replace(models, dtype=dtypes.pop()) if is_known else models, err, quiet=output.quiet)
         with pair, Progress(err, quiet=output.quiet) as line:
             report = with_measurements(report, pair, line.announce)
+    found, published = _found(models, err, quiet=output.quiet)
     if output.json:
-        print_json({"type": "pair", **report.as_dict()})
+        more = {"found": [each.as_dict() for each in found]} if models.finds else {}
+        print_json({"type": "pair", **report.as_dict(), **more})
     else:
+        view.show_found(theme.console(no_color=output.no_color), found, published)
         view.show(theme.console(no_color=output.no_color), report, _next_command(models, report))
+
+
+def _found(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
+    """Returns what can draft for the target, if no drafter is named, and a hint at published ones where nothing was found."""
+    if not models.finds or models.target is None:
+        return [], None
+    with Progress(err, quiet=quiet) as loading:
+        from specgen.engine.model_loading import ModelSource, prepare
+        from specgen.pair.finding import find_drafters, hint
+
+        source = ModelSource(models.target, None, models.revision, models.trust_remote_code, models.offline)
+        found = find_drafters(prepare(source, loading.announce))
+        return found, None if found else hint(models.target)
 
 
 def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
@@ -81,7 +98,8 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 
         device = pick_device(models.device)
         draft_device = pick_draft_device(models.draft_device, models.device, device)
-        named = models.target, models.draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
+        draft = None if models.draft == "none" else models.draft
+        named = models.target, draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
         target, *drafts = model_sources(*named, models.backend)
         head = None if models.head is None else head_folder(models.head, models.offline, loading.announce)
         return inspect_files(

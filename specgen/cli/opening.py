@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +19,17 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.interrupts import interrupts
 from specgen.base.settings import written
+from specgen.base.types import SamplingParams
 from specgen.cli.options import DecodingOptions, ModelOptions
+from specgen.methods.method import DRAFT_MODEL, HEADS, MTP
 from specgen.view.progress import Progress
 from specgen.workers.process import DraftProcess, is_possible
+
+TRIAL_ROUNDS = 8
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.base.types import SamplingParams
     from specgen.compare.method_specs import MethodSpec
     from specgen.pair.pair import Pair
     from specgen.tune.profile import Profile
@@ -175,6 +180,51 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
     unconfirmed = ", not confirmed" if profile.verdict == "unconfirmed" else ""
     rounded = f", {profile.draft_dtype} draft" if profile.draft_dtype and methods.find(name).uses_draft_model else ""
     return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
+
+
+def choose_found(pair: Pair, text: str, err: Console, *, quiet: bool) -> str:
+    """Returns the method that is the fastest in a short trial, with what was found to draft for the target; says so in a line."""
+    from specgen.pair.finding import hint  # imports torch
+
+    kinds = list(dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP))
+    names, speeds = [methods.DEFAULT_METHOD, *kinds], {methods.DEFAULT_METHOD: 0.0}
+    if kinds:
+        with Progress(err, quiet=quiet) as line:
+            speeds = _speeds(pair, text or "1.", names, line.announce)
+    name = next(iter(speeds))
+    by_kind = {each.kind: each for each in reversed(pair.found)}
+    used = by_kind.get(name) or by_kind.get(DRAFT_MODEL) or by_kind.get(MTP)
+    if quiet:
+        return name
+    if used is None and (published := hint(pair.target.name)) is not None:
+        err.print(Text(published, "quiet"), soft_wrap=True)
+    if used is not None:
+        rates = ", ".join(f"{each} {speed:.0f}" for each, speed in speeds.items() if speed)
+        tried = f" ({rates} tokens/s in a short trial)" if rates else ""
+        err.print(Text(f"found {used.name}: {used.why}{tried}; -d none drafts without it", "quiet"), soft_wrap=True)
+    return name
+
+
+def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]) -> dict[str, float]:
+    """Returns the tokens per second of those methods of `names` that can run, in a few rounds after the text, fastest first.
+
+    Measured once for these models and what was found for them.
+    """
+    sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
+
+    def measure() -> dict[str, float]:
+        speeds = {}
+        for name in names:
+            announce(f"trying {name}")
+            with suppress(SpecgenError):
+                rounds = list(islice(pair.rounds(text, name, sampling), TRIAL_ROUNDS))[2:]  # the first two warm up
+                seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
+                speeds[name] = sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
+        return speeds
+
+    key = tuple(f"{each.kind} {each.folder}" for each in pair.found)
+    speeds = pair.measurements.get("drafters", key, measure, dict)
+    return dict(sorted(speeds.items(), key=lambda each: -each[1])) or {methods.DEFAULT_METHOD: 0.0}
 
 
 def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:

@@ -23,7 +23,7 @@ ROWS: Rows = {
     "category": ("NAME", "Use only the prompts of this category."),
     # models
     "target": ("-t MODEL", "The target model: a Hugging Face id or a folder. Default: the bundled demo pair."),
-    "draft": ("-d MODEL", "The draft model: a Hugging Face id or a folder. Some methods need none."),
+    "draft": ("-d MODEL", "The draft model: an id or a folder; none: no drafter. Default: one found on this machine."),
     "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
     "dtype": ("auto|float32|bfloat16|float16|int8", "Of both models. auto: the weights', on a CPU the faster one."),
@@ -157,7 +157,12 @@ class ModelOptions:
     @property
     def has_draft(self) -> bool:
         """Whether there will be a draft model: the one of --draft, or the demo pair's if no target is named."""
-        return self.draft is not None or self.target is None
+        return self.draft != "none" and (self.draft is not None or self.target is None or self.finds)
+
+    @property
+    def finds(self) -> bool:
+        """Whether to look for what can draft for the target: with no drafter named, and not with `--draft none`."""
+        return self.target is not None and all(each is None for each in (self.draft, self.head, self.exit_layer))
 
     @property
     def probably_on_cpu(self) -> bool:
@@ -172,7 +177,9 @@ class ModelOptions:
     def arguments(self) -> dict[str, Any]:
         """Returns these options as keyword arguments for `specgen.load`."""
         given = asdict(self)
-        return {name: value for name, value in given.items() if name not in ("profile", "threads")}
+        if self.draft == "none":
+            given["draft"] = None
+        return {name: value for name, value in given.items() if name not in ("profile", "threads")} | {"find": self.finds}
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
     from specgen.pair.loading import load
 
     training, part = asked.training, asked.part
-    arguments = asked.models.arguments() | {"exit_layer": None, "head": None}
+    arguments = asked.models.arguments() | {"exit_layer": None, "head": None, "find": False}
     if part is not DRAFT:
         arguments |= dict.fromkeys(("draft", "draft_revision", "draft_device"))
     pair = load(**arguments, announce=progress.announce)

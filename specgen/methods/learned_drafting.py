@@ -144,7 +144,8 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Learns from a verified token with this score: one that the target accepted, or the first one that it rejected."""
+        """Moves later predictions towards what happened to a drafted token with this score, the predicted log odds that it is
+        accepted. Call it for each token that the target has accepted, and for the first one that it has rejected."""
         expected = _probability(score + self.offset)
         residual, information = accepted - expected, expected * (1 - expected)
         self.residuals = _RECENT * self.residuals + residual

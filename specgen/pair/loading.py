@@ -16,9 +16,11 @@ from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder
-from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, load_model, prepare, translation_between
+from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, describe, load_model, prepare, translation_between
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
+from specgen.methods.method import DRAFT_MODEL, HEADS
+from specgen.pair.finding import Found, find_drafters
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
@@ -44,6 +46,7 @@ def load(
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
     head: str | Path | None = None,
+    find: bool = False,
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
@@ -61,8 +64,11 @@ def load(
     `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's distribution. The
     draft model's weights are loaded when first needed.
 
+    With `find`, heads and a smaller model that can draft for the target are looked for on this machine.
+
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError.
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit together and for a model that is not
+    found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
     named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
     models = {name: None if value is None else str(value) for name, value in named.items()}
@@ -72,7 +78,7 @@ def load(
         repetition_penalty = float(Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty))
     sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
     try:
-        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process)
+        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find)
         pair.parts.is_bundled = target is None
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
@@ -112,14 +118,23 @@ def _load(
     dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
+    *,
+    find: bool = False,
 ) -> Pair:
-    """Loads the models. `named` are the device names that the user gave for the target and for the draft model.
+    """Loads the models. With `find`, also a draft model that is found on this machine. `named` are the device names that the user
+    gave for the target and for the draft model.
 
     `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
     """
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
     target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
+    found: list[Found] = []
+    if find:
+        announce(f"looking for what can draft for {target.name}")
+        found = find_drafters(target)
+        models = [each for each in found if each.kind == DRAFT_MODEL]
+        drafts = [describe(each.folder, ModelSource(each.name, backend=target.source.backend)) for each in models[:1]]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
     placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
     if placement is not None:
@@ -149,7 +164,10 @@ def _load(
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     loaded.warning = choices[0].hint
-    return Pair(loaded, draft, worker)
+    pair = Pair(loaded, draft, worker)
+    pair.found = found
+    pair.parts.beside = {each.kind: each.folder for each in reversed(found) if each.kind in HEADS}
+    return pair
 
 
 def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:

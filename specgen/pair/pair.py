@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from specgen.pair.parts import PartStore, name_in
 from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt_ids, encoded, fitting_tokens, sampling_with
 from specgen.workers.worker import DraftWorker
 
+if TYPE_CHECKING:
+    from specgen.pair.finding import Found
+
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 TRIAL_ROUNDS = 24
 
@@ -47,6 +51,7 @@ class Pair:
     def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
+        self.found: Sequence[Found] = ()  # what `load` found for the target, if it was asked to look
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker

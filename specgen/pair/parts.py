@@ -49,6 +49,7 @@ class PartStore:
     ) -> None:
         self.is_bundled = is_bundled
         self.named: dict[str, TrainedPart] = {}  # by kind
+        self.beside: dict[str, Path] = {}  # by kind: the folders of heads that were found on this machine
         self._target, self._runner, self._penalties = target, runner, penalties
         self._found: dict[str, TrainedPart | SpecgenError | None] = {}  # by kind; an error says why it cannot be used
         self._opened: dict[Path, TrainedPart] = {}
@@ -168,7 +169,7 @@ class PartStore:
                     self._found[kind] = own_layers(self._target)
                     return self._found[kind]
                 path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
-                path = bundled if path is None and self.is_bundled and bundled.is_dir() else path
+                path = bundled if path is None and self.is_bundled and bundled.is_dir() else path or self.beside.get(kind)
                 self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")
             except SpecgenError as error:
                 self._found[kind] = error

@@ -101,9 +101,10 @@ def sampling_with(sampling: SamplingParams | None, settings: dict[str, Any], tur
 
 
 def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
-    """Returns the token ids of a prompt: text, messages for the chat template, or token ids already. Raises SpecgenError.
+    """Returns the token ids of a prompt: text, messages for the chat template, or token ids already.
 
-    The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; it may be empty.
+    The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; empty if there is none, and for other
+    prompts. Raises SpecgenError for any other type, and for messages without role and content or that the template refuses.
     """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt) if prompt else [], ""  # tokenizers may add special tokens to an empty text

@@ -154,13 +154,14 @@ def estimate(entropy: float, c: float) -> float:
 
 def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None:
     """Compares the acceptance probabilities of drafted tokens with their lower bounds and with SVIP's estimate with constant c.
-    None unless all three numbers of at least one token were recorded.
+
+    Reads the tokens whose entropy, overlap and KL divergence were recorded; returns None if there are none.
 
     `below_estimate` is the share of tokens whose acceptance probability is below the estimate. `entropy_ratio` is the median of
     H(q,p) / H(q), cross-entropy by entropy, `measured_c` the constant c that follows from it, and `entropy_ratios` the histogram
-    of this ratio (SVIP, Figure 3). If every entropy is close to 0, the first two are None and the histogram is empty.
-    `by_entropy` has medians for ranges of the entropy (Figure 2, top), `by_acceptance` for groups of equal size of the tokens
-    sorted by their acceptance probability, lowest first (Figure 4). `pinsker_gap` and `bretagnolle_huber_gap` are the mean
+    of this ratio (SVIP, Figure 3). If every entropy is close to 0, `entropy_ratio` and `measured_c` are None and the histogram is
+    empty. `by_entropy` has medians for ranges of the entropy (Figure 2, top), `by_acceptance` for groups of equal size of the
+    tokens sorted by their acceptance probability, lowest first (Figure 4). `pinsker_gap` and `bretagnolle_huber_gap` are the mean
     distances from the bounds up to the acceptance probability, `pinsker_higher` is the share of tokens for which Pinsker's bound
     is the higher of the two (Appendix B), and `pinsker_tighter` says how much smaller its mean distance is: 0.1 is 10 % smaller,
     negative is larger; None if Bretagnolle and Huber's bound is exact.

@@ -139,8 +139,9 @@ class ExitObjective(Objective):
 class PredictorObjective(ExitObjective):
     """Trains a new acceptance predictor for the exit layer at `path`, and saves it with a copy of the exit layer.
 
-    The target generates the text for it, until there is enough or, if the recipe has a budget in seconds, the share of this time
-    for text is over. Documents and prompts that an exit layer would be trained on are left out.
+    It learns from text that the target generates now, from documents and prompts that no exit layer is trained on: it shall see
+    how an exit layer behaves on unknown text. Generating ends when there are as many tokens as the recipe needs, or after a fixed
+    part of its budget in seconds, if it has one.
     """
 
     parts = (Part.PREDICTOR, Part.HELD_OUT)

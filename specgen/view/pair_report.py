@@ -23,6 +23,7 @@ from specgen.view.theme import labelled, table, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
+    from specgen.pair.finding import Found
     from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
@@ -42,6 +43,17 @@ def show(console: Console, report: PairReport, next_step: str | None) -> None:
     """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no suggestion."""
     for line in lines(report, console.width, next_step):
         console.print(line)
+
+
+def show_found(console: Console, found: Sequence[Found], published: str | None) -> None:
+    """Prints what was found to draft for a target, best first, with the expected speedups; `published` is a hint, or None."""
+    rows = [["expected", "drafter", "why"]]
+    rows += [[f"{each.speedup:.2f}×", f"{each.kind} {each.name}", each.why] for each in found]
+    for line in [*table(rows, left=(1, 2)), Text()] if found else []:
+        console.print(line)
+    if published is not None:
+        for line in wrapped(Text(published), console.width):
+            console.print(line)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
