@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
@@ -141,6 +142,72 @@ FAMILIES: dict[str, Any] = {
     "gpt_neox": lambda: GPTNeoXConfig(**{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, **_IDS),
 }
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA = {f"mamba_{name}": value for name, value in {"n_heads": 8, "d_head": 8, "d_state": 8, "n_groups": 2, "d_conv": 4}.items()}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+
+
+def _of(name: str, **fields: Any) -> Callable[[], Any]:
+    return lambda: CONFIG_MAPPING[name](**{**_LLAMA, **_IDS, **fields})
+
+
+# models with recurrent layers: a delta rule (with one decay for each head, or for each channel), Mamba2, short convolutions
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3_5_text": _of("qwen3_5_text", head_dim=8, num_hidden_layers=4, **_DELTA),
+    "lfm2": _of("lfm2", full_attn_idxs=[1], conv_L_cache=3, block_ff_dim=48),
+    "nemotron_h": _of(
+        "nemotron_h",
+        hybrid_override_pattern="M-*M",
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        head_dim=8,
+        time_step_min=1e-30,
+    ),
+    "kimi_linear": _of(
+        "kimi_linear",
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        num_hidden_layers=4,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        n_routed_experts=4,
+        **_EXPERTS,
+        **_LATENT,
+    ),
+    "qwen3_next": _of("qwen3_next", num_hidden_layers=4, shared_expert_intermediate_size=16, head_dim=8, **_DELTA, **_EXPERTS),
+    "lfm2_moe": _of("lfm2_moe", layer_types=["conv", "full_attention", "conv"], conv_bias=True, num_dense_layers=1, **_EXPERTS),
+    "falcon_h1": _of(
+        "falcon_h1",
+        mamba_d_ssm=64,
+        mamba_rms_norm=False,
+        ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.9],
+        ssm_in_multiplier=1.3,
+        **_MAMBA,
+    ),
+    "granitemoehybrid": _of(
+        "granitemoehybrid",
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        shared_intermediate_size=32,
+        **_EXPERTS,
+        **_MAMBA,
+    ),
+    "bamba": _of("bamba", attn_layer_indices=[1], **_MAMBA),
+}
+# models with a state that cannot be rolled back
+FIXED: dict[str, Callable[[], Any]] = {
+    "jamba": _of("jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
+    "recurrent_gemma": _of("recurrent_gemma", lru_width=32, attention_window_size=_WINDOW, head_dim=8),
+}
+
 # the native decoder runs these families
 NATIVE = tuple(
     name
@@ -153,11 +220,14 @@ BACKENDS = ("native", "transformers")
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random float32 model; `changes` are set on its config."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **HYBRIDS, **FIXED}[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, weight in model.named_parameters():  # transformers sets some to ones
+        if name.endswith(("A_log", "dt_bias", ".D", "bias")) and family in HYBRIDS:
+            torch.nn.init.normal_(weight)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.normal_(std=0.2)

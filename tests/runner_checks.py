@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, FAMILIES, MIXTURES, NATIVE
+from families import BACKENDS, FAMILIES, HYBRIDS, MIXTURES, NATIVE
 
 from specgen.base.types import Context
 from specgen.engine.model import Model
@@ -24,6 +24,7 @@ RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if fa
 # which families a backend can run layer by layer: transformers those that compute nothing between the layers
 LAYERED = [pair for pair in RUN_BY if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite"))]
 LAYERED = [pair for pair in LAYERED if pair[0] not in MIXTURES]  # which cannot have exit layers
+HYBRID = [(family, backend) for family in HYBRIDS for backend in BACKENDS if family in NATIVE or backend != "native"]
 TOLERANCE = 2e-4
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # torch computes on both alike, and specgen takes them for two devices
 
@@ -106,7 +107,7 @@ def random_path(rng: random.Random, parents: list[int]) -> list[int]:
 
 def four_layers(family: str) -> dict[str, Any]:
     """Changes of a family's config that give it four layers."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **HYBRIDS}[family]()
     lists = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
     four = {name: [entries[index % len(entries)] for index in range(4)] for name, entries in lists.items() if entries}
     return {"num_hidden_layers": 4, **four}
@@ -160,7 +161,8 @@ TRACED = tuple(
         *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa")),
         "transformers/kv_cache",
         "transformers/transformers_model",
-        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "mlp")),
+        "transformers/recurrent_layers",
+        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "mlp", "recurrence")),
     )
 )
 

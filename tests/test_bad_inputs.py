@@ -23,7 +23,7 @@ from cli_helpers import run_main
 from families import CONTEXT, VOCAB, make_model, make_tokenizer, save
 from processes import one_by_one
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.weights import check_no_extra
@@ -282,7 +282,6 @@ MODELS = [
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
     generate("-t {encoder}", "{encoder} (bert) is an encoder", "decoder-only"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
-    generate("-t {recurrent}", "{recurrent}", "attention in every layer"),
     generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),
     generate("-m selfsd --set skip=1+", "skip is '1+'"),
     generate("-m selfsd --set skip=12", "skip names layer 12. The target has the layers 0 to 11"),
@@ -429,14 +428,12 @@ def places(tmp_path_factory: pytest.TempPathFactory, pair: tuple[str, ...]) -> M
     parent = tmp_path_factory.mktemp("places")
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
     bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=VOCAB)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
     return {
         "target": pair[1],
         "draft": pair[3],
         "other-ids": save(make_model("llama"), parent / "other-ids", make_tokenizer()),
         "encoder-decoder": save(t5, parent / "encoder-decoder"),
         "encoder": save(BertForMaskedLM(bert), parent / "encoder"),
-        "recurrent": save(MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)), parent / "recurrent"),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BACKENDS, CONTEXT, MIXTURES, make_model, near_copy, plain, prompt, save, with_exit
-from runner_checks import LAYERED, RUN_BY, CountedLayers, four_layers
+from runner_checks import HYBRID, LAYERED, RUN_BY, CountedLayers, four_layers
 from scripted_models import LENGTH_SETTINGS
 
 import specgen
@@ -21,6 +21,7 @@ from specgen.pair.pair import Pair
 
 PairOf = Callable[..., Pair]
 COUNT = 14
+MODELS = RUN_BY + HYBRID
 COSTS = "draft_cost=0.1:verify_cost=0.05"
 DRAFTS = ("unrelated", "near", "itself")
 METHODS = f"""
@@ -68,11 +69,11 @@ def check(pair: Pair, written: str, length: int) -> None:
         assert result.summary["finish_reason"] == ("eos" if KNOWN[at][-1] in pair.target.eos_ids else "length")
 
 
-@pytest.mark.parametrize("number", range(len(RUN_BY)))
+@pytest.mark.parametrize("number", range(len(MODELS)))
 def test_greedy_ids_are_the_targets_own(pair_of: PairOf, number: int) -> None:
     """Each family and backend runs some of the methods, and each method is run by several families."""
     for case in range(3 * number, 3 * number + 3):
-        pair = pair_of(RUN_BY[number][0], DRAFTS[case % 3], RUN_BY[number][1])
+        pair = pair_of(MODELS[number][0], DRAFTS[case % 3], MODELS[number][1])
         check(pair, METHODS[case % len(METHODS)], 1 + case % 8)
 
 
@@ -90,7 +91,7 @@ def test_greedy_ids_of_mixtures(pair_of: PairOf, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+@pytest.mark.parametrize(("family", "backend"), MODELS)
 @pytest.mark.parametrize("length", range(1, 9))
 def test_greedy_ids_in_the_full_product(pair_of: PairOf, early: PairOf, family: str, backend: str, length: int) -> None:
     for draft, written in product(DRAFTS, METHODS):

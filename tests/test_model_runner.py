@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 from families import BACKENDS, make_bloom, make_model, model_of
-from runner_checks import RUN_BY, CountedLayers, check
+from runner_checks import HYBRID, RUN_BY, CountedLayers, check
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
@@ -15,7 +15,7 @@ from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.skip_search import search_skips
 
 
-@pytest.mark.parametrize(("family", "backend"), RUN_BY)
+@pytest.mark.parametrize(("family", "backend"), RUN_BY + HYBRID)
 def test_a_tree_its_path_and_a_chain_give_transformers_logits(family: str, backend: str) -> None:
     module = make_model(family)
     runner, context = ModelRunner(model_of(module, backend)), Context([1, 5, 6, 7])
@@ -64,6 +64,25 @@ def test_alibi_models_run_chains_and_refuse_trees() -> None:
     context.extend([7, 9])
     check(module, runner.logits(context, [4]).logits, context, [4], [-1])
     with pytest.raises(SpecgenError, match="ALiBi"):
+        runner.logits(context, [7, 8], [-1, -1])
+
+
+@pytest.mark.parametrize("family", ["jamba", "recurrent_gemma"])
+def test_states_that_cannot_be_rolled_back_run_the_text_again(family: str) -> None:
+    """Of jamba, whose state grows token by token, and of recurrent_gemma, which keeps it in its modules."""
+    module = make_model(family)
+    model, context = model_of(module, "transformers"), Context([1, 5, 6, 7])
+    runner = ModelRunner(model)
+    for tokens in ([8, 9], [8, 10, 11], []):
+        check(module, runner.logits(context, tokens).logits, context, tokens, [-1, 0, 1])
+        context.extend([8, 10])
+    runner.logits(context)
+    runs = runner.forward_count
+    context.extend([12, 13])
+    check(module, runner.logits(context, start=0).logits, context, [], [])
+    assert runner.forward_count == runs + 1
+    check(module, runner.logits(Context([1, 5, 9])).logits, Context([1, 5, 9]), [], [])
+    with pytest.raises(SpecgenError, match="draft trees"):
         runner.logits(context, [7, 8], [-1, -1])
 
 

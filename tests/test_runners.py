@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -163,6 +164,10 @@ KINDS = {
     "transformers": Kind(lambda: single(ModelRunner(model("llama", "transformers"))), examples=30),
     "transformers windows": Kind(lambda: single(ModelRunner(model("gemma2", "transformers")))),
     "transformers GPT-2": Kind(lambda: single(ModelRunner(model("gpt2", "transformers")))),
+    "delta rule": Kind(lambda: single(ModelRunner(model("qwen3_5_text", "transformers"))), examples=30),
+    "delta rule by channels": Kind(lambda: single(ModelRunner(model("kimi_linear", "transformers")))),
+    "Mamba2": Kind(lambda: single(ModelRunner(model("nemotron_h", "transformers")))),
+    "short convolutions": Kind(lambda: single(ModelRunner(model("lfm2_moe", "transformers")))),
     "transformers Cohere": Kind(lambda: single(ModelRunner(model("cohere", "transformers")))),
     "early exit": Kind(partial(exiting, "llama", "native"), examples=30),
     "early exit on transformers": Kind(partial(exiting, "llama", "transformers")),
@@ -265,8 +270,10 @@ class Calls(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are run in chunks, and buffers grow and move."""
+    """Prompts are run in chunks, buffers grow and move, and records are folded into states."""
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 11)
+    for name, number in {"BLOCK": 4, "KEPT": 3, "_MOST": 6, "_ROOM": 10}.items():
+        monkeypatch.setattr(f"specgen.engine.native.recurrence.{name}", number)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -281,3 +288,24 @@ def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
             phases=[Phase.generate],  # a failure is shown as it was found: at most ten calls
         ),
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2_moe"])
+def test_recurrent_layers_go_back_to_any_length(family: str) -> None:
+    """Also to those before what was folded, and after a prompt's pass that ended before its last layer."""
+    made, ids = model(family, "transformers"), [1, *(5 + 7 * number % 31 for number in range(39))]
+    kept, runner = Context(ids[:20]), ModelRunner(made)
+    expected = made.reference_logits(ids)
+
+    def check(context: Context) -> None:
+        torch.testing.assert_close(runner.logits(context).logits[0], expected[len(context) - 1], rtol=1e-3, atol=1e-3)
+
+    for length in (*range(21, 41), *range(39, 0, -2), *range(1, 41, 3)):
+        check(kept if length == 21 else Context(ids[:length]))
+        kept.extend(ids[len(kept) : len(kept) + 1])
+        check(kept)
+    for line in range(40, 1200, 60):
+        runner.clear_cache()
+        with InterruptAt(line), suppress(KeyboardInterrupt):
+            runner.logits(kept)
+        check(kept)

@@ -73,7 +73,10 @@ class DeviceChain:
         self._unread = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
 
     def append(self, position: int) -> DraftedToken:
-        """Lets the device choose the next token, at this position (from 1). The token that is returned has no signals."""
+        """Starts the choice of the draft's next token on the device, greedy or sampled as the run is, and does not wait for it.
+
+        `position` in the draft counts from 1. The returned token has neither an id nor signals: `draft` reads the ids later.
+        """
         if self._unread in (0, _ROWS):
             self._read()
             self._chooser.row.zero_()

@@ -16,8 +16,8 @@ _HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Computes the distributions [..., vocabulary] to sample from: temperature, top-k, top-p and min-p in this order, as in
-    transformers.
+    """Computes the float32 distributions to sample from, [..., vocabulary] as the logits: temperature (above 0), top-k, top-p and
+    min-p in this order, as in transformers.
 
     Tokens whose logit equals the k-th largest are kept. Tokens that are cut have probability exactly 0.
     """

@@ -57,8 +57,7 @@ class CachedPrefix:
         """
         self.switch_to(context)
         if start == 0 or self.committed < len(context):
-            self.draft = NO_NODES
-            self.committed = min(self.committed, len(context) - (start == 0))
+            self.truncate(len(context) - (start == 0))
         else:
             cached = self.draft
             kept = common_prefix_length(cached.tokens, draft.tokens, start - 1)
@@ -78,8 +77,7 @@ class CachedPrefix:
             if self._is_exact or self.uses_long_rope(context) != self.uses_long_rope(self._context):
                 shared = 0
             if shared < self.committed:
-                self.draft = NO_NODES
-            self.committed = shared
+                self.truncate(shared)
             self._context = context
         cached = self.draft
         if not cached.tokens or self.committed == len(context):
@@ -135,9 +133,12 @@ class CachedPrefix:
         return self._rope_boundary is not None and context.prompt_length > self._rope_boundary
 
     def truncate(self, committed: int) -> None:
-        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes."""
+        """Counts at most the first `committed` tokens of the context as cached, and no draft nodes.
+
+        Fewer if a recurrent layer's state cannot be rolled back as far.
+        """
         self.draft = NO_NODES
-        self.committed = min(self.committed, committed)
+        self.committed = self.cache.restorable(min(self.committed, committed))
 
     def _chunk_size(self, context: Context) -> int:
         """Returns how many tokens of a prompt to run in the next forward pass.

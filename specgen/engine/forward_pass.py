@@ -46,6 +46,11 @@ class Cache(Protocol):
     length: int
     capacity: int
 
+    def restorable(self, length: int) -> int:
+        """Returns the largest length, at most `length`, to which the cache can be rolled back: 0 if a layer's state has moved
+        past it. `length` entries are valid."""
+        ...
+
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices` to `start`, `start + 1`, ... in every layer.
 

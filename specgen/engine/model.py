@@ -11,6 +11,7 @@ import torch
 
 from specgen.engine.forward_pass import BatchPass, Cache, ForwardFunction, HiddenSource, LayerPart, ModelOutput
 
+STATE_TYPES = ("linear_attention", "conv")  # kinds of layers that keep a state in place of keys and values
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
 
@@ -52,7 +53,8 @@ def of_transformers(config: Any) -> ModelShape:
     config = config.get_text_config()
     dtype = getattr(config, "dtype", None)
     limit, boundary = _context(config)
-    heads, count = config.num_attention_heads, config.num_hidden_layers
+    count = config.num_hidden_layers
+    heads = _first_integer(config, "num_attention_heads", "num_heads") or 1  # some models have no attention
     is_uniform = not getattr(config, "is_heterogeneous", False)
     layers = [config] * count if is_uniform else [config.per_layer_config[index] for index in range(count)]
     sizes = [
@@ -62,7 +64,9 @@ def of_transformers(config: Any) -> ModelShape:
         )
         for layer in layers
     ]
-    owners = sizes[: count - (getattr(config, "num_kv_shared_layers", None) or 0)]  # the others read the keys of these
+    types = getattr(config, "layer_types", None) or [None] * count
+    owners = [size for size, kind in zip(sizes, types, strict=True) if kind not in STATE_TYPES]
+    owners = owners[: len(owners) - (getattr(config, "num_kv_shared_layers", None) or 0)]  # the others read the keys of these
     return ModelShape(
         model_type=config.model_type,
         hidden_size=config.hidden_size,

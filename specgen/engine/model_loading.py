@@ -152,8 +152,7 @@ class PreparedModel:
 def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedModel:
     """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called with one line per step.
 
-    Raises SpecgenError if the model does not exist, is no decoder-only model, keeps a recurrent state that cannot be rolled back
-    after a rejected draft, or cannot run on the backend that the source names.
+    Raises SpecgenError if the model does not exist, is no decoder-only model, or cannot run on the backend that the source names.
     """
     announce(f"looking for {source.name}")
     folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
@@ -255,6 +254,7 @@ class LoadedModel:
         with self._lock:
             if self._model is None:
                 self._model = self._load(self.prepared, self.dtype, self._device, self.layer_devices)
+                self.warning = self.warning or getattr(self._model, "warning", None)
             return self._model
 
     @cached_property

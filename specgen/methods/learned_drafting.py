@@ -144,8 +144,10 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Moves later predictions towards what happened to a drafted token with this score, the predicted log odds that it is
-        accepted. Call it for each token that the target has accepted, and for the first one that it has rejected."""
+        """Moves what `predict` returns for later tokens towards what happened to a drafted token with the same kind of score.
+
+        Call it for each token that the target has accepted, and for the first one that it has rejected.
+        """
         expected = _probability(score + self.offset)
         residual, information = accepted - expected, expected * (1 - expected)
         self.residuals = _RECENT * self.residuals + residual

@@ -58,17 +58,18 @@ def load(
     or Hugging Face id of a trained head (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for
     this target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
     two that supports the model. With `exact`, a token's logits have the same bits in all passes of the target, on a CPU or one
-    CUDA device; draft trees are left out. `context` is the most tokens of prompt and output together, at most the target's own
-    limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and multiplies
-    the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft model's;
-    `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's distribution. The
-    draft model's weights are loaded when first needed.
+    CUDA device; trees of drafts do not have this promise. `context` is the most tokens of prompt and output together, at most the
+    target's own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and
+    multiplies the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft
+    model's; `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's
+    distribution. The draft model's weights are loaded when first needed.
 
-    With `find`, heads and a smaller model that can draft for the target are looked for on this machine.
+    With `find`, heads and a smaller model on this machine are looked for that can draft for the target; they are used where none
+    is named.
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit together and for a model that is not
-    found, is damaged or cannot be run as asked, and RunError if memory is short.
+    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
+    together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
     named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
     models = {name: None if value is None else str(value) for name, value in named.items()}
@@ -100,9 +101,10 @@ def model_sources(
     offline: bool,
     backend: str = "auto",
 ) -> list[ModelSource]:
-    """Returns where to load the target from, then the draft model if there is one.
+    """Returns what describes where to load the target from, then the same for the draft model if there is one.
 
-    If `target` is None, these are the two models that come with specgen.
+    Nothing is looked up yet, and nothing raised. If `target` is None, both are the models that come with specgen, and `draft` is
+    None too. The other arguments are those of `load`.
     """
     if target is None:
         return [ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend) for role in demo.ROLES]
@@ -163,7 +165,7 @@ def _load(
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    loaded.warning = choices[0].hint
+    loaded.warning = choices[0].hint or loaded.warning
     pair = Pair(loaded, draft, worker)
     pair.found = found
     pair.parts.beside = {each.kind: each.folder for each in reversed(found) if each.kind in HEADS}

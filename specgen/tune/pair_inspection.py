@@ -122,7 +122,8 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run with these models. If it cannot, `why` is the reason and `cure` says what to do."""
+    """Whether a method can run with a target and its draft model (`ready`). If not, `why` is the reason and `cure` the way out;
+    else both are empty."""
 
     ready: bool
     why: str = ""

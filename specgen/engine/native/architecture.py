@@ -250,7 +250,10 @@ class Fields:
         return Fields(value, f"{self._prefix}{name}.") if value else None
 
     def refuse_unknown(self) -> None:
-        """Raises `UnsupportedConfig` for the first field that was neither read nor ignored, is not null, and may matter."""
+        """Raises `UnsupportedConfig` for the first field that was not read, is not null and not listed in `IRRELEVANT`.
+
+        Fields in `OPTIONAL_FEATURES` are refused only if their value is true.
+        """
         for name, value in self._config.items():
             switched_off = name in OPTIONAL_FEATURES and not value
             if name not in self._known and name not in IRRELEVANT and value is not None and not switched_off:

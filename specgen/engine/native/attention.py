@@ -229,11 +229,17 @@ def sight_of_pass(forward_pass: ForwardPass, device: torch.device) -> Sight:
         first, last = forward_pass.first, forward_pass.last
         return sight_of_chain(first, last - first, 0, last, device)
     base, depths, bits = ancestry(forward_pass)
-    rows, size, length = len(bits), len(depths), -(-len(depths) // 8)
+    rows, size = len(bits), len(depths)
     from_base = upload(torch.tensor(depths), device) + base
+    hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
+    hidden[:, base:] = ~unpacked(bits, size, device)
+    return Sight(hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base)))
+
+
+def unpacked(bits: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
+    """Returns the first `size` bits of each number, [n, `size`]: true where they are 1. See `Ancestry.bits`."""
+    rows, length = len(bits), -(-size // 8)
     packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
     as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
-    seen = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-    hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
-    hidden[:, base:] = (seen == 0).view(rows, length * 8)[:, :size]
-    return Sight(hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base)))
+    ones = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    return (ones == 1).view(rows, length * 8)[:, :size]

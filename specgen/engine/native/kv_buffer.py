@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.devices import move, release, upload
+from specgen.engine.native.recurrence import RecurrentStates
 
 _ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
 
@@ -47,7 +48,7 @@ class KVBuffer:
         reader: torch.device | None = None,
     ) -> None:
         self.length, self.capacity, self.first_layer = 0, 64, first_layer
-        self._kv_heads, self._reader = kv_heads, reader or devices[0]
+        self._kv_heads, self._reader, self.recurrent = kv_heads, reader or devices[0], RecurrentStates()
         runs = ((device, len(list(run))) for device, run in groupby(devices))
         shape = 2, sequences * kv_heads, 0, head_size
         self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
@@ -69,7 +70,7 @@ class KVBuffer:
         """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
         rotated.
 
-        They are views, or copies if the layer is on another device than `reader`.
+        They are on the device `reader` of this cache: views, or copies if the layer is on another device.
         """
         layer -= self.first_layer
         for data in self.parts:
@@ -79,8 +80,13 @@ class KVBuffer:
         keys, values = move(data[layer, :, :, :count], self._reader).unbind(0)
         return keys, values
 
+    def restorable(self, length: int) -> int:
+        """Returns to which length the cache can be rolled back; see `forward_pass.Cache`."""
+        return self.recurrent.restorable(length)
+
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the entries at `indices`, which are ascending, to `start`, `start + 1`, ... in every layer."""
+        self.recurrent.gather(indices, start)
         count = len(indices)
         for data in self.parts:
             moves = upload(torch.tensor([*indices, *range(start, start + count)]), data.device)

@@ -84,8 +84,8 @@ class ExpertNames(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The weights of the MLP of a layer with `count` experts; each None is a part that the model's family does not have.
 
-    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts. The columns of `gate_up` are the
-    gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
+    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts. The columns of `gate_up` are
+    the gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
     `router` [count, width], its bias and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
     `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the norm before the MLP: they are
     already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`.

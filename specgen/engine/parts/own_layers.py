@@ -282,7 +282,9 @@ class SkippedLayers:
 
 
 class LayerSkippingRunner(ModelRunner):
-    """Runs the target without the layers in `skips`, to draft. Shares the KV cache of `target`, the runner that verifies.
+    """Runs the target without the attention and without the MLPs of the layers that `skips` names, to draft.
+
+    Shares the KV cache of `target`, the runner that verifies.
 
     `model` is the target's model. Raises SpecgenError if its layers cannot be run one by one.
     """

@@ -149,8 +149,8 @@ def place(
 
 
 def plan(rooms: Sequence[Room], model: ModelMemory, context: int, draft: int = 0) -> Placement | None:
-    """Returns the plan for a target, and for a draft model that takes `draft` bytes (0: there is none to place). None if nothing
-    fits.
+    """Returns the plan for a target, and for a draft model that takes `draft` bytes (0: there is none to place). Returns
+    None if they do not fit with the KV cache of `context` tokens.
 
     `rooms` are filled in order. Each device gets layers that follow one another; the first device also gets the embedding, the
     last one norm and head. The draft model is on the last GPU that has room for it; if none has, on the last device.

@@ -9,6 +9,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specgen.engine.devices import move, release, upload
+from specgen.engine.native.recurrence import RecurrentStates
+from specgen.engine.transformers.recurrent_layers import ConvInput, StateInput
 
 
 class KVCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -61,6 +63,8 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.length, self.capacity, self._device = 0, 64, device
+        self.recurrent = RecurrentStates()
+        self.steps: Any = None  # the `Steps` of the pass that is run
         super().__init__(layers=[KVCacheLayer(self) for _ in range(layers)])
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +72,11 @@ class KVCache(Cache):  # type: ignore[misc]
         keys, values = (move(part[:, :, :count].flatten(0, 1), self._device) for part in (entries.keys, entries.values))
         return keys, values
 
+    def restorable(self, length: int) -> int:
+        return self.recurrent.restorable(length)
+
     def gather(self, indices: Sequence[int], start: int) -> None:
+        self.recurrent.gather(indices, start)
         source = torch.tensor(indices)
         for buffer in self._buffers():
             moved = buffer.index_select(-2, upload(source, buffer.device))
@@ -81,3 +89,33 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for layer in self.layers for buffer in (layer.keys, layer.values) if buffer is not None]
+
+    # what recurrent layers call, see `recurrent_layers`
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Says that there are no inputs: those in the records are used where new ones are written."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> ConvInput:
+        return ConvInput(self.steps, self.recurrent.convs[layer_idx, state_idx], conv_states)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> StateInput:
+        return StateInput(self.steps, self.recurrent.states[layer_idx, state_idx])
+
+    def update_recurrent_state(self, *_: Any, **__: Any) -> None:
+        """Does nothing: the records have been written."""
+
+
+class GrowingCache(KVCache):
+    """The cache of a model with a state that cannot be rolled back: what the model itself keeps of its first `end` tokens.
+
+    After a rejected draft the text is run again from its beginning. `kept` are the arguments that continue it. `end` is -1 while
+    they are changed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, device)
+        self.end = 0
+        self.kept: dict[str, Any] = {}
+
+    def restorable(self, length: int) -> int:
+        return length if length == self.end else 0

@@ -24,11 +24,18 @@ from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_pass
 from specgen.engine.native.families import read_architecture
-from specgen.engine.transformers.kv_cache import KVCache
+from specgen.engine.native.recurrence import Steps
+from specgen.engine.transformers.kv_cache import GrowingCache, KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
+from specgen.engine.transformers.recurrent_layers import RECURRENT_TYPES, replace_recurrences
 
 _FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # as fractions of the largest logit; a larger difference is a wrong computation
-Mask = torch.Tensor | dict[str, torch.Tensor] | None
+Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
+_UNROLLED = (
+    "{} keeps a state ({}) that cannot be rolled back, which speculation needs: after a rejected draft all is run again. "
+    "Plain decoding needs no rollback: -m ar"
+)
+_STATES = "past_key_values", "cache_params", "state"  # what models call their caches in inputs and outputs
 _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
 
 
@@ -47,16 +54,23 @@ class TransformersModel:
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self._masks = AttentionMasks(module)
+        self._fixed = replace_recurrences(module)
+        self.warning = None if self._fixed is None else _UNROLLED.format(module.config.model_type, self._fixed.what)
         accepted = inspect.signature(module.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """Returns an empty KV cache. `layers` is not needed: a layer's buffers are allocated when it is first run."""
-        return KVCache(self.shape.num_layers, self.device)
+        return KVCache(self.shape.num_layers, self.device) if self._fixed is None else GrowingCache(self.device)
 
     def batch_cache(self, sequences: int) -> KVCache:
         """Returns an empty KV cache. `sequences` is not needed: the first pass decides for how many sequences the buffers are."""
-        return self.new_cache()
+        if getattr(type(self.module), "_is_stateful", False):
+            raise SpecgenError(
+                "a model with recurrent layers runs one text at a time", "Train with another target, or on given texts"
+            )
+        return KVCache(self.shape.num_layers, self.device)
 
     def forward(
         self,
@@ -75,10 +89,13 @@ class TransformersModel:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps:
             self.check_layers("a head on hidden states", last_states_only=set(taps) == {self.shape.num_layers})
+        if self._fixed is not None:
+            return self._grow
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             ids, sight = torch.tensor([forward_pass.ids], device=self.device), sight_of_pass(forward_pass, self.device)
             mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
+            cache.steps = Steps(forward_pass, self.device)
             output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
             logits = output.logits[0, -logits_to_keep:]
             if not taps:
@@ -99,7 +116,38 @@ class TransformersModel:
         """
         given = {"position_ids": positions, "logits_to_keep": keep}
         options = {name: given[name] for name in self._options} | ({"output_hidden_states": True} if with_states else {})
-        return self.module(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None, **options)
+        options[self._cache_name] = cache
+        return self.module(input_ids=ids, attention_mask=mask, use_cache=cache is not None, **options)
+
+    def _grow(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        """Runs a pass with a `GrowingCache`. From the beginning all tokens are run at once, and later ones one by one.
+
+        Chunks of a long prompt are run with the last of them. Raises SpecgenError for a tree.
+        """
+        context, draft, first, last, cache = forward_pass[:5]
+        assert self._fixed is not None
+        if not forward_pass.is_chain:
+            kept = f"{self.module.config.model_type} keeps a state ({self._fixed.what})"
+            raise SpecgenError(
+                f"{kept} that cannot be rolled back, so it runs no draft trees", "Take a method without them: -m ar"
+            )
+        if last < len(context):
+            return ModelOutput(torch.empty(0, device=self.device))
+        if not 0 <= cache.end <= first:
+            cache.kept, cache.end = {}, 0
+        begin, cache.end = cache.end, -1
+        tokens = (context.ids + draft.tokens)[begin:last]
+        pieces, logits = ([token] for token in tokens) if begin else [tokens], []
+        for piece in pieces:
+            positions = torch.arange(begin, begin + len(piece), device=self.device)[None]
+            given = {"position_ids": positions} if "position_ids" in self._options else {}
+            ids = torch.tensor([piece], device=self.device)
+            output = self.module(input_ids=ids, use_cache=self._fixed.grows, **given, **cache.kept)
+            cache.kept = {name: output[name] for name in _STATES if self._fixed.grows and output.get(name) is not None}
+            logits.append(output.logits[0])
+            begin += len(piece)
+        cache.end = last if self._fixed.grows else 0
+        return ModelOutput(torch.cat(logits)[-logits_to_keep:])
 
     def _features(self, output: Any, taps: Sequence[int]) -> torch.Tensor:
         return torch.cat([move(output.hidden_states[tap], self.device) for tap in taps], dim=-1)
@@ -170,6 +218,7 @@ class TransformersModel:
             else:
                 hidden = inputs(forward_pass)[None]
             sight, cache = sight_of_pass(forward_pass, self.device), forward_pass.cache
+            cache.steps = Steps(forward_pass, self.device)
             masks = self._masks.of_pass(forward_pass, sight, self.dtype)
             rotary = decoder.rotary_emb(hidden, sight.positions[None])
             for layer, kind in parts:
@@ -261,6 +310,8 @@ class AttentionMasks:
         self._has_alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(module) else set()
+        self._recurrent = dict.fromkeys(types & RECURRENT_TYPES and RECURRENT_TYPES)  # they need no masks
+        types = types - RECURRENT_TYPES | ({"full_attention"} if self._recurrent else set())
         self._windows = {name: window if name == "sliding_attention" else None for name in types}
         self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
 
@@ -273,12 +324,12 @@ class AttentionMasks:
             raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
         return None
 
-    def __call__(self, sight: Sight, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+    def __call__(self, sight: Sight, dtype: torch.dtype) -> Mask:
         """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or one mask for each attention
         type."""
         made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
-        found = {name: masks[each] for name, each in self._windows.items()}
+        found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
         if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
             first = sight.positions // self._chunk * self._chunk
             before = sight.key_positions[..., None, :] < first[..., :, None]
