@@ -321,6 +321,8 @@ def test_verdicts_by_hand() -> None:
     ):
         assert outcome_text(differences) == text
         assert list(count_outcomes(9, differences).values()) == counts
+    assert tie_threshold("bfloat16", 32.0, has_experts=True) == 2.5
+    assert tie_threshold("float32", 32.0, has_experts=True) == 1e-3
     assert [tie_threshold(*given) for given in (("float32", 50.0), ("bfloat16", 32.0), ("float16", 32.0))] == [1e-3, 0.5, 0.125]
     assert [difference(0, gap).is_broken for gap in (-0.0009, -0.002, math.nan, 0.001)] == [False, True, True, True]
 
@@ -342,6 +344,20 @@ def test_a_method_that_cannot_run_says_why_and_the_others_run(compare: Compare, 
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: no method can run: eagle needs a head")
     assert err.count("svip needs a draft model") == 1
+
+
+def test_without_options_the_methods_that_can_be_fast_are_compared(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = compare("-n", "2", "--json", "--budget", "100", models=())
+    assert (code, err) == (0, "")
+    found = {line["method"]: line["prompts"] for line in parsed(out)}
+    assert list(found)[:2] == ["ar", "adaptive"]
+    assert len(found) == 7
+    assert set(found) <= {"ar", *methods.USUAL}
+    assert set(found.values()) == {4}
+    code, out, err = compare("-n", "2", "-m", "sd", "--budget", "1e-9", models=())
+    assert code == 0
+    assert "1 of 4 prompts" in out
+    assert "The time was up (--budget SECONDS)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

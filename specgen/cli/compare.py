@@ -4,25 +4,29 @@ Continues an earlier trace if one is given, and writes the results as table, JSO
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json
-from specgen.cli.commands import check_outputs
+from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
-from specgen.compare.method_specs import EVERY, MethodSpec, parse_specs
+from specgen.compare.method_specs import MethodSpec, parse_specs
 from specgen.compare.prompts import load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, measure_costs, method_results, with_predictions
 from specgen.compare.runner import Runner, read_comparison
@@ -35,6 +39,11 @@ from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
+    from specgen.tune.profile import Profile
+
+
+USUAL_PROMPTS, USUAL_METHODS, USUAL_BUDGET = 8, 6, 60.0  # of a comparison without options; in seconds
+ENDED_BY_BUDGET = "The time was up (--budget SECONDS); -m all compares every method."
 
 
 class OutputDiffersError(SpecgenError):
@@ -46,17 +55,21 @@ class OutputDiffersError(SpecgenError):
 def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput) -> None:
     """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong options, and as
     `Comparison.run`."""
+    begin, is_default = time.perf_counter(), not given(asked) and output.trace_path is None
     prompts, sampling = asked.prompts or examples_file(), options.params()
+    limit = USUAL_PROMPTS if asked.limit is None and asked.prompts is None else asked.limit
+    if asked.budget is not None and not asked.budget > 0:
+        raise SpecgenError(f"--budget is {asked.budget:g}", "It has to be above 0 seconds")
     check_outputs(output.files, [("--prompts", prompts)], models)
     err = theme.console(stderr=True, no_color=output.no_color)
     with ExitStack() as opened:
         path = output.trace_path  # locked before it is read
         trace = None if path is None else opened.enter_context(closing(TraceWriter(path, resumes=output.resume is not None)))
         recorded = None if output.resume is None else read_comparison(output.resume)
-        specs = recorded.specs() if recorded is not None and not asked.methods else parse_specs(asked.methods or [EVERY])
+        specs = recorded.specs() if recorded is not None and not asked.methods else parse_specs(asked.methods or [])
         config = BenchmarkConfig(
             specs,
-            load_prompts(prompts, category=asked.category, limit=asked.limit, all_turns=asked.turns),
+            load_prompts(prompts, category=asked.category, limit=limit, all_turns=asked.turns),
             asked.repeats,
             sampling,
             asked.chat,
@@ -72,6 +85,9 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
         opened.enter_context(pair)
         if recorded is None and not output.quiet and (parallel or sequential):
             show_overlap(pair, err)
+        if not asked.methods and recorded is None:
+            specs = fastest_specs(pair, profile, specs)
+            config = replace(config, specs=specs)
         if profile is not None:
             specs, taken = tuned_specs(profile, specs, keep=recorded is not None)  # a resumed one keeps its settings
             config = replace(config, specs=specs)
@@ -79,10 +95,26 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
                 err.print(Text(f"tuned: {taken}"), soft_wrap=True)
         runner = Runner(pair, config, trace)
         runner.check()
+        runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         if recorded is not None and trace is not None:
             runner.resume(recorded)
             trace.keep = recorded.end
         Comparison(runner, output).run()
+
+
+def fastest_specs(pair: Pair, profile: Profile | None, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
+    """Returns those of the methods that can run with the pair, plain decoding and the `USUAL_METHODS` that are likely to be fast.
+
+    With a profile, these are the ones that tuning expects to be, whether or not they are among `specs`.
+    """
+    from specgen.tune.pair_inspection import obstacle
+
+    names = [spec.name for spec in specs[1:]]
+    if profile is not None:
+        known = {name: tuned.predicted for name, tuned in profile.methods.items() if methods.find(name).lossless}
+        names = sorted(known, key=lambda name: -known[name])
+    able = (name for name in names if name != specs[0].name and obstacle(pair, name) is None)
+    return [specs[0], *parse_specs(list(islice(able, USUAL_METHODS)))[1:]]
 
 
 class Comparison:
@@ -101,7 +133,8 @@ class Comparison:
         if costs is not None:
             made = with_predictions(made, self._results, costs)
         is_interrupted = isinstance(ended, KeyboardInterrupt)
-        shown = self._report(made, " ".join([self._interruption()] * is_interrupted + self._energy_notes()))
+        notes = [self._interruption()] if is_interrupted else [ENDED_BY_BUDGET] if self._runner.is_cut else []
+        shown = self._report(made, " ".join(notes + self._energy_notes()))
         with interrupts.held():
             try:
                 self._print(shown, costs)

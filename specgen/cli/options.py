@@ -70,13 +70,15 @@ GENERATE_ROWS: Rows = {
 COMPARE_ROWS: Rows = {
     "methods": (
         "-m LIST",
-        "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: all but joint. "
+        "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
+        "likely to be fast here; all: every one. "
         "transformers and transformers-assisted are baselines.",
     ),
     "prompts": ("FILE", "YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."),
     "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
     "turns": ("", "Use all turns of a question, with plain decoding's answers between them, not only the first."),
     "repeats": ("N", "Run each prompt N times and use the median time."),
+    "budget": ("SECONDS", "End after this time, with what was measured. Default: 60 if nothing says what to compare, else none."),
     "by_category": ("", "Show one row for each category as well."),
     "phases": ("", "Show the time for drafting, the length policy, verification and sampling."),
     "predict": ("", "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes."),
@@ -277,6 +279,7 @@ class CompareOptions:
     turns: bool = False
     chat: bool = False
     repeats: int = 3
+    budget: float | None = None
 
 
 @dataclass(frozen=True)

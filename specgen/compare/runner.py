@@ -14,6 +14,7 @@ random one; --resume takes those that are recorded.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,7 @@ class Runner:
 
         self.pair, self.config, self._trace = pair, config, trace
         self.results = Results(config)
+        self.deadline, self.is_cut = math.inf, False  # after it, by `time.perf_counter`, no other prompt is begun
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
         self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
@@ -214,6 +216,9 @@ class Runner:
             self._attempt(spec, prompts[0], 0)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
+            if time.perf_counter() > self.deadline and spec is self.config.specs[0] and self.results.complete_repeats():
+                self.is_cut = True
+                break
             if self._is_ruled_out(spec, prompt):
                 continue
             yield step(position, spec, prompt)

@@ -32,9 +32,11 @@ DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (pr
 ALL_METHODS = "specgen inspect --methods"
 PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_kind=COPYING, grids=({},))
 
+_LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, LOOKAHEAD]
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
 _ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
 _ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, SELFSD]
+USUAL = tuple(method.name for method in _LIKELY)  # to be fast; compared by default where they can run, the first ones first
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
 POLICIES: Mapping[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)

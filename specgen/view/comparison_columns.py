@@ -102,7 +102,7 @@ COLUMNS = (
     *(Column(outcome, value=_outcome(outcome)) for outcome in OUTCOMES),
     Column("acceptance_rate", "accep-\ntance", "{:.0%}", 2, "accepted"),
     Column("draft_share", "draft\nshare", "{:.0%}", 10),
-    Column("harmonic_mean", "\nHM", "{:.2f}", 11),
+    Column("harmonic_mean", "harm.\nmean", "{:.2f}", 11),
     Column("block_efficiency", "tokens\na pass", "{:.2f}", 9, "a pass"),
     Column("mean_draft_length", "draft\nlength", _draft_length, 8, "drafted"),
     Column("mean_accepted_run", "accepted per\nrejection", "{:.1f}", 13, "accepted per rejection"),

@@ -59,7 +59,8 @@ def show_found(console: Console, found: Sequence[Found], published: str | None) 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
     """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40."""
     for role, model in _roles(report).items():
-        shape = f"{_count(model.parameters)} parameters, {model.layers} layers × {model.hidden:,}"
+        active = "" if model.active_parameters == model.parameters else f" ({_count(model.active_parameters)} for a token)"
+        shape = f"{_count(model.parameters)} parameters{active}, {model.layers} layers × {model.hidden:,}"
         about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
         yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
