@@ -11,16 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
-from families import _IDS, _LLAMA, _MOE, exit_layers_of, make_model, random_predictor, save
+from families import exit_layers_of, make_model, random_predictor, save
 from head_layouts import write_head
 from runner_checks import four_layers, uncached
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from training_helpers import opened
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import DynamicCache
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -46,13 +45,6 @@ def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> t
     return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
 
 
-_GATED = {**_LLAMA, **_IDS, "head_dim": 8, "layer_types": ["full_attention"] * 3}
-_GATED_MOE = {**_GATED, **_MOE, "num_experts": 8, "shared_expert_intermediate_size": 8}
-GATED: dict[str, Callable[[], Any]] = {  # with the layers alone that drafting layers have
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_GATED),
-    "qwen3_next": lambda: Qwen3NextConfig(**_GATED_MOE),
-    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**_GATED_MOE),
-}
 # The names of the token's norm, the state's norm, the projection and the last norm, and what is before all names of layer k.
 MTP_LAYOUTS = {
     "deepseek": ("model.layers.{last}.", "enorm hnorm eh_proj shared_head.norm"),
@@ -112,8 +104,7 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
     """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout."""
     _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
     own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
-    torch.manual_seed(0)
-    module = weakened(AutoModelForCausalLM.from_config(GATED[family]()).eval() if family in GATED else make_model(family))
+    module = weakened(make_model(family))
     module.model.norm.weight.data.uniform_(0.5, 1.5)
     for folder, name in ((own, layout), (theirs, "deepseek")):
         save(module, folder)
@@ -123,9 +114,7 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
         module.config.mtp_layer_types = module.config.layer_types[-1:] * layers
     last = range(module.config.num_hidden_layers, module.config.num_hidden_layers + layers)
     module._keys_to_ignore_on_load_unexpected = [rf"^model\.layers\.{number}\." for number in last]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(module), "_is_stateful", False, raising=False)  # without recurrent layers there is no state
-        return module, opened(own, backend), MtpModel.from_pretrained(module)
+    return module, opened(own, backend), MtpModel.from_pretrained(module)
 
 
 class Part:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, EOS, VOCAB
-from part_references import GATED, Part
+from part_references import Part
 from runner_checks import LAYERED, check, path_to, quick, random_path, random_tree
 
 from specgen.base.types import Context
@@ -40,7 +40,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mtp-deepseek", {"layers": 2, "family": "glm4_moe"}),
     ("mtp-qwen", {"layers": 1, "family": "olmo2"}),
     ("mtp-qwen", {"layers": 1, "family": "olmoe", "backend": "transformers"}),
-    *(("mtp-qwen", {"layers": 1, "family": family, "backend": "transformers"}) for family in GATED),
+    *(("mtp-qwen", {"layers": 1, "family": family, "backend": "transformers"}) for family in ("qwen3_5_text", "qwen3_next")),
     ("mtp-mimo", {"layers": 1, "family": "qwen2"}),
     ("mtp-mimo-v2", {"layers": 3, "family": "gemma3_text"}),
     ("medusa-v2", {}),
