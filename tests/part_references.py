@@ -94,7 +94,7 @@ def separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def weakened(module: Any) -> Any:
     """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
     for name, weight in module.model.layers.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
+        if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
             weight.data *= 0.03
     return module
 

@@ -407,14 +407,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def attention_architecture(config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture of the layers with attention in a model that may have recurrent layers too; see
     `read_architecture`."""
-    config = text_config(config)
-    replaced = {
-        "intermediate_size": config.get("moe_intermediate_size"),
-        **config,
-        "layer_types": None,
-        "quantization_config": None,
-    }
-    return read_architecture(replaced, {**FAMILIES, **ATTENTION_FAMILIES})
+    fields = dict(text_config(config))
+    fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
+    fields["layer_types"] = fields["quantization_config"] = None
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict):  # positions in pictures have three parts (mrope); those in a text are plain
+            fields[name] = {key: value for key, value in fields[name].items() if not key.startswith("mrope_")}
+    return read_architecture(fields, {**FAMILIES, **ATTENTION_FAMILIES})
 
 
 def read_architecture(config: Mapping[str, Any], families: Mapping[str, Family] | None = None) -> Architecture:

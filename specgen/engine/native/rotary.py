@@ -33,7 +33,6 @@ _NUMBERS = [
     "mscale_all_dim",
 ]
 _OTHER_KEYS = f"rope_type type rope_theta partial_rotary_factor short_factor long_factor truncate {_ORIGINAL}".split()
-_OTHER_KEYS += ["mrope_section", "mrope_interleaved"]  # of positions in pictures; those of a text are plain
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
