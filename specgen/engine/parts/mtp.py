@@ -99,7 +99,8 @@ def _attention_architecture(target: LoadedModel) -> Architecture:
 
 
 def _shapes(architecture: Architecture) -> dict[str, Shape]:
-    shapes, width = dict[str, Shape](), architecture.hidden_size
+    shapes: dict[str, Shape] = {}
+    width = architecture.hidden_size
     for index in range(architecture.num_layers):
         shapes |= layer_shapes(architecture, index) | {_JOIN.format(index): (width, 2 * width)}
         shapes |= {name.format(index): (width,) for name in (_TOKEN_NORM, _STATE_NORM, _OUT_NORM)}
@@ -113,7 +114,8 @@ def read_layers(target: LoadedModel) -> MtpWeights:
     """
     found = find_layers(target)
     assert found is not None
-    (files, architecture), final_norm = found, None
+    files, architecture = found
+    final_norm = None
     tensors = take_exactly(files, _shapes(architecture))
     if _MIMO_JOIN in files.key(_JOIN.format(0)):
         final_norm = (
@@ -166,7 +168,8 @@ class MtpLayer:
         norms = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM)))
         self._join = make_product((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
         (self._layer,) = native_layers(architecture, [0], take, dtype, make_product, norm_gain, index)
-        self._norm, self._normed = norm(_OUT_NORM).to(dtype), norm_function(architecture.norm_eps, norm_gain)
+        self._norm = norm(_OUT_NORM).to(dtype)
+        self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, embeddings: Tensor, states: Tensor, inputs: PassInputs) -> Tensor:
         """Returns the hidden states h [n, width] of n pairs; see the module.
