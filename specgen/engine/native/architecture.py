@@ -148,7 +148,7 @@ class Architecture(ModelShape):
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
 
     `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
-    its scores, and has no value (gpt-oss).
+    its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied by the sigmoid of a gate.
     """
 
     intermediate_size: int
@@ -173,6 +173,7 @@ class Architecture(ModelShape):
     logit_scale: float = 1.0
     mixture: Mixture | None = None
     sinks: bool = False
+    gated_attention: bool = False
 
 
 class Fields:
