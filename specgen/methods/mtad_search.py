@@ -229,7 +229,7 @@ class FlyVerifier:
             probs = logits[:judged].softmax(dim=-1).topk(min(3, logits.shape[-1])).values
             entropies = torch.special.entr(probs).sum(dim=-1)
             accepted[:judged] |= following & (entropies >= self._entropy)
-        kept = accepted.long().cumprod(dim=0).sum()
+        kept = accepted.long().cumprod(0).sum()
         return accept_prefix(draft, output, kept, self._sampling, self._generator)
 
 
