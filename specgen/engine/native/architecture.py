@@ -87,13 +87,15 @@ class LayerKind:
 
     `window` is the sliding window in tokens: a query at position p sees the keys at positions p - `window` + 1 to p. None: it
     sees all keys up to p. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` is how the
-    layer mixes tokens, and `mlp` the kind of its MLP.
+    layer mixes tokens, and `mlp` the kind of its MLP. Not `causal`: in a chain, the tokens of one pass see
+    each other whatever their order is (block drafters).
     """
 
     window: int | None = None
     rotary: str | None = None
     mixer: Mixer = "attention"
     mlp: MLP = "dense"
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Architecture(ModelShape):
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
 
     `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
-    its scores, and has no value (gpt-oss).
+    its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied by the sigmoid of a gate.
     """
 
     intermediate_size: int
@@ -173,6 +175,7 @@ class Architecture(ModelShape):
     logit_scale: float = 1.0
     mixture: Mixture | None = None
     sinks: bool = False
+    gated_attention: bool = False
 
 
 class Fields:

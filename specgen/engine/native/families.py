@@ -204,6 +204,27 @@ def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
     return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
 
 
+def _gated(fields: Fields, plain: Changes) -> Changes:
+    """Returns what the layers with attention of Qwen3-Next and Qwen3.5 have in common."""
+    fields.ignore("full_attention_interval", "mamba_ssm_dtype", "linear_conv_kernel_dim")
+    fields.ignore(*(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")))
+    if not fields.flag("attn_output_gate", True):
+        raise fields.refuse("attn_output_gate")
+    return {**_biases(fields), "qk_norm": "head", "norm_weight_offset": 1.0, "gated_attention": True}
+
+
+def _gated_experts(fields: Fields, plain: Changes) -> Changes:
+    mixture = Mixture(
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", True),
+        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return {**_gated(fields, plain), **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+
+
 def _olmoe(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("clip_qkv") is not None:
         raise fields.refuse("clip_qkv")
@@ -317,6 +338,13 @@ FAMILIES = {
 }
 
 # Models with vision or audio that have a text part of a family: what that part's config has where it is silent.
+_GATED_ROPE = RotaryDefaults(partial=0.25)
+ATTENTION_FAMILIES = {  # of whose layers the native decoder runs those with attention
+    "qwen3_next": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
+    "qwen3_5_text": Family(_gated, None, _HEADS, rotary=_GATED_ROPE),
+    "qwen3_5_moe_text": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
+}
+
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "num_attention_heads": 8,
@@ -376,7 +404,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defaults, **outer, **{name: value for name, value in inner.items() if value is not None}, **tied}
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
+def attention_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Returns the architecture of the layers with attention in a model that may have recurrent layers too; see
+    `read_architecture`."""
+    fields = dict(text_config(config))
+    fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
+    fields["layer_types"] = fields["quantization_config"] = None
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict):  # positions in pictures have three parts (mrope); those in a text are plain
+            fields[name] = {key: value for key, value in fields[name].items() if not key.startswith("mrope_")}
+    return read_architecture(fields, {**FAMILIES, **ATTENTION_FAMILIES})
+
+
+def read_architecture(config: Mapping[str, Any], families: Mapping[str, Family] | None = None) -> Architecture:
     """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
     Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
@@ -384,7 +424,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """
     config = text_config(config)
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = (families or FAMILIES).get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedConfig("model_type", model_type)
     fields = Fields(config)

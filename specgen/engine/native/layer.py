@@ -79,11 +79,19 @@ class Attention:
         self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
         self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
         self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
+        self._is_gated = architecture.gated_attention
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        heads = self.qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._size)
+        heads = self.qkv(x).view(x.shape[0], -1, self._size)
+        if not self._is_gated:
+            return self._attended(heads, inputs)
+        heads, gates = heads.split_with_sizes((self._heads + 2 * self._kv_heads, self._heads), 1)
+        return self._attended(heads, inputs) * gates.flatten(1).sigmoid()
+
+    def _attended(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns the output [batch * rows, heads * head size] for queries, keys and values [batch * rows, all heads, ...]."""
         if self._qk_norm is not None:
             heads = self.normed_heads(heads, self._qk_norm)
         rotation, mask, entries = inputs.kinds[self._kind]
@@ -106,7 +114,7 @@ class Attention:
         if self._is_wide:
             query, keys, values = query.double(), keys.double(), values.double()
             mask = mask if mask is None else mask.double()
-        return attend(query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused).to(x.dtype)
+        return attend(query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused).to(heads.dtype)
 
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads, head size]."""

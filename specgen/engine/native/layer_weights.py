@@ -45,7 +45,7 @@ class LayerTensors(NamedTuple):
 
 class AttentionWeights(NamedTuple):
     """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
-    heads.
+    heads, then gates, if there are any.
 
     `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
     """
@@ -142,7 +142,8 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
     """Returns the shape of each tensor of layer `index` by name, biases included."""
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
-    qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (heads, kv_heads, kv_heads)
+    query_rows = heads * (2 if architecture.gated_attention else 1)
+    qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
     inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
     mlp = (names.gate_up, inner_rows, width, mlp_bias), ((names.down,), (width,), inner, mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -199,6 +200,9 @@ def _attention_weights(
 ) -> AttentionWeights:
     """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None without one."""
     qkv, qkv_bias = _stacked(names.qkv, take, architecture.qkv_bias)
+    if architecture.gated_attention:
+        qkv = _with_gates_last(architecture, qkv)
+        qkv_bias = None if qkv_bias is None else _with_gates_last(architecture, qkv_bias)
     qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
     if qkv_bias is not None:
         qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
@@ -302,10 +306,14 @@ def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: t
     assert mixture is not None
     shared = gate = None
     if mixture.layout == "separate":
-        matrices = [[take(name) for name in expert] for expert in names.experts]
-        gate_up = torch.stack([torch.cat(expert[:2]) for expert in matrices]).to(dtype).transpose(1, 2)
-        down = torch.stack([expert[2] for expert in matrices]).to(dtype).transpose(1, 2)
-        del matrices
+        size, width = mixture.size, architecture.hidden_size
+        gate_up = gain.new_empty(mixture.count, 2 * size, width, dtype=dtype)
+        down = gain.new_empty(mixture.count, width, size, dtype=dtype)
+        for number, (gate_name, up_name, down_name) in enumerate(names.experts):
+            gate_up[number, :size] = take(gate_name)
+            gate_up[number, size:] = take(up_name)
+            down[number] = take(down_name)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     else:
         gate_up, down = (take(name).to(dtype) for name in names.experts[0])
         if mixture.layout == "fused":
@@ -336,6 +344,14 @@ def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.
     matrices = [take(name) for name in names]
     bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
+
+
+def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of queries, keys, values and gates. In the files, the rows of a head's gate follow those of its query."""
+    count = 2 * architecture.num_heads * architecture.head_size
+    queries, others = rows[:count], rows[count:]
+    of_heads = queries.view(architecture.num_heads, 2, architecture.head_size, *rows.shape[1:])
+    return torch.cat((of_heads[:, 0].flatten(0, 1), others, of_heads[:, 1].flatten(0, 1)))
 
 
 def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
