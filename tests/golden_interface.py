@@ -62,7 +62,7 @@ def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 def help_of(name: str) -> tuple[str, dict[str, str]]:
     """A command's usage line, and for each option its short name, its values and its default, as `-n N =128`."""
-    _, text, _ = command(*filter(None, [name]), "--help", COLUMNS=WIDTH, TERMINAL_WIDTH=WIDTH)
+    _, text, _ = command(*([name, "--help-all"] if name else ["--help"]), COLUMNS=WIDTH, TERMINAL_WIDTH=WIDTH)
     options = {}
     for row in re.findall(r"^[│|] +(--.*?) *[│|]$", text, re.MULTILINE):
         option, short, values, rest = re.fullmatch(r"(--[\w-]+)\s+(?:(-\w)\s+)?(\S+)(.*)", row).groups()  # type: ignore[union-attr]

@@ -321,6 +321,8 @@ def test_verdicts_by_hand() -> None:
     ):
         assert outcome_text(differences) == text
         assert list(count_outcomes(9, differences).values()) == counts
+    assert tie_threshold("bfloat16", 32.0, has_experts=True) == 2.5
+    assert tie_threshold("float32", 32.0, has_experts=True) == 1e-3
     assert [tie_threshold(*given) for given in (("float32", 50.0), ("bfloat16", 32.0), ("float16", 32.0))] == [1e-3, 0.5, 0.125]
     assert [difference(0, gap).is_broken for gap in (-0.0009, -0.002, math.nan, 0.001)] == [False, True, True, True]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Case, InlineWorker, SmallRunner, distance
-from runner_checks import every
+from enumeration import PROMPT, ROUNDING, Case, InlineWorker, Paths, SmallRunner, distance, exact, states, total_variation
+from families import make_model, model_of, near_copy
+from runner_checks import every, uncached
 from scripted_models import scripted_run
 
 from specgen.base.types import SamplingParams
+from specgen.engine.model_runner import ModelRunner
 from specgen.methods.pearl import Window
 
 THREE = (3, 3)
@@ -154,6 +157,18 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", NGRAMS, ids=str)
 def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case, monkeypatch) < ROUNDING
+
+
+@pytest.mark.parametrize("settings", [{"k": 2}, {"k": 2, "width": 2}])
+def test_a_mixture_of_experts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native decoder's, against transformers' passes over each sequence."""
+    module = make_model("glm4_moe", vocab_size=3)
+    target, draft = (ModelRunner(model_of(each, "native")) for each in (module, near_copy(module, 0.5)))
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.5)
+    wanted: Any = SimpleNamespace(row=lambda ids: uncached(module, ids))
+    found = Paths(monkeypatch).of_rounds(lambda: states("sd", settings, target, draft, sampling))
+    assert total_variation(found, exact(wanted, sampling, 3)) < 10 * ROUNDING
+    assert max(found.values()) < 0.5
 
 
 class RecordedUniforms:

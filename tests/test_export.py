@@ -16,7 +16,9 @@ import pytest
 from transformers import GenerationConfig
 from tuning_helpers import outcome
 
+from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.pair.pair import Pair
 from specgen.tune.export import ENGINES, ExportedHead, export
 from specgen.tune.outcome import Candidate
 
@@ -80,11 +82,14 @@ def test_exports_are_as_recorded(engine: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["sd", "confidence", "heuristic", "lookup"])
-def test_transformers_knows_the_exported_fields(method: str) -> None:
-    """An unknown field would be kept without a word."""
-    fields = json.loads(exported("transformers")[method]["text"])
-    GenerationConfig(**fields).validate(strict=True)
-    assert set(fields) <= set(GenerationConfig().to_dict())
+def test_the_lines_for_transformers_run(method: str, demo_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(demo.folder(role)) for role in demo.ROLES]
+    text, _ = export("transformers", {method: Candidate(method, {}, 9.0)}, method, *names)
+    settings = [line.split()[0].split(".")[-1] for line in text.splitlines() if "generation_config." in line]
+    assert set(settings) <= set(GenerationConfig().to_dict()), "an unknown field would be kept without a word"
+    exec(text, {})
+    prompt = "def fibonacci(n):"
+    assert capsys.readouterr().out.startswith(prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text)
 
 
 if __name__ == "__main__":

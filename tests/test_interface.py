@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from golden_interface import FILE, record
+from golden_interface import FILE, command, record
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -26,3 +27,29 @@ def test_the_interface_is_as_recorded(recorded: dict[str, Any], section: str) ->
 
 def test_nothing_else_is_recorded(recorded: dict[str, Any]) -> None:
     assert list(recorded) == list(GOLDEN)
+
+
+@pytest.mark.parametrize("name", ["generate", "compare", "inspect", "tune"])
+def test_help_is_short_and_help_all_whole(name: str) -> None:
+    code, short, _ = command(name, "--help", COLUMNS="80", TERMINAL_WIDTH="80")
+    _, whole, _ = command(name, "--help-all", COLUMNS="80", TERMINAL_WIDTH="80")
+    assert (code, len(short.splitlines()) <= 60) == (0, True)
+    shown, known = (set(re.findall(r"--[a-z][\w-]+", text)) for text in (short, whole))
+    assert {"--target", "--help-all"} <= shown < known
+    assert len(known) > len(shown) + 10
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("specgen generate -m ada", ["adaptive"]),
+        ("specgen generate -m sd --set tr", ["translation="]),
+        ("specgen compare -m svip,sd:k=3:tr", ["svip,sd:k=3:translation="]),
+        ("specgen tune --trai", ["--train"]),
+        ("specgen generate --exac", ["--exact"]),
+    ],
+)
+def test_methods_settings_and_hidden_options_are_completed(words: str, offered: list[str]) -> None:
+    variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_SPECGEN_COMPLETE": "complete_bash"}
+    code, out, _ = command(**variables)
+    assert (code, out.split()) == (0, offered)

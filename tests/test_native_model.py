@@ -202,7 +202,7 @@ def check_rotary(found: Architecture, reference: Any) -> None:
                 torch.testing.assert_close(table.gather(positions, long, int(positions.max()) + 1), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])  # MiMo is not in transformers
 def test_silence_means_the_defaults_of_the_class_but_for_sizes(family: str) -> None:
     own = {"head_dim": 128} if family == "glm4_moe" else {}
     written_out = written(CONFIG_MAPPING[family](**own), whole=True)

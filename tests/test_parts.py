@@ -234,7 +234,10 @@ def test_a_part_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, 
 
 WRONG: list[tuple[list[str], str]] = [
     (["-m", "eesd"], "eesd needs an exit layer trained for the target, and there is none. Train one with specgen tune --train"),
-    (["-m", "eagle"], "eagle needs a head trained for the target, and there is none. Train one with specgen tune --train"),
+    (
+        ["-m", "eagle", "-d", "none"],
+        "eagle needs a head trained for the target, and there is none. Train one with specgen tune --train",
+    ),
     (["-m", "medusa", "--head", "{folder}/eagle"], "the head {folder}/eagle is for eagle, not for medusa"),
     (["-m", "glide", "--set", "head={folder}/eagle"], "the head {folder}/eagle is for eagle, not for glide"),
     (["-m", "eesd", "--exit-layer", "{tmp}/none"], "there is no exit layer {tmp}/none"),

@@ -81,13 +81,14 @@ def tuned(width: int) -> str:
 def pair(**changes: Any) -> PairReport:
     """A measured pair of models with all that can be said about one."""
     target = ModelFacts(
-        *("big", "llama", 3_000_000_000, 32, 4096, "bfloat16", "cuda:0", 6 << 30, 1 << 17, 8192, 32_064),
+        *("big", "llama", 3_000_000_000, 600_000_000, 32, 4096, "bfloat16", "cuda:0", 6 << 30, 1 << 17, 8192, 32_064),
         *("native", None, "the dtype of its weights", None),
     )
     draft = replace(
         target,
         name="small",
         parameters=90_000_000,
+        active_parameters=90_000_000,
         weight_bytes=180 << 20,
         cache_bytes=1 << 14,
         context_limit=2048,

@@ -77,7 +77,7 @@ def _main() -> int:
     """Runs the `specgen` command and returns its exit code."""
     _prepare_streams()
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="specgen")
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except OSError as error:  # from help texts; commands report their own
@@ -207,18 +207,18 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
-            self.commands[args[0]] = with_options(args[0])
+            self.commands[args[0]] = with_options(args[0], shows_all="--help-all" in args or "_SPECGEN_COMPLETE" in os.environ)
         return super().resolve_command(ctx, args)
 
 
-def with_options(name: str) -> Any:
+def with_options(name: str, *, shows_all: bool = True) -> Any:
     """Returns the typer command `name` with all its options."""
     single = typer.Typer(add_completion=False, **_SHARED)
-    single.command(name, help=COMMANDS[name][0])(reported(command(name)))
+    single.command(name, help=COMMANDS[name][0])(reported(command(name, shows_all=shows_all)))
     return typer.main.get_command(single)
 
 
-app = typer.Typer(name="specgen", cls=CommandGroup, add_completion=False, no_args_is_help=True, **_SHARED)
+app = typer.Typer(name="specgen", cls=CommandGroup, no_args_is_help=True, **_SHARED)
 
 
 for _name, _parts in COMMANDS.items():

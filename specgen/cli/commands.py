@@ -14,24 +14,29 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
-from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, ModelOptions
+from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN, ModelOptions
 
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
 _NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
 _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
 
 
-def command(name: str) -> Callable[..., None]:
+def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
     """Returns the command `name` as a function for typer. Each field of the command's groups in `COMMANDS` is an option.
 
     When it is called, the function imports `specgen.cli.NAME`, which takes long, and calls NAME in it with one object per group.
     """
     _, own, groups = COMMANDS[name]
-    parameters = [
-        _parameter(each, get_type_hints(group)[each.name], own.get(each.name) or ROWS[each.name], group.panel)
-        for group in groups
-        for each in fields(group)
-    ]
+    parameters, shown = [], SHOWN[name].split()
+    for group in groups:
+        hints = get_type_hints(group)
+        for each in fields(group):
+            is_hidden = not shows_all and each.name not in shown
+            parameters.append(_parameter(each, hints[each.name], own.get(each.name) or ROWS[each.name], group.panel, is_hidden))
+    told = typer.Option("--help-all", help="Show all options, then exit.", is_eager=True, callback=_show_help)
+    parameters.append(
+        inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, told])
+    )
 
     def run(**values: Any) -> None:
         made = [group(**{each.name: values[each.name] for each in fields(group)}) for group in groups]
@@ -41,7 +46,41 @@ def command(name: str) -> Callable[..., None]:
     return run
 
 
-def _parameter(field: Field[Any], kind: Any, row: tuple[str, str], panel: str | None) -> inspect.Parameter:
+def _show_help(context: typer.Context, requested: bool) -> None:
+    if requested:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit
+
+
+def _completed(context: typer.Context, incomplete: str) -> list[str]:
+    """Completes the last of a list of methods with settings, such as `svip,sd:k`; or a setting of the method in --method."""
+    from specgen import methods
+
+    before, comma, last = incomplete.rpartition(",")
+    name, colon, rest = last.partition(":")
+    if not colon:
+        return [f"{before}{comma}{each}" for each in methods.METHODS if each.startswith(last)]
+    settings, colon, start = rest.rpartition(":")
+    known = _settings_of(name)
+    return [f"{before}{comma}{name}:{settings}{colon}{each}=" for each in known if each.startswith(start)]
+
+
+def _completed_setting(context: typer.Context, incomplete: str) -> list[str]:
+    return [f"{each}=" for each in _settings_of(context.params.get("method") or "") if each.startswith(incomplete)]
+
+
+def _settings_of(name: str) -> list[str]:
+    from specgen import methods
+
+    method = methods.METHODS.get(name or methods.DEFAULT_METHOD)
+    if method is None:
+        return []
+    return [*(["policy"] if method.any_policy else []), *methods.known_settings(method, method.policy)]
+
+
+def _parameter(
+    field: Field[Any], kind: Any, row: tuple[str, str], panel: str | None, is_hidden: bool = False
+) -> inspect.Parameter:
     """Returns a field of an option group as an option or argument for typer, which refuses empty and `-` as a path or a model.
 
     `kind` is the field's type, `row` its names with the value and its help text, `panel` the heading in the help.
@@ -58,7 +97,13 @@ def _parameter(field: Field[Any], kind: Any, row: tuple[str, str], panel: str | 
         more["min"] = LEAST.get(field.name)
     if not any(each.startswith("--") for each in names):
         names.insert(0, option_of(field.name))
+    if field.name in ("method", "methods"):
+        more["autocompletion"] = _completed
+    elif field.name == "settings":
+        more["autocompletion"] = _completed_setting
     is_argument = field.name in ARGUMENTS
+    if not is_argument:
+        more["hidden"] = is_hidden
     described = typer.Argument(show_default=False, **more) if is_argument else typer.Option(*names, **more)
     annotation = Annotated[kind, described]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)

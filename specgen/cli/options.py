@@ -17,6 +17,13 @@ from specgen.base.types import SamplingParams, check_models
 
 Rows = Mapping[str, tuple[str, str]]  # by field: a short name, a long one if it is not `--the-field`, the value; the help text
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
+# The options that --help shows of each command; --help-all shows all.
+SHOWN = {
+    "generate": "prompt file method settings chat target draft device dtype max_new_tokens temperature seed rounds json quiet",
+    "compare": "methods prompts limit budget target draft device dtype max_new_tokens temperature json trace html",
+    "inspect": "traces list_methods html rounds measure target draft device json",
+    "tune": "methods budget prompts export train minutes corpus target draft device dtype max_new_tokens temperature json",
+}
 LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
@@ -107,7 +114,10 @@ TUNE_ROWS: Rows = {
     "limit": ("N", "Number of prompts, taken from each category in turn."),
     "objective": ("speed|perplexity", "Choose lossy settings by speed under --max-perplexity, or by the lowest perplexity."),
     "max_perplexity": ("X|P%", "The largest perplexity of a lossy output, or its percentage of plain decoding's (100%)."),
-    "export": ("ENGINE", "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp or mlx, of a profile if any."),
+    "export": (
+        "ENGINE",
+        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or lmstudio.",
+    ),
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
     "train": (
         "",

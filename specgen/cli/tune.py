@@ -32,6 +32,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import TuningOutcome
     from specgen.tune.profile import Profile
@@ -206,7 +207,9 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
 
 
 def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
-    draft = None if pair.draft is None else pair.draft.name
+    def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
+        return str(model.folder) if engine == "transformers" and model.prepared.source.label else model.name
+
     found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
     heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
@@ -214,8 +217,8 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
         engine,
         profile.methods,
         profile.chosen.method,
-        pair.target.name,
-        draft,
+        name_of(pair.target),
+        None if pair.draft is None else name_of(pair.draft),
         heads,
         tokenizers_differ=differ,
         draft_dtype=profile.draft_dtype,

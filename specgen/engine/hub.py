@@ -32,6 +32,8 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
         is_folder, is_file = local.is_dir(), local.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user's home, a null byte
         raise SpecgenError(f"{name[:60]!r} is no valid model name", "Check the spelling") from error
+    if revision is None and not is_folder and "@" in name:
+        name, _, revision = name.rpartition("@")
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")

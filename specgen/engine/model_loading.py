@@ -5,6 +5,7 @@ Two records describe a model: `PreparedModel`, what its files say, and `LoadedMo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.families import read_architecture, read_config, text_config
 from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.native_model import load_native
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config
@@ -35,6 +36,9 @@ from specgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
 from specgen.engine.weights import HARMLESS, stored_tensors
+
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts")
+_EXPERT = re.compile(r"(^|\.)experts\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,20 @@ class PreparedModel:
     @property
     def backend(self) -> str:
         return "transformers" if self.architecture is None else "native"
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """How many experts each mixture of the model has, and how many of them run a token; None for a dense model."""
+        fields = text_config(self.raw)
+        count, chosen = (next((fields[name] for name in names if fields.get(name)), None) for names in _EXPERT_FIELDS)
+        return (count, chosen) if isinstance(count, int) and isinstance(chosen, int) else None
+
+    @property
+    def active_parameters(self) -> int:
+        """How many numbers of the weights a token's pass reads: of experts, those of the chosen ones."""
+        count, chosen = self.experts or (1, 1)
+        each = ((name, size) for name, size in self.parameters.items())
+        return sum(size * chosen // count if _EXPERT.search(name) else size for name, size in each)
 
     @property
     def rounding_refusal(self) -> str | None:

@@ -134,7 +134,7 @@ SD = replace(
     any_policy=True,
     settings=tree_settings(1, "auto") | CAPE | _TRANSLATION,
     searched_grids=(*_TREES, CAPE_GRID),
-    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx"),
+    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx", "lmstudio"),
 )
 HEURISTIC = chain_method("heuristic", "transformers' assisted generation", ("transformers",))
 CONFIDENCE = chain_method("confidence", "transformers' assisted generation", ("transformers", "llama.cpp"))

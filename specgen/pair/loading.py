@@ -11,6 +11,7 @@ import torch
 from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import SpecgenError
+from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.settings import Setting
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
@@ -84,7 +85,8 @@ def load(
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
         if head is not None:
-            pair.parts.name(head_folder(head, offline, announce), is_exit=False)
+            folder = head_folder(head, offline, announce)
+            pair.parts.name(folder, is_exit=(folder / EXIT_WEIGHTS).is_file())
     except BaseException:
         if process is not None:
             process.close()

@@ -16,15 +16,12 @@ if TYPE_CHECKING:
     from specgen.tune.profile import Tuned
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
-_ASSISTANT = "this goes into the assistant's generation_config: arguments of generate() do not reach it"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
 NOTES: Mapping[str, Mapping[str, str]] = {
     "transformers": {
-        "lookup": "this goes to the target's generate(): no assistant is needed",
-        "sd": _ASSISTANT,
-        "confidence": _ASSISTANT,
-        "heuristic": _ASSISTANT + ". Its schedule has no maximum draft length: {max_draft} is left out",
+        "heuristic": "transformers' schedule has no maximum draft length: {max_draft} is left out",
     },
+    "lmstudio": {"sd": "models are named by their keys in LM Studio, which chooses the draft's length itself; not tried here"},
     "vllm": {"suffix": "vLLM needs the package arctic-inference for suffix decoding"},
     "sglang": {"lookup": "SGLang's n-gram search has settings of its own: ngram {ngram} is left out"},
     "llama.cpp": {
@@ -55,6 +52,7 @@ class ExportedMethod:
     target: str
     draft: str | None
     head: ExportedHead | None
+    tokenizers_differ: bool = False
 
     @property
     def tuned_length(self) -> int | None:
@@ -102,10 +100,10 @@ def export(
     best = max(usable, key=lambda name: tuned[name].measured or tuned[name].predicted)
     row = methods.find(best)
     settings = methods.resolve(row, tuned[best].settings)
-    method = ExportedMethod(best, settings.values, target, draft, fitting.get(best))
+    method = ExportedMethod(best, settings.values, target, draft, fitting.get(best), tokenizers_differ)
     notes = _lost(engine, method, settings.policy)
-    if row.uses_draft_model and tokenizers_differ:
-        notes.append("the draft model's tokenizer is not the target's: transformers needs both, other engines may refuse it")
+    if row.uses_draft_model and tokenizers_differ and engine != "transformers":
+        notes.append("the draft model's tokenizer is not the target's: the engine may refuse it")
     if row.uses_draft_model and draft_dtype is not None:
         notes.append(f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them as they are stored")
     if best != chosen:
@@ -140,7 +138,28 @@ def _transformers(method: ExportedMethod) -> str:
             "num_assistant_tokens_schedule": "heuristic" if method.name == "heuristic" else "constant",
             "assistant_confidence_threshold": settings.get("threshold", 0.0),
         }
-    return json.dumps(arguments, indent=2)
+    target, draft, tokens = method.target, method.draft, {"max_new_tokens": 128, "do_sample": False}
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({target!r})"]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto")']
+    lines += ['inputs = tokenizer("def fibonacci(n):", return_tensors="pt", return_token_type_ids=False)']
+    if method.name == "lookup":
+        given = f"**inputs, **{tokens | arguments}"
+    else:  # arguments of generate() would not reach the assistant
+        lines += [f'assistant = AutoModelForCausalLM.from_pretrained({draft!r}, dtype="auto")']
+        lines += [f"assistant.generation_config.{name} = {value!r}" for name, value in arguments.items()]
+        given = f"**inputs, assistant_model=assistant, **{tokens}"
+        if method.tokenizers_differ:
+            lines += [f"other = AutoTokenizer.from_pretrained({draft!r})"]
+            given += ", tokenizer=tokenizer, assistant_tokenizer=other"
+    lines += [f"output = model.generate({given})", "print(tokenizer.decode(output[0], skip_special_tokens=True))"]
+    return "\n".join(lines)
+
+
+def _lmstudio(method: ExportedMethod) -> str:
+    lines = ["import lmstudio as lms", "", f"model = lms.llm({method.target!r})"]
+    lines += [f'print(model.respond("Why is the sky blue?", config={{"draftModel": {method.draft!r}}}))']
+    return "\n".join(lines)
 
 
 def _vllm(method: ExportedMethod) -> str:
@@ -222,5 +241,6 @@ ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Sequence[str]]] = {
     "tensorrt-llm": (_tensorrt_llm, ("eagle3",)),
     "llama.cpp": (_llama_cpp, ("eagle3",)),
     "mlx": (_mlx, ()),
+    "lmstudio": (_lmstudio, ()),
 }
 """For each engine the function that writes its options, and the kinds of heads that it reads."""

@@ -59,6 +59,7 @@ class ModelFacts:
     name: str
     family: str
     parameters: int
+    active_parameters: int
     layers: int
     hidden: int
     dtype: str
@@ -84,6 +85,7 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
         prepared.name,
         shape.model_type,
         sum(prepared.parameters.values()),
+        prepared.active_parameters,
         shape.num_layers,
         shape.hidden_size,
         weights.name,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specgen.base.text import inline, one_line
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
-from specgen.methods import available_policies, known_settings
+from specgen.methods import METHODS, available_policies, known_settings
 from specgen.methods.method import MTP, Method
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import PLAIN, TuningOutcome
@@ -59,7 +59,8 @@ def show_found(console: Console, found: Sequence[Found], published: str | None) 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
     """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40."""
     for role, model in _roles(report).items():
-        shape = f"{_count(model.parameters)} parameters, {model.layers} layers × {model.hidden:,}"
+        active = "" if model.active_parameters == model.parameters else f" ({_count(model.active_parameters)} for a token)"
+        shape = f"{_count(model.parameters)} parameters{active}, {model.layers} layers × {model.hidden:,}"
         about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
         yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
@@ -252,7 +253,8 @@ def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
     groups: dict[tuple[bool, str], list[str]] = {}
     for name, readiness in found.items():
         why = "; ".join(filter(None, ["ready" * readiness.ready, readiness.why]))
-        groups.setdefault((not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []).append(name)
+        shown = name if METHODS[name].lossless else f"{name} (lossy)"
+        groups.setdefault((not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []).append(shown)
     for (is_missing, why), names in sorted(groups.items(), key=lambda group: group[0][0]):
         yield "✗" if is_missing else "✓", f"{', '.join(names)}: {why}"
 

@@ -159,7 +159,10 @@ class DeltaNet:
         is_wide: bool = False,
     ) -> None:
         assert architecture.recurrent is not None
-        self._index, self._sizes, self._eps, self._weights = index, architecture.recurrent, architecture.norm_eps, weights
+        self._index = index
+        self._sizes = architecture.recurrent
+        self._eps = architecture.norm_eps
+        self._weights = weights
         self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
@@ -201,7 +204,8 @@ class ShortConv:
         *,
         is_wide: bool = False,
     ) -> None:
-        self._index, self._weights = index, weights
+        self._index = index
+        self._weights = weights
         self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
