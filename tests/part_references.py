@@ -58,10 +58,9 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
     """Adds random drafting layers to a model's files in `folder`, in a published layout. Their numbers are the same in all."""
     (file,), (prefix, names), config = folder.glob("*.safetensors"), MTP_LAYOUTS[layout], module.config
     tensors, width = load_file(file), config.hidden_size
-    changes = {name: value for name, value in config.to_diff_dict().items() if name not in ("model_type", "transformers_version")}
     for k in range(layers):
         torch.manual_seed(50 + k)
-        block = weakened(make_model(config.model_type, 70 + k, **changes)).model.layers[-1].state_dict()
+        block = weakened(type(module)(config)).model.layers[-1].state_dict()
         own = prefix.format(k=k, last=config.num_hidden_layers + k)
         tensors |= {own + name: tensor.clone() for name, tensor in separate_experts(block).items()}
         token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
@@ -95,7 +94,7 @@ def separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def weakened(module: Any) -> Any:
     """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
     for name, weight in module.model.layers.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
+        if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
             weight.data *= 0.03
     return module
 

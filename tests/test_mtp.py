@@ -59,8 +59,10 @@ def test_drafts_are_those_of_transformers_in_each_round(layers: int, monkeypatch
     assert accepted >= {(layers, count) for count in range(layers + 1)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("layout", "layers", "family"), TARGETS)
+@pytest.mark.parametrize(
+    ("layout", "layers", "family", "backend"),
+    [*((*each, backend) for each in TARGETS for backend in BACKENDS), ("qwen", 1, "qwen3_5_text", "transformers")],
+)
 def test_greedy_ids_are_the_targets_own(layout: str, layers: int, family: str, backend: str) -> None:
     module, loaded, _ = drafting_target(family, backend, layout, layers)
     pair, accepted = Pair(loaded, None), 0

@@ -67,8 +67,8 @@ class Found:
 
 def find_drafters(target: PreparedModel) -> list[Found]:
     """Returns what can draft for the target: parts that belong to it first, then by expected speedup."""
-    store, own = PartStore(_unloaded(target)), []
-    for kind in (*HEADS, MTP):
+    store, own = PartStore(unloaded(target)), []
+    for kind in HEADS:
         if (part := store.find(kind)) is not None:
             own.append(_of_part(part, target, "in the model's own files" if kind == MTP else "trained here for this model"))
     found = [each for name, folder in _places(target) if (each := _judged(name, folder, target)) is not None]
@@ -83,13 +83,16 @@ def hint(target: str) -> str | None:
     return None
 
 
-def _unloaded(target: PreparedModel) -> Any:
+def unloaded(target: PreparedModel) -> Any:
     """Returns what finding parts needs of a `LoadedModel`, without weights."""
     import torch
 
     device, shape = torch.device("cpu"), target.shape
     model = SimpleNamespace(shape=shape, device=device)
-    return SimpleNamespace(name=target.name, folder=target.folder, device=device, context_limit=shape.context_limit, model=model)
+    limit = shape.context_limit
+    return SimpleNamespace(
+        name=target.name, folder=target.folder, prepared=target, device=device, context_limit=limit, model=model
+    )
 
 
 def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
@@ -121,7 +124,7 @@ def _judged(name: str, folder: Path, target: PreparedModel) -> Found | None:
         width = {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
         if width in (None, target.shape.hidden_size):
             with suppress(SpecgenError):
-                return _of_part(open_part(folder, _unloaded(target), is_exit=False), target, "its sizes fit this model", name)
+                return _of_part(open_part(folder, unloaded(target), is_exit=False), target, "its sizes fit this model", name)
         model = describe(folder, ModelSource(name))
         if same_tokens(target.tokenizer, model.tokenizer):
             is_related, cost = model.shape.model_type == target.shape.model_type, _bytes(folder) / _bytes(target.folder)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, t
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import EXIT, HEADS, MTP, SKIPPED_LAYERS, training_command
 from specgen.methods.pearl import ParallelCosts
+from specgen.pair.finding import unloaded
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore
 from specgen.pair.skip_search import example_prompts
@@ -353,24 +353,16 @@ def readiness(
 def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
     """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
     to do."""
-    shape, cpu = target.shape, torch.device("cpu")
-    if target.architecture is None:
-        from specgen.engine.transformers.transformers_model import shape_of
-
-        shape = shape_of(target.transformers_config)
-    sizes = SimpleNamespace(shape=shape, device=cpu)
-    unloaded: Any = SimpleNamespace(
-        name=target.name, folder=target.folder, device=cpu, context_limit=shape.context_limit, model=sizes
-    )
-    store = PartStore(unloaded, is_bundled=target.source.label == "demo/target")
+    part_of = unloaded(target)
+    store = PartStore(part_of, is_bundled=target.source.label == "demo/target")
     if exit_layer is not None:
-        store.named[EXIT] = open_part(exit_layer, unloaded, is_exit=True)
+        store.named[EXIT] = open_part(exit_layer, part_of, is_exit=True)
     if head is not None:
         store.name(head, is_exit=False)
     location = None if target.source.label else target.source.location
     missing: dict[str, Readiness] = {}
     for kind in (EXIT, *HEADS):
-        parts = getattr(shape, "fixed_parts", None)
+        parts = getattr(target.shape, "fixed_parts", None)
         if kind == EXIT and parts is not None:
             missing[kind] = Readiness(False, f"the target has {parts}, which cannot be trained", "take a draft model, or lookup")
         elif store.find(kind) is None:

@@ -168,8 +168,8 @@ class Architecture(ModelShape):
     embeddings, rounded to the model's dtype first; `residual_scale` multiplies the outputs of attention and MLP.
 
     `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
-    its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied with the sigmoid of a
-    projection of its input. `recurrent` describes the mixers that are no attention.
+    its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied by the sigmoid of a gate.
+    `recurrent` describes the mixers that are no attention.
     """
 
     intermediate_size: int

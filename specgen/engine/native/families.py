@@ -155,9 +155,16 @@ def _granite(fields: Fields, plain: Changes) -> Changes:
 
 
 def _qwen3_5(fields: Fields, plain: Changes) -> Changes:
-    fields.ignore("mamba_ssm_dtype")
-    if not fields.flag("attn_output_gate", True):
-        raise fields.refuse("attn_output_gate")
+    return {**_gated(fields, plain), **_delta_rule(fields, plain)}
+
+
+def _qwen3_5_moe(fields: Fields, plain: Changes) -> Changes:
+    mixed = _delta_rule(fields, plain)
+    return {**mixed, **_gated_experts(fields, {**plain, **mixed})}
+
+
+def _delta_rule(fields: Fields, plain: Changes) -> Changes:
+    """Returns the mixers of Qwen3.5's layers."""
     interval = fields.integer("full_attention_interval", 4)
     default = ["linear_attention" if (index + 1) % interval else FULL for index in range(plain["num_layers"])]
     recurrent = Recurrent(
@@ -169,14 +176,7 @@ def _qwen3_5(fields: Fields, plain: Changes) -> Changes:
     )
     if recurrent.value_heads % recurrent.key_heads:
         raise fields.refuse("linear_num_key_heads")
-    return {
-        **_biases(fields),
-        **_mixers(fields, plain, default, {"linear_attention": "delta"}),
-        "recurrent": recurrent,
-        "qk_norm": "head",
-        "norm_weight_offset": 1.0,
-        "gated_attention": True,
-    }
+    return {**_mixers(fields, plain, default, {"linear_attention": "delta"}), "recurrent": recurrent}
 
 
 def _lfm2(fields: Fields, plain: Changes) -> Changes:
@@ -267,6 +267,27 @@ def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
     return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
 
 
+def _gated(fields: Fields, plain: Changes) -> Changes:
+    """Returns what the layers with attention of Qwen3-Next and Qwen3.5 have in common."""
+    fields.ignore("full_attention_interval", "mamba_ssm_dtype", "linear_conv_kernel_dim")
+    fields.ignore(*(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")))
+    if not fields.flag("attn_output_gate", True):
+        raise fields.refuse("attn_output_gate")
+    return {**_biases(fields), "qk_norm": "head", "norm_weight_offset": 1.0, "gated_attention": True}
+
+
+def _gated_experts(fields: Fields, plain: Changes) -> Changes:
+    mixture = Mixture(
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", True),
+        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return {**_gated(fields, plain), **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+
+
 def _olmoe(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("clip_qkv") is not None:
         raise fields.refuse("clip_qkv")
@@ -339,7 +360,7 @@ class Family:
     `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
     are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
     transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
-    that of the norms. `activation` is a pair: the name of the field, and its default.
+    that of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the width of MLPs, which families without dense ones do not have.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -349,11 +370,14 @@ class Family:
     eps: float = 1e-6
     activation: tuple[str, str] = ("hidden_act", "silu")
     rotary: RotaryDefaults = field(default_factory=RotaryDefaults)
+    inner: int | None = None
 
 
 _HEADS = ("num_key_value_heads", "head_dim")
 _MROPE = ("mrope_section", "mrope_interleaved")  # of pictures: a text's three positions are the same
+_GATED_ROPE = RotaryDefaults(partial=0.25, ignored=_MROPE)
 _OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_MIXTURE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
 _EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size")
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
@@ -376,13 +400,18 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe, None, _EXPERTS),
     "olmoe": Family(_olmoe, 50_279, (), eps=1e-5),
     "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
-    "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=RotaryDefaults(partial=0.25, ignored=_MROPE)),
+    "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=_GATED_ROPE),
+    "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
     "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
     "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
     "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
 }
 
 # Models with vision or audio that have a text part of a family: what that part's config has where it is silent.
+ATTENTION_FAMILIES = {  # of whose layers the native decoder runs those with attention
+    "qwen3_next": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
+}
+
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "num_attention_heads": 8,
@@ -442,7 +471,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defaults, **outer, **{name: value for name, value in inner.items() if value is not None}, **tied}
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
+def attention_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Returns the architecture of the layers with attention in a model that may have recurrent layers too; see
+    `read_architecture`."""
+    fields = dict(text_config(config))
+    fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
+    fields["layer_types"] = fields["quantization_config"] = None
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict):  # positions in pictures have three parts (mrope); those in a text are plain
+            fields[name] = {key: value for key, value in fields[name].items() if not key.startswith("mrope_")}
+    return read_architecture(fields, {**FAMILIES, **ATTENTION_FAMILIES})
+
+
+def read_architecture(config: Mapping[str, Any], families: Mapping[str, Family] | None = None) -> Architecture:
     """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
     Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
@@ -450,7 +491,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """
     config = text_config(config)
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = (families or FAMILIES).get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedConfig("model_type", model_type)
     fields = Fields(config)
@@ -483,7 +524,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
     return {
         "model_type": model_type,
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", family.inner),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,

@@ -93,7 +93,11 @@ class InputMaker:
     ) -> None:
         self.kinds, _ = layer_kinds(architecture, devices)
         self.group = architecture.num_heads // architecture.num_kv_heads
-        self._dtype, self._exact, self._is_recurrent = dtype, exact, architecture.recurrent is not None
+        self._dtype, self._exact, self._is_recurrent = (
+            dtype,
+            exact,
+            any(kind.mixer != "attention" for kind in architecture.layers),
+        )
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}

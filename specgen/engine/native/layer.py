@@ -86,12 +86,12 @@ class Attention:
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._size)
         if not self._is_gated:
-            return self._mixed(heads, inputs)
-        count = self._heads + 2 * self._kv_heads
-        return self._mixed(heads[:, :count], inputs) * heads[:, count:].flatten(1).sigmoid()
+            return self._attended(heads, inputs)
+        heads, gates = heads.split_with_sizes((self._heads + 2 * self._kv_heads, self._heads), 1)
+        return self._attended(heads, inputs) * gates.flatten(1).sigmoid()
 
-    def _mixed(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        """Returns the attention's output [batch * rows, heads * head size], from queries, keys and values."""
+    def _attended(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns the output [batch * rows, heads * head size] for queries, keys and values [batch * rows, all heads, ...]."""
         if self._qk_norm is not None:
             heads = self.normed_heads(heads, self._qk_norm)
         rotation, mask, entries = inputs.kinds[self._kind]

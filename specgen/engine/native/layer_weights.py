@@ -48,7 +48,7 @@ class LayerTensors(NamedTuple):
 
 class AttentionWeights(NamedTuple):
     """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
-    heads.
+    heads, then gates, if there are any.
 
     `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
     """
@@ -171,7 +171,7 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
     """Returns the shape of each tensor of layer `index` by name, biases included."""
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
-    query_rows = heads * 2 if architecture.gated_attention else heads
+    query_rows = heads * (2 if architecture.gated_attention else 1)
     qkv_rows: tuple[int, ...] = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
     read, mixer_bias, output_bias = heads, architecture.qkv_bias, architecture.output_bias
     inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
@@ -244,7 +244,10 @@ def _attention_weights(
     architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
 ) -> AttentionWeights:
     """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None without one."""
-    qkv, qkv_bias = _stacked(names.qkv, partial(_gates_last, architecture, names, take), architecture.qkv_bias)
+    qkv, qkv_bias = _stacked(names.qkv, take, architecture.qkv_bias)
+    if architecture.gated_attention:
+        qkv = _with_gates_last(architecture, qkv)
+        qkv_bias = None if qkv_bias is None else _with_gates_last(architecture, qkv_bias)
     qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
     if qkv_bias is not None:
         qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
@@ -262,17 +265,6 @@ def _attention_weights(
     sinks = None if names.sinks is None else take(names.sinks)
     optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
-
-
-def _gates_last(architecture: Architecture, names: LayerTensors, take: Take, name: str) -> torch.Tensor:
-    """Returns a tensor of attention. The gates, which files have after the query of each head, come after the values instead."""
-    tensor = take(name)
-    query, values = names.qkv[0], names.qkv[-1]
-    if not architecture.gated_attention or not name.startswith((query.removesuffix("weight"), values.removesuffix("weight"))):
-        return tensor
-    of_query = take(name.replace(values.removesuffix("weight"), query.removesuffix("weight")))
-    heads, gates = of_query.view(architecture.num_heads, 2, architecture.head_size, *of_query.shape[1:]).unbind(1)
-    return heads.flatten(0, 1) if name.startswith(query.removesuffix("weight")) else torch.cat((tensor, gates.flatten(0, 1)))
 
 
 def _recurrent_weights(
@@ -427,6 +419,14 @@ def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.
     matrices = [take(name) for name in names]
     bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
+
+
+def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of queries, keys, values and gates. In the files, the rows of a head's gate follow those of its query."""
+    count = 2 * architecture.num_heads * architecture.head_size
+    queries, others = rows[:count], rows[count:]
+    of_heads = queries.view(architecture.num_heads, 2, architecture.head_size, *rows.shape[1:])
+    return torch.cat((of_heads[:, 0].flatten(0, 1), others, of_heads[:, 1].flatten(0, 1)))
 
 
 def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:

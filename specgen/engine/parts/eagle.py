@@ -172,7 +172,10 @@ class EagleRunner(DecoderRunner):
         penalties: PenaltyProcessor | None,
     ) -> None:
         super().__init__(weights, model, self._run)
-        self._lm_head, self._vocabulary, taps, reduce = None, None, [model.shape.num_layers], None
+        taps = [model.shape.num_layers]
+        reduce = None
+        self._lm_head = None
+        self._vocabulary = None
         made: Any = self.device, model.dtype, self.products
         self._stages: list[EagleLayers | MtpLayer] = []  # which run on the pairs one after the other
         if isinstance(weights, MtpWeights):
@@ -184,8 +187,10 @@ class EagleRunner(DecoderRunner):
             if weights.version == 3:
                 norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
                 self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
-                taps, reduce = list(weights.feature_layers), layers.fc
-            self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(self.device)
+                taps = list(weights.feature_layers)
+                reduce = layers.fc
+            if weights.vocabulary is not None:
+                self._vocabulary = weights.vocabulary.to(self.device)
         if len(self._stages) > 1:
             self.longest_draft = len(self._stages)
         self._rows = [KeptRows() for _ in self._stages]
@@ -218,8 +223,10 @@ class EagleRunner(DecoderRunner):
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         """Runs the pairs of a pass: those of the context in one pass of the head, then each level of the draft in another."""
-        first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
-        outputs, tokens, parents = list[ModelOutput](), *forward_pass.draft
+        first, last = forward_pass.first, forward_pass.last
+        length = len(forward_pass.context)
+        tokens, parents = forward_pass.draft
+        outputs: list[ModelOutput] = []
         if first < length:
             committed = forward_pass._replace(draft=NO_NODES, last=min(last, length))
             if self._first is None:
@@ -227,7 +234,8 @@ class EagleRunner(DecoderRunner):
             else:
                 features = self.target.features(committed._replace(context=self._context))
             outputs.append(self._run_pairs(committed, 1, features))
-        levels, node = [depth + 1 for depth in depths(parents)], max(first - length, 0)
+        levels = [depth + 1 for depth in depths(parents)]
+        node = max(first - length, 0)
         while length + node < last:
             end = node + 1
             while end < len(tokens) and parents[end] < node and (len(self._stages) == 1 or levels[end] == levels[node]):
@@ -246,8 +254,11 @@ class EagleRunner(DecoderRunner):
         `features` [n, width] are the target's, for the context's tokens; others are those predicted at the tokens before.
         """
         self.cache.length = forward_pass.first
-        embeddings, inputs, predicted = self.embed(forward_pass), self.inputs(forward_pass), list[Tensor]()
-        begin, before = min(level, len(self._stages) - 1), torch.empty(0)
+        embeddings = self.embed(forward_pass)
+        inputs = self.inputs(forward_pass)
+        predicted: list[Tensor] = []
+        begin = min(level, len(self._stages) - 1)
+        before = torch.empty(0)
         if len(self._stages) > 1 or features is None:
             before = upload(_before(forward_pass), self.device)
         for number, stage in enumerate(self._stages[begin:], begin):
@@ -264,7 +275,8 @@ class EagleRunner(DecoderRunner):
 
 def _before(forward_pass: ForwardPass) -> Tensor:
     """Returns the cache indices of the tokens before those of a pass, which are all of the context, or all of the draft."""
-    first, last, length = forward_pass.first, forward_pass.last, len(forward_pass.context)
+    first, last = forward_pass.first, forward_pass.last
+    length = len(forward_pass.context)
     if first < length:
         return torch.arange(first - 1, last - 1).clamp_min_(0)
     return torch.tensor(forward_pass.draft.parents[first - length : last - length]) + length

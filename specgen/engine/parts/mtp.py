@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
+from specgen.engine.native.families import attention_architecture
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer import norm_function
@@ -73,7 +75,7 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     files = WeightFiles(target.folder, f"the drafting layers of {target.name}", target.device, name_of=name_of)
     if not files.names:
         return None
-    whole = known_architecture(target.model, "mtp")
+    whole = _attention_architecture(target)
     number = len({found[1] for name in files.names if (found := _LAYER.fullmatch(name))})
     kind = next(kind for kind in reversed(whole.layers) if kind.mixer == "attention")
     architecture = replace(whole, num_layers=number, layers=(kind,) * number)
@@ -88,8 +90,17 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     return files, architecture
 
 
+def _attention_architecture(target: LoadedModel) -> Architecture:
+    """Returns the architecture of the target's layers with attention, also where transformers runs its layers."""
+    if not isinstance(target.model.shape, Architecture):
+        with suppress(UnsupportedConfig):
+            return attention_architecture(target.prepared.raw)
+    return known_architecture(target.model, "mtp")
+
+
 def _shapes(architecture: Architecture) -> dict[str, Shape]:
-    shapes, width = dict[str, Shape](), architecture.hidden_size
+    shapes: dict[str, Shape] = {}
+    width = architecture.hidden_size
     for index in range(architecture.num_layers):
         shapes |= layer_shapes(architecture, index) | {_JOIN.format(index): (width, 2 * width)}
         shapes |= {name.format(index): (width,) for name in (_TOKEN_NORM, _STATE_NORM, _OUT_NORM)}
@@ -103,7 +114,8 @@ def read_layers(target: LoadedModel) -> MtpWeights:
     """
     found = find_layers(target)
     assert found is not None
-    (files, architecture), final_norm = found, None
+    files, architecture = found
+    final_norm = None
     tensors = take_exactly(files, _shapes(architecture))
     if _MIMO_JOIN in files.key(_JOIN.format(0)):
         final_norm = (
@@ -156,7 +168,8 @@ class MtpLayer:
         norms = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM)))
         self._join = make_product((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
         (self._layer,) = native_layers(architecture, [0], take, dtype, make_product, norm_gain, index)
-        self._norm, self._normed = norm(_OUT_NORM).to(dtype), norm_function(architecture.norm_eps, norm_gain)
+        self._norm = norm(_OUT_NORM).to(dtype)
+        self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, embeddings: Tensor, states: Tensor, inputs: PassInputs) -> Tensor:
         """Returns the hidden states h [n, width] of n pairs; see the module.

@@ -50,7 +50,7 @@ class TransformersModel:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.shape = shape_of(module.config)
+        self.shape = _shape(module.config)
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         self._masks = AttentionMasks(module)
@@ -346,7 +346,7 @@ def _takes_mapping(model: Any) -> bool:
         return False
 
 
-def shape_of(config: Any) -> ModelShape:
+def _shape(config: Any) -> ModelShape:
     """Returns the sizes of a model from its transformers config; an `Architecture` if the native decoder knows the family."""
     fields = json.loads(config.get_text_config().to_json_string(use_diff=False))
     try:
