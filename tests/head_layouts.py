@@ -43,6 +43,7 @@ class Sizes:
     qk_norm: bool = False
     own_embedding: bool = False
     tables: bool = True
+    lm_head: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -69,7 +70,8 @@ def sizes_of(folder: Path, **changes: Any) -> Sizes:
     width, heads = config.get("hidden_size") or config["n_embd"], config.get("num_attention_heads") or config["n_head"]
     layers = config.get("num_hidden_layers") or config["n_layer"]
     head_size = config.get("head_dim") or width // heads
-    return Sizes(width, layers, heads, head_size, len(weights[name]), weights[name], **changes)
+    lm_head = weights.get("lm_head.weight", weights[name])
+    return Sizes(width, layers, heads, head_size, len(weights[name]), weights[name], lm_head=lm_head, **changes)
 
 
 def llama_config(sizes: Sizes, **more: Any) -> Config:
@@ -224,6 +226,58 @@ def glide(sizes: Sizes) -> tuple[Config, Tensors]:
     return llama_config(sizes, block_size=7, use_remap=False, **large), named
 
 
+def block_parts(sizes: Sizes, taps: int, rank: int = 0) -> Tensors:
+    """The tensors of DFlash; with a `rank` those of DSpark's Markov head too."""
+    tensors = {"fc.weight": sizes.random(sizes.width, taps * sizes.width), "hidden_norm.weight": sizes.norm()}
+    tensors["norm.weight"] = sizes.norm()
+    for index in range(sizes.head_layers):
+        tensors |= decoder_layer(sizes, f"layers.{index}.")
+    if rank:
+        tensors |= {f"markov_head.markov_w{number}.weight": sizes.random(sizes.vocab, rank) for number in (1, 2)}
+    return tensors
+
+
+def block_config(sizes: Sizes, **more: Any) -> Config:
+    return llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "qwen2" if sizes.qkv_bias else "llama", **more)
+
+
+def block_zlab(sizes: Sizes) -> tuple[Config, Tensors]:
+    """DFlash's authors' layout; the last of several layers has a sliding window. Layers are named by their outputs."""
+    own = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
+    config = block_config(sizes, architectures=["DFlashDraftModel"], block_size=5, num_target_layers=4, dflash_config=own)
+    if sizes.head_layers > 1:
+        types = ["full_attention"] * (sizes.head_layers - 1) + ["sliding_attention"]
+        config |= {"layer_types": types, "sliding_window": 4, "max_window_layers": 0}
+    return config | {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, block_parts(sizes, 2)
+
+
+def block_deepspec(sizes: Sizes) -> tuple[Config, Tensors]:
+    """DSpark's authors' layout, with frozen copies of the target's tables (`tables`). Layer -1 is the embedding."""
+    assert sizes.lm_head is not None
+    own = {"block_size": 4, "mask_token_id": 2, "target_layer_ids": [-1, 1, 3], "markov_rank": 6, "markov_head_type": "vanilla"}
+    own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    tensors = block_parts(sizes, 3, 6)
+    tensors |= {"confidence_head.proj.weight": sizes.random(1, sizes.width + 6), "confidence_head.proj.bias": sizes.random(1)}
+    if sizes.tables:
+        tensors |= {"embed_tokens.weight": embedding(sizes), "lm_head.weight": sizes.lm_head.clone()}
+    return block_config(sizes, architectures=["Qwen3DSparkModel"], **own), tensors
+
+
+def block_specforge(sizes: Sizes) -> tuple[Config, Tensors]:
+    own = {"projector_type": "dspark", "block_size": 3, "mask_token_id": 2, "target_layer_ids": [1], "markov_rank": 5}
+    own |= {"markov_head_type": "vanilla", "causal": True}
+    return block_config(sizes, architectures=["DFlashDraftModel"], dflash_config=own), block_parts(sizes, 1, 5)
+
+
+def block_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The layout of speculators and vLLM: layers are named by the hidden states' numbers; with a vocabulary of its own."""
+    reduced = eagle3_parts(sizes, "layers.0.")
+    tensors = block_parts(sizes, 2) | {name: reduced[name] for name in ("lm_head.weight", "d2t", "t2d")}
+    config = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "draft_vocab_size": sizes.draft_vocab}
+    config |= {"block_size": 4, "mask_token_id": 2, "aux_hidden_state_layer_ids": [1, 3], "sample_from_anchor": True}
+    return config | {"transformer_layer_config": block_config(sizes, rope_theta=500000.0)}, tensors
+
+
 LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
     "medusa-v0.1": medusa_v01,
     "medusa-v1.0": lambda sizes: medusa_v01(sizes, "medusa_head."),
@@ -236,6 +290,10 @@ LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
     "eagle3": eagle3,
     "eagle3-speculators": eagle3_speculators,
     "glide": glide,
+    "block-zlab": block_zlab,
+    "block-deepspec": block_deepspec,
+    "block-specforge": block_specforge,
+    "block-speculators": block_speculators,
 }
 
 

@@ -160,7 +160,8 @@ class Part:
         """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`, without any cache."""
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
-        found: Tensor = {"medusa": medusa, "eagle": eagle, "glide": glide, "mtp": mtp}[self.kind](self, list(ids), list(path))
+        rows = {"medusa": medusa, "eagle": eagle, "glide": glide, "block": block, "mtp": mtp}
+        found: Tensor = rows[self.kind](self, list(ids), list(path))
         return found
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
@@ -263,6 +264,37 @@ def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
     return part.model.head_logits(normed)[0] if head is None else head @ normed[0]
 
 
+def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    """The logits [vocabulary] of a DFlash or DSpark head after `ids` and `path`, by definition.
+
+    Its layers see the context's fused features, as they are, and the rows of the block: the last token and masks.
+    """
+    weights, layer = part.weights, DecoderReference(part.weights)
+    count, known = weights.block_size, len(ids) - 1
+    states = part.states(ids) if known else [torch.zeros(1, 1, part.module.config.hidden_size)] * 9
+    features = torch.cat([states[tap][0, :known] for tap in weights.feature_layers], dim=-1)
+    context = layer.norm(features @ weights.tensors["fc.weight"].T, "hidden_norm")
+    hidden = part.embedded([ids[-1], *[weights.mask_id] * (count - 1)])
+    types = weights.config.get("layer_types") or ["full_attention"] * weights.config["num_hidden_layers"]
+    rows = torch.arange(known + count)
+    for index, kind in enumerate(types):
+        slides = kind == "sliding_attention"
+        hides = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+        if slides if weights.causal is None else weights.causal:
+            hides |= rows[None] > rows[:, None]
+        if slides:
+            hides |= rows[:, None] - rows[None] >= weights.config["sliding_window"]
+        attended = torch.cat((context, layer.norm(hidden, f"layers.{index}.input_layernorm")))
+        hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides)[known:], index)
+    state = layer.norm(hidden[len(path) + (not weights.from_anchor)], "norm")
+    head = weights.tensors.get("lm_head.weight")
+    logits = part.of_all_tokens(part.model.head_logits(state[None])[0] if head is None else head @ state)
+    if "markov_head.markov_w1.weight" in weights.tensors:
+        first, second = (weights.tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
+        logits = logits + second @ first[[*ids, *path][-1]]
+    return logits
+
+
 def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: Sequence[int]) -> Tensor:
     """The output [n, width] of the cross-attention in GliDe layer `index`, to the keys and values of the target's `layer`.
 
@@ -300,12 +332,13 @@ class DecoderReference:
     def __init__(self, weights: DecoderWeights) -> None:
         self.tensors, self.config = weights.tensors, weights.config
         section = self.config.get("rope_parameters") or {}
-        self.base = section.get("rope_theta", self.config["rope_theta"])
+        self.base = section.get("rope_theta", self.config.get("rope_theta", 1e4))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
 
-    def attention(self, x: Tensor, index: int) -> Tensor:
+    def attention(self, x: Tensor, index: int, hides: Tensor | None = None) -> Tensor:
+        """The output for the rows `x`, which see those before them, or all but what `hides` says."""
         prefix, size = f"layers.{index}.self_attn.", self.config["head_dim"]
         angles = torch.arange(len(x))[:, None] * self.base ** (-torch.arange(0, size, 2) / size)
         made: list[Tensor] = []
@@ -320,7 +353,8 @@ class DecoderReference:
                 heads = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             made.append(heads)
         query, keys, values = made
-        group, hides = len(query) // len(keys), torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        group = len(query) // len(keys)
+        hides = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) if hides is None else hides
         mixed = attend(query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), hides)
         return mixed @ self.tensors[f"{prefix}o_proj.weight"].T
 

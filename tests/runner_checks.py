@@ -163,7 +163,7 @@ TRACED = tuple(
         "block_runner",
         "cached_prefix",
         "model_runner",
-        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa")),
+        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa", "block")),
         "transformers/kv_cache",
         "transformers/transformers_model",
         "transformers/recurrent_layers",

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from enumeration import ROUNDING, Case, SmallRunner, distance
+from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 from families import make_model, model_of
+from runner_checks import path_to
 
 import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Context
+from specgen.base.types import Context, SamplingParams
+from specgen.decoding.drafting import Setup
+from specgen.decoding.policy_base import Fixed
 from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
+from specgen.methods.marginal_tree import MarginalTreeDrafter
 
 THREE = (3, 3)
 
@@ -50,6 +56,9 @@ CASES = [
     Case("eesd-cali", {"theta0": 0.9, "max_draft": 3}, 4),
     Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.01, "verify_cost": 0.2}, 5, seed=2),
     Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+    Case("block", {"nodes": 5, "k": 2}, 4, THREE, {"top_k": 2}, zero=True),
+    Case("block", {"k": 3, "policy": "fixed"}, 4, THREE, {"top_p": 0.8, "temperature": 1.3}),
+    Case("block", {"policy": "cali-ts", "sampling_prediction": False, "max_draft": 3}, 4),
 ]
 
 
@@ -114,3 +123,20 @@ def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> N
         pytest.raises(SpecgenError, match="pard_token is 99999"),
     ):
         pair.generate("def f(", "sd")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_first_trees_have_the_likeliest_paths(seed: int) -> None:
+    """By comparison with all paths of three rows, by the product of their probabilities."""
+    case = Case("block", {"nodes": 9}, 9, (4, 4), seed=seed)
+    draft, context = RowTable(case), Context(PROMPT)
+    probs = [row.softmax(-1).tolist() for row in draft.rows(context, 3).logits]
+    values = {
+        path: prod(probs[level][token] for level, token in enumerate(path))
+        for length in (1, 2, 3)
+        for path in product(range(4), repeat=length)
+    }
+    drafter = MarginalTreeDrafter(Setup(draft, SamplingParams(), vocab_size=4), nodes=9)
+    made = drafter.propose(context, Fixed(9), 9)
+    tokens, parents = list(made.tokens), list(made.parents)
+    assert {tuple(path_to(tokens, parents, node)) for node in range(9)} == set(sorted(values, key=lambda path: -values[path])[:9])

@@ -17,7 +17,7 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.forward_pass import ModelOutput, depths
-from specgen.methods.medusa_tree import MedusaTreeDrafter, candidate_tree
+from specgen.methods.marginal_tree import MarginalTreeDrafter, candidate_tree
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -72,7 +72,7 @@ def test_sampling_is_lossless(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 def drafted(draft: HeadTable, nodes: int, limit: int = 9, *, length: int = 4, ends: frozenset[int] = frozenset()) -> Any:
     """A proposed draft, and the path of tokens to each of its nodes."""
-    drafter = MedusaTreeDrafter(Setup(draft, SamplingParams(), ends, 3, record=True), nodes=nodes)
+    drafter = MarginalTreeDrafter(Setup(draft, SamplingParams(), ends, 3, record=True), nodes=nodes, is_fixed=True)
     made = drafter.propose(Context(PROMPT), Fixed(length), limit)
     tokens, parents = list(made.tokens), list(made.parents)
     return made, [path_to(tokens, parents, node) for node in range(len(tokens))]

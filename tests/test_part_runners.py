@@ -49,6 +49,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("medusa-v2", {"family": "gemma2", "backend": "transformers"}),
     ("medusa-vllm", {"family": "qwen3", "medusa_layers": 2}),
     ("glide", {"head_layers": 2, "tables": False, "backend": "transformers"}),
+    ("block-zlab", {"head_layers": 2, "qk_norm": True}),
+    ("block-deepspec", {"head_layers": 2, "qk_norm": True}),
+    ("block-deepspec", {"family": "qwen3", "backend": "transformers"}),
+    ("block-specforge", {"qkv_bias": True}),
+    ("block-speculators", {"qk_norm": True}),
 ]
 
 
@@ -97,7 +102,8 @@ def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "options"), [("eagle3", {}), ("glide", {"head_layers": 2}), ("medusa-v2", {}), ("exit", {"depth": 1})]
+    ("layout", "options"),
+    [("eagle3", {}), ("glide", {"head_layers": 2}), ("medusa-v2", {}), ("exit", {"depth": 1}), ("block-deepspec", {})],
 )
 def test_penalties_change_the_rows_by_the_path(layout: str, options: dict[str, Any]) -> None:
     config = GenerationConfig(repetition_penalty=1.7, no_repeat_ngram_size=2)

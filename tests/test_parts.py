@@ -108,7 +108,7 @@ def test_the_digest_of_an_exit_is_what_profiles_of_earlier_versions_hold() -> No
     with specgen.load(device="cpu", dtype="float32") as loaded:
         digests = loaded.parts.digests()
     assert digests["exit"] == DEMO_EXIT
-    assert digests.keys() == {"exit", "medusa", "eagle", "glide"}
+    assert digests.keys() == {"exit", "medusa", "eagle", "glide", "block"}
 
 
 DEMO_EXIT = "11b45d57d6be84e4"

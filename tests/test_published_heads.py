@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,10 @@ READ: list[tuple[str, Config, dict[str, str], Config]] = [  # a layout with size
     ("eagle3", {"qkv_bias": True}, {"midlayer.": "layers.0."}, {"version": 3, "model_type": "qwen2"}),
     ("eagle3-speculators", {}, {}, {"version": 3, "base": 5e5, "norm_before_residual": True, "feature_layers": (2, 4, 5)}),
     ("glide", {"head_layers": 2}, {"model.": ""}, {"base": 1e4, "block_size": 7}),
+    ("block-zlab", {"qk_norm": True, "head_layers": 2}, {}, {"block_size": 5, "feature_layers": (1, 3), "from_anchor": False}),
+    ("block-deepspec", {"qk_norm": True}, {}, {"block_size": 4, "feature_layers": (0, 2, 4), "from_anchor": True, "mask_id": 2}),
+    ("block-specforge", {}, {}, {"block_size": 3, "feature_layers": (2,), "from_anchor": True, "causal": True}),
+    ("block-speculators", {}, {}, {"base": 5e5, "feature_layers": (1, 3), "from_anchor": True, "causal": None}),
 ]
 
 
@@ -100,6 +106,7 @@ def test_each_layout_is_read(
     elif "t2d" in raw:
         assert torch.equal(found.vocabulary, raw["t2d"].nonzero()[:, 0])
     dropped = () if layout == "glide" or sizes.get("own_embedding") else COPIED
+    dropped = (*dropped, "lm_head.weight") if layout == "block-deepspec" else dropped
     assert equal(named(found), {name: tensor for name, tensor in expected.items() if name not in dropped})
     if not layout.startswith("medusa"):
         shape, (rotary,) = found.architecture, found.architecture.rotary.values()
@@ -182,6 +189,7 @@ WRITTEN = {
     "medusa-v2": ["version", "medusa_num_heads"],
     "medusa-v0.1": ["medusa_num_layers"],
     "eagle3": ["architectures", "draft_vocab_size", "vocab_size", "num_key_value_heads", "eagle_config"],
+    "block-deepspec": ["architectures", "block_size", "mask_token_id", "target_layer_ids", "markov_rank"],
     "glide": ["model_type", "block_size", "large_hidden_size", "large_head_dim", "large_num_attention_heads"],
 }
 
@@ -189,12 +197,12 @@ WRITTEN = {
 @pytest.mark.parametrize("layout", WRITTEN)
 def test_what_is_written_has_a_published_layout_and_is_read_back(target: LoadedModel, tmp_path: Path, layout: str) -> None:
     """The names, shapes and settings are those of the layout as the tests describe it. Weights are rounded to bfloat16."""
-    sizes = {"tables": layout != "glide"}  # GliDe models that are trained have the target's
+    sizes = {"tables": layout not in ("glide", "block-deepspec")}  # those that are trained have the target's
     config, raw = LAYOUTS[layout](sizes_of(target.folder, **sizes))
     weights = load(write_head(tmp_path / "published", layout, target.folder, **sizes), target)
     if isinstance(weights, MedusaWeights):
         weights, config["medusa_num_heads"] = replace(weights, rank_accuracies=[[0.5, 0.25], [0.125]]), 3
-    described = describe_head(layout.rstrip("v0123.-"), target, {"agreement": 0.123456}, {"steps": 7})  # type: ignore[arg-type]
+    described = describe_head(layout[:6].rstrip("1-3"), target, {"agreement": 0.123456}, {"steps": 7})  # type: ignore[arg-type]
     path = save_head(tmp_path / "saved", weights, described)
     written, made = load_file(path), json.loads((path.parent / "config.json").read_text())
     assert {name: each.shape for name, each in raw.items()} == {name: each.shape for name, each in written.items()}
@@ -251,6 +259,15 @@ MISTAKES: list[tuple[str, Callable[[Tensors], Any], Config, str]] = [
     ("glide", put(), {"use_remap": True}, "use_remap = True in its config.json is not supported"),
     ("glide", put(**{CROSS: torch.ones(48, WIDTH)}), {}, "attention of a width of 48, "),
     ("glide", without(CROSS), {}, "it is of no kind that specgen knows (its first tensor: model.embed_tokens.weight)"),
+    ("block-zlab", put(), {"causal_window": 3}, "causal_window = 3 in its config.json is not supported"),
+    ("block-zlab", put(), {"dflash_config": {"mask_token_id": 2, "blur": 1}}, "blur = 1 in its config.json is not supported"),
+    ("block-zlab", put(), {"use_swa": True}, "use_swa = True in its config.json is not supported"),
+    ("block-zlab", put(mask_embedding=ONES), {}, "does not have (the first: mask_embedding)"),
+    ("block-zlab", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
+    ("block-deepspec", put(), {"markov_head_type": "gated"}, "markov_head_type = 'gated' in its config.json is not supported"),
+    ("block-deepspec", put(), {"model_type": "gemma4_text"}, "model_type = 'gemma4_text'"),
+    ("block-deepspec", put(), {"target_layer_ids": [1, 9]}, "target_layer_ids = [1, 9]"),
+    ("block-deepspec", put(), {"mask_token_id": 999}, "mask_token_id = 999"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
     ("medusa-v0.1", OTHERS, {}, "0.1.weight is for a vocabulary of 99, "),
     ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}), {}, "does not hold different ids of tokens"),
@@ -277,6 +294,42 @@ def test_damaged_files_are_refused(target: LoadedModel, tmp_path: Path) -> None:
     assert "it has no safetensors file" in refusal(folder, target)
     assert "there is no folder" in refusal(tmp_path / "none", target)
     assert "is a file" in refusal(target.folder / "config.json", target)
+
+
+BLOCK_LAYOUTS = [layout for layout in LAYOUTS if layout.startswith("block-")]
+VALUES = (None, 0, -1, 1, 7, 1 << 40, 1.5, True, "x", [], [1], ["x"], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("layout", BLOCK_LAYOUTS)
+def test_random_damages_of_block_heads_are_refused_in_one_line_or_change_nothing_that_is_read(
+    target: LoadedModel, tmp_path: Path, layout: str
+) -> None:
+    """75 damages of each layout: fields of config.json with other values, tensors that are missing or have other shapes."""
+    rng, messages = random.Random(layout), list[str]()
+    config, tensors = LAYOUTS[layout](sizes_of(target.folder))
+    for number in range(75):
+        made, kept = deepcopy(config), dict(tensors)
+        parts = [made, *(part for part in made.values() if isinstance(part, dict))]
+        part = rng.choice(parts)
+        name = rng.choice(sorted(kept))
+        if number % 3 == 0:
+            del kept[name]
+        elif number % 3 == 1:
+            kept[name] = rng.choice(
+                (kept[name][:-1], kept[name][None], kept[name].to(torch.int8), kept[name].float() * NAN[0, 0])
+            )
+        else:
+            part[rng.choice(sorted(part))] = rng.choice(VALUES)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(made))
+        save_file({key: each.contiguous() for key, each in kept.items()}, folder / "model.safetensors")
+        try:
+            load(folder, target)
+        except SpecgenError as error:
+            messages.append(error.message)
+    assert all("\n" not in message and len(message) < 700 for message in messages)
+    assert len(messages) >= 50, "all damages of tensors that are needed"
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a head's.pth"])

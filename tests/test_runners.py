@@ -184,6 +184,8 @@ KINDS = {
     "glide": Kind(partial(head, "glide", head_layers=2), examples=30),
     "glide on transformers": Kind(partial(head, "glide", head_layers=2, backend="transformers")),
     "medusa": Kind(partial(head, "medusa-v0.1", 3)),
+    "block": Kind(partial(head, "block-zlab", 4, head_layers=2, qk_norm=True), examples=30),
+    "block with a Markov head": Kind(partial(head, "block-deepspec", 4)),
     "pard": Kind(partial(pard, "qwen3"), examples=30),
     "translated": Kind(translated),
     "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),

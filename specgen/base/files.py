@@ -211,7 +211,7 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
 def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
     """The folder for a trained part of a target; the draft model does not matter.
 
-    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head: `medusa`, `eagle` or `glide`.
+    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head: `medusa`, `eagle`, ...
     """
     own = pair_folder(target, target_fingerprint, None)
     return own if kind == "exit" else own / "heads" / kind

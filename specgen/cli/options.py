@@ -40,7 +40,7 @@ ROWS: Rows = {
     "trust_remote_code": ("", "Allow models to run the Python code in their repository."),
     "offline": ("", "Use only models in the local cache, and never connect to the hub."),
     "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one trained here for the target."),
-    "head": ("FOLDER", "A head for eagle, medusa or glide (also a hub id). Default: the one trained here for the target."),
+    "head": ("FOLDER", "A head for eagle, medusa, glide or block (also a hub id). Default: the one trained here for the target."),
     "backend": ("auto|native|transformers", "Whose forward pass runs the models. auto: specgen's own where it supports them."),
     "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
     "exact": ("", "Make plain and speculative logits bit-equal (native backend, no draft trees). Slower for prompts on CUDA."),
@@ -104,7 +104,7 @@ INSPECT_ROWS: Rows = {
     "measure": ("", "Load the pair and time its passes, for the acceptance rate from which speculation is faster."),
 }
 TUNE_ROWS: Rows = {
-    "methods": ("-m LIST", "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide."),
+    "methods": ("-m LIST", "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide, block."),
     "budget": ("SECONDS", "Time for everything, loading included."),
     "prompts": (
         "FILE",
@@ -121,8 +121,8 @@ TUNE_ROWS: Rows = {
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
     "train": (
         "",
-        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, with -m medusa, eagle "
-        "or glide a head.",
+        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, with -m medusa, eagle, "
+        "glide or block a head.",
     ),
     "minutes": ("M", "Total training time (10)."),
     "steps": ("S", "Optimizer steps instead of minutes: reproducible weights."),

@@ -57,10 +57,11 @@ class Trainable:
 EXIT = Trainable("an exit layer", "eesd", "exits.ExitObjective")
 PREDICTOR = Trainable("a predictor", "eesd", "exits.PredictorObjective")  # for the exit layer that --exit-layer names
 DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.0)  # learns from the target's own text only
-MEDUSA = Trainable("Medusa heads", "medusa", "medusa.MedusaObjective", 3e-3)
+MEDUSA = Trainable("Medusa heads", "medusa", "blocks.MedusaObjective", 3e-3)
 EAGLE = Trainable("an EAGLE head", "eagle", "heads.EagleObjective")
 GLIDE = Trainable("a GliDe head", "glide", "heads.GlideObjective")
-TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE)}
+BLOCK = Trainable("a DSpark head", "block", "blocks.BlockObjective", 1e-2)
+TRAINABLE = {each.method: each for each in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE, BLOCK)}
 
 
 class Asked(NamedTuple):

@@ -29,7 +29,7 @@ def exit_folder() -> Path:
 
 
 def head_folder(kind: str) -> Path:
-    """The folder of the bundled target's head of a kind: `medusa`, `eagle` or `glide`. It may not exist."""
+    """The folder of the bundled target's head of a kind: `medusa`, `eagle`, `glide` or `block`. It may not exist."""
     return _PACKAGE / "heads" / kind
 
 

@@ -14,7 +14,7 @@ from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
 from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
-from specgen.methods.heads import EAGLE, GLIDE, MEDUSA, MTP_METHOD
+from specgen.methods.heads import BLOCK, EAGLE, GLIDE, MEDUSA, MTP_METHOD
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
@@ -32,10 +32,10 @@ DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (pr
 ALL_METHODS = "specgen inspect --methods"
 PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_kind=COPYING, grids=({},))
 
-_LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, LOOKAHEAD]
+_LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, BLOCK, LOOKAHEAD]
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
 _ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
-_ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, SELFSD]
+_ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, BLOCK, SELFSD]
 USUAL = tuple(method.name for method in _LIKELY)  # to be fast; compared by default where they can run, the first ones first
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
 POLICIES: Mapping[str, type[LengthPolicy]] = {

@@ -1,9 +1,10 @@
 """Methods that draft with a head trained on the target's hidden states. Imports no torch.
 
-Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1); `medusa_tree`
+Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1); `marginal_tree`
 makes a tree of the predictions. EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is
 `decoding.tree.TopKTreeDrafter` with `nodes`. MTP: layers in the target's own files draft as EAGLE's do (DeepSeek-AI 2024). GliDe:
 a head that also attends to the target's KV cache; its candidates at each position are the setting `cape` (CaPE; Du et al. 2024).
+DFlash and DSpark: a head of some layers drafts a block in one pass.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.base.settings import Setting, Settings
-from specgen.decoding.policy_base import DRAFT_SIGNALS
+from specgen.decoding.policy_base import DRAFT_SIGNALS, MODEL_SIGNALS
 from specgen.methods.adaptive import ADAPTIVE_GRID
 from specgen.methods.method import DEFAULT_HEAD, MTP, Grid, Method
 from specgen.methods.sd import CAPE, CAPE_GRID, model_drafter, tree_settings
@@ -30,9 +31,9 @@ def _drafter(setup: Setup, settings: Settings) -> Drafter:
         from specgen.decoding.chain import ModelDrafter
 
         return ModelDrafter(setup)
-    from specgen.methods.medusa_tree import MedusaTreeDrafter
+    from specgen.methods.marginal_tree import MarginalTreeDrafter
 
-    return MedusaTreeDrafter(setup, nodes=int(settings.values["nodes"]))
+    return MarginalTreeDrafter(setup, nodes=int(settings.values["nodes"]), is_fixed=True)
 
 
 MEDUSA = Method(
@@ -48,6 +49,39 @@ MEDUSA = Method(
     grows_trees=True,
     drafts="medusa",
     grids=({"nodes": (0, 5, 10, 20), "k": (2, 3, 4)}, ADAPTIVE_GRID),
+)
+
+
+def _block_drafter(setup: Setup, settings: Settings) -> Drafter:
+    """A chain; with `nodes`, a tree of the likeliest paths, or of continuations where a row depends on the token before."""
+    nodes = int(settings.values["nodes"])
+    if nodes == 0:
+        from specgen.decoding.chain import ModelDrafter
+
+        return ModelDrafter(setup)
+    if getattr(setup.draft, "independent", False):
+        from specgen.methods.marginal_tree import MarginalTreeDrafter
+
+        return MarginalTreeDrafter(setup, nodes=nodes)
+    from specgen.decoding.tree import TopKTreeDrafter
+
+    return TopKTreeDrafter(setup, width=_BLOCK_WIDTH, nodes=nodes)
+
+
+_BLOCK_WIDTH = 4  # candidates after each node of a tree whose rows depend on the token before
+BLOCK = Method(
+    "block",
+    "DFlash, DSpark, 2026",
+    "block",
+    _block_drafter,
+    policy="fixed",
+    any_policy=True,
+    signals=MODEL_SIGNALS,
+    settings={"nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024), **HEAD},
+    defaults={"fixed": {"k": 7}},
+    drafts_blocks=True,
+    drafts="block",
+    grids=({"k": (2, 3, 4, 5, 6, 7, 8)}, {"nodes": (8, 16, 32), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID),
 )
 
 _CHAIN: Grid = {"width": (1,)}

@@ -17,8 +17,14 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.method import MTP, Method
 
-# by kind: the one with `make_runners`
-_MODULES = {"exit": "own_layers", "medusa": "medusa", "eagle": "eagle", "glide": "glide", MTP: "eagle"}
+_MODULES = {  # by kind: the one with `make_runners`
+    "exit": "own_layers",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "glide": "glide",
+    "block": "block",
+    MTP: "eagle",
+}
 
 
 def name_in(values: Mapping[str, object]) -> str:

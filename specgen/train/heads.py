@@ -42,7 +42,7 @@ from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, Head
 from specgen.engine.parts.trained_part import check_head_folder, describe_head, round_as_saved, save_head
 from specgen.train.corpus import NOT_HELD_OUT
 from specgen.train.loop import IGNORED, Labels, Objective, PackedBatch, TrainingBatches, divergence, held_out_agreement, pack
-from specgen.train.target_layer import last_layer, layer_config
+from specgen.train.target_layer import last_layers, layer_config
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text, most_probable
 
@@ -228,19 +228,24 @@ def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
 
 
 class LayerObjective(HeadObjective):
-    """Trains a head with one decoder layer: that of a Llama with the target's sizes, or of a Qwen if the target has its biases or
-    norms.
+    """Trains a head with `layers` decoder layers: those of a Llama with the target's sizes, or of a Qwen if the target has its
+    biases or norms.
 
     `config` is the head's config.json as a mapping, `architecture` what it describes.
     """
 
+    layers = 1
+
     def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
-        """Returns the initial weights of layer 0 and of the final norm: the target's, or random ones."""
-        self.config = layer_config(self.target)
+        """Returns the initial weights of the layers and of the final norm: those of the target's last ones, or random ones."""
+        self.config = layer_config(self.target, self.layers)
         self.architecture = read_architecture(self.config)
-        self.inputs = InputMaker(self.architecture, self.dtype, [self.device])
-        last, made = last_layer(self.target, self.architecture), {}
-        for name, shape in (layer_shapes(self.architecture, 0) | {FINAL_NORM: (self.width,)}).items():
+        self.inputs = InputMaker(self.architecture, self.dtype, [self.device] * self.layers)
+        last, made = last_layers(self.target, self.architecture), {}
+        shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (self.width,)}
+        for index in range(self.layers):
+            shapes |= layer_shapes(self.architecture, index)
+        for name, shape in shapes.items():
             if name in last:
                 made[name] = last[name]
             elif len(shape) == 1:

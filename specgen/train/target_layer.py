@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,15 +18,17 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
-def layer_config(target: LoadedModel) -> dict[str, Any]:
-    """Returns the config of a Llama with one layer of the target's sizes; of a Qwen if the target has the biases or the norms of
-    queries and keys that a Llama lacks."""
+def layer_config(target: LoadedModel, layers: int = 1) -> dict[str, Any]:
+    """Returns the config of a Llama with `layers` layers of the target's sizes.
+
+    It is a Qwen's if the target has the biases or the norms of queries and keys that a Llama lacks.
+    """
     shape = target.model.shape
     config = {
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size or 4 * shape.hidden_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_size,
@@ -47,17 +49,27 @@ def layer_config(target: LoadedModel) -> dict[str, Any]:
     return config
 
 
-def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
-    """Returns the weights of the target's last layer and final norm, with the names that a layer of the architecture `own` has.
+def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
+    """Returns the weights of the target's last layers and final norm, with the names that the layers of the architecture `own`
+    have.
 
-    They are rescaled so that this layer computes the same. Empty unless the target's layers are built like a Llama's.
+    They are rescaled so that these layers compute the same. Empty unless the target's layers are built like a Llama's.
     """
     theirs = target.model.shape
     if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:
         return {}
     if theirs.post_norms or theirs.mlp_bias:
         return {}
-    found, names, made = target.model.last_layers(target.folder, 1), layer_tensors(theirs, 0), layer_tensors(own, 0)
+    found = target.model.last_layers(target.folder, own.num_layers)
+    made = {FINAL_NORM: (found[FINAL_NORM] + theirs.norm_weight_offset).cpu()}
+    for index in range(own.num_layers):
+        made |= _converted(found, theirs, own, index)
+    return made
+
+
+def _converted(found: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int) -> dict[str, Tensor]:
+    """Returns the weights of one layer of the target with the names, and in the form, of a layer of the architecture `own`."""
+    names, made = layer_tensors(theirs, index), layer_tensors(own, index)
 
     def split(old: Iterable[str], new: Iterable[str], rows: list[int]) -> dict[str, Tensor]:
         stacked = torch.cat([found[name] for name in old])
@@ -68,7 +80,7 @@ def last_layer(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
     weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
     if theirs.qkv_bias:
         weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
-    for name in layer_shapes(own, 0) | {FINAL_NORM: ()}:
+    for name in layer_shapes(own, index):
         if name not in weights:
             weights[name] = found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
     query, scale = made.q_norm or made.qkv[0], theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)

@@ -87,13 +87,15 @@ class LayerKind:
 
     `window` is the sliding window in tokens: a query at position p sees the keys at positions p - `window` + 1 to p. None: it
     sees all keys up to p. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` is how the
-    layer mixes tokens, and `mlp` the kind of its MLP.
+    layer mixes tokens, and `mlp` the kind of its MLP. Not `causal`: in a chain, the tokens of one pass see
+    each other whatever their order is (block drafters).
     """
 
     window: int | None = None
     rotary: str | None = None
     mixer: Mixer = "attention"
     mlp: MLP = "dense"
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def layer_kinds(
     attentions = []
     for kind in architecture.layers:
         read = kind if kind.mixer == "attention" else attention  # other mixers read no masks
-        attentions.append(LayerKind(read.window, read.rotary))
+        attentions.append(LayerKind(read.window, read.rotary, causal=read.causal))
     of_layers = list(zip(attentions, devices, strict=True))
     kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in attentions)]))
     return kinds, [kinds.index(pair) for pair in of_layers]
@@ -140,12 +140,15 @@ class InputMaker:
         for (kind, device), table in zip(self.kinds, self.tables, strict=True):
             start = 0 if kind.window is None or exact or cache is None else max(0, first + 1 - kind.window)
             rotation = None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
-            if rows == 1:  # one token sees all keys: those that its window excludes are not read
+            sees_all = rows == 1 or not (kind.causal or (kind.window is not None and last > kind.window))
+            if sees_all:  # a token alone sees all keys: those that its window excludes are not read
                 mask = None
             elif self._has_causal and (kind.window is None or last <= kind.window):
                 mask = CAUSAL
             else:
                 sight = sight_of_chain(first, rows, start, end, device)
+                if not kind.causal:
+                    sight.hidden.zero_()
                 mask = sight.mask(kind.window, self._dtype, self.group if rows < WIDE else 1)
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))

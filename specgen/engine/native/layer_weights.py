@@ -385,10 +385,14 @@ def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: t
     assert mixture is not None
     shared = gate = None
     if mixture.layout == "separate":
-        matrices = [[take(name) for name in expert] for expert in names.experts]
-        gate_up = torch.stack([torch.cat(expert[:2]) for expert in matrices]).to(dtype).transpose(1, 2)
-        down = torch.stack([expert[2] for expert in matrices]).to(dtype).transpose(1, 2)
-        del matrices
+        size, width = mixture.size, architecture.hidden_size
+        gate_up = gain.new_empty(mixture.count, 2 * size, width, dtype=dtype)
+        down = gain.new_empty(mixture.count, width, size, dtype=dtype)
+        for number, (gate_name, up_name, down_name) in enumerate(names.experts):
+            gate_up[number, :size] = take(gate_name)
+            gate_up[number, size:] = take(up_name)
+            down[number] = take(down_name)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     else:
         gate_up, down = (take(name).to(dtype) for name in names.experts[0])
         if mixture.layout == "fused":

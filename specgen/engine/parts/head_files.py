@@ -158,3 +158,31 @@ def _is_copy(files: WeightFiles, name: str, target: LoadedModel) -> bool | None:
         return None
     own = files.take_part(name, 0, ranges).cpu()
     return torch.equal(own.to(of_target.dtype), of_target) or torch.equal(own, of_target.to(own.dtype))
+
+
+def expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
+    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they `are_needed` of all."""
+    shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
+
+
+def unsupported(files: WeightFiles, name: str, value: object) -> SpecgenError:
+    return files.refuse(f"{shown(name)} = {shown(repr(value), 40)} in its config.json is not supported", OTHER_HEAD)
+
+
+def target_ids(files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel) -> torch.Tensor | None:
+    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the target's id of each of the
+    head's ids; None if they are equal."""
+    offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if offsets is None:
+        return None
+    ids, vocab_size = offsets + torch.arange(len(offsets)), target.model.shape.vocab_size
+    if not are_rising(ids, vocab_size):
+        raise files.refuse(f"{files.key('d2t')} does not map its ids to rising ids of {target.name}")
+    if used is not None and not torch.equal(torch.isin(torch.arange(len(used)), ids), used != 0):
+        raise files.refuse(f"{files.key('t2d')} and {files.key('d2t')} contradict each other")
+    return None if len(ids) == vocab_size else ids.to(target.device)
+
+
+def are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether ids are different ones of a vocabulary, in ascending order."""
+    return len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids.diff() > 0).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from specgen.engine.native.layer_weights import EMBEDDING, Take, layer_weights
 from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.penalties import PenaltyProcessor
 
-HeadKind = Literal["medusa", "eagle", "glide"]
+HeadKind = Literal["medusa", "eagle", "glide", "block"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,35 @@ class GlideWeights(DecoderWeights):
 
 
 @dataclass(frozen=True)
+class BlockWeights(DecoderWeights):
+    """A head of DFlash (Chen et al. 2026, arXiv 2602.06036) or DSpark (arXiv 2607.05147), which drafts a block in one pass.
+
+    `tensors` also has `fc.weight` [width, taps * target width] and `hidden_norm.weight` for the target's hidden states that
+    `feature_layers` name (as in `EagleWeights`), and `norm.weight`. `lm_head.weight` and `embed_tokens.weight` are there only if
+    they differ from the target's; `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
+    and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own position, otherwise the one at it.
+    `causal`: whether a row sees the later ones; None: only in layers with a sliding window it does not.
+
+    DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [vocabulary, rank]; its prediction
+    of acceptance is `confidence_head.proj.weight` [1, width or width + rank] and `confidence_head.proj.bias` [1].
+    """
+
+    block_size: int = 8
+    mask_id: int = 0
+    feature_layers: tuple[int, ...] = ()
+    from_anchor: bool = True
+    causal: bool | None = None
+    vocabulary: torch.Tensor | None = None
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        made = read_architecture(dict(self.config))
+        default = self.causal
+        layers = (replace(kind, causal=kind.window is not None if default is None else default) for kind in made.layers)
+        return replace(made, layers=tuple(layers))
+
+
+@dataclass(frozen=True)
 class MtpWeights:
     """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
@@ -108,7 +137,7 @@ class MtpWeights:
     final_norm: torch.Tensor | None = None
 
 
-HeadWeights = MedusaWeights | EagleWeights | GlideWeights
+HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights
 
 
 class PartRunners(NamedTuple):
@@ -245,6 +274,7 @@ def native_layers(
     make_product: MakeProduct,
     gain: float,
     first: int = 0,
+    make_layer: type[NativeLayer] = NativeLayer,
 ) -> list[NativeLayer]:
     """Returns one layer for each of `kinds` (indices in `PassInputs.kinds`).
 
@@ -253,7 +283,7 @@ def native_layers(
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):
         weights = layer_weights(architecture, index, take, dtype, gain)
-        made.append(NativeLayer(architecture, index, kind, weights, make_product, gain=gain))
+        made.append(make_layer(architecture, index, kind, weights, make_product, gain=gain))
     return made
 
 

@@ -4,6 +4,7 @@ Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the 
 same under another architecture), vLLM's first (the Llama's config under `model`) and the early one of speculators (`fusion_fc`,
 `transformer`). EAGLE-3: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
+DFlash and DSpark are in `block_layouts`.
 
 The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved to the top level. So from here
 on there is one layout for each kind of head. A head is checked once, here: it has to have exactly the expected tensors, with
@@ -22,24 +23,36 @@ import torch
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
-from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.families import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.parts.block import CONTEXT_NORM
+from specgen.engine.parts.block_layouts import published_block, read_block
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, FIRST_NORM
 from specgen.engine.parts.head_files import (
     MEDUSA_FILE,
-    OTHER_HEAD,
+    are_rising,
     check_size,
     check_vocabulary,
     drop_copies,
+    expect,
     matrix_shape,
     open_head,
     take_exactly,
+    target_ids,
+    unsupported,
 )
-from specgen.engine.parts.part import DecoderWeights, EagleWeights, GlideWeights, HeadKind, HeadWeights, MedusaWeights
-from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, shown, weights_fingerprint
+from specgen.engine.parts.part import (
+    BlockWeights,
+    DecoderWeights,
+    EagleWeights,
+    GlideWeights,
+    HeadKind,
+    HeadWeights,
+    MedusaWeights,
+)
+from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, weights_fingerprint
 
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
 _PASSED_ON = ("intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")  # from config.json to ours
@@ -93,13 +106,15 @@ class PublishedHead:
         self.files, self._has_model = open_head(folder, target.device, _NAMES, _MEDUSA_PART)
         self.warning: str | None = None
         self._folder, self._target = folder, target
-        kinds: dict[HeadKind, str] = {"medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
+        kinds: dict[HeadKind, str] = {"block": CONTEXT_NORM, "medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
         found = [kind for kind in kinds if kinds[kind] in self.files]
         if not found:
             problem = (
                 f"it is of no kind that specgen knows (its first tensor: {self.files.key(min(self.files.names, default='none'))})"
             )
-            raise self.files.refuse(problem, "Name the folder of a Medusa, EAGLE or GliDe head, and a model with -d")
+            raise self.files.refuse(
+                problem, "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head, and a model with -d"
+            )
         self.kind = found[0]
 
     def read(self) -> HeadWeights:
@@ -113,7 +128,11 @@ class PublishedHead:
             raise files.refuse("its heads were trained with the model in the same files", f"Take that as the target: -t {folder}")
         if self.kind == "medusa":
             return _read_medusa(files, target)
-        config, fields = _flat_config(files, read_config(folder, files.owner))
+        config = read_config(folder, files.owner)
+        if self.kind == "block":
+            block, self.warning = read_block(files, target, config)
+            return block
+        config, fields = _flat_config(files, config)
         if self.kind == "glide":
             return _read_glide(files, target, config, fields)
         weights, self.warning = _read_eagle(files, target, config, fields)
@@ -130,25 +149,25 @@ def _read_eagle(
     check_size(files, FC, what, found, target, shape.hidden_size)
     check_vocabulary(files, "t2d" if is_third else EMBEDDING, target, fields.vocab_size)
     weights, shapes = _decoder(files, config, fields, target, width)
-    _expect(files, shapes, {"fc.bias": (width,)})
-    _expect(files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+    expect(files, shapes, {"fc.bias": (width,)})
+    expect(files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
     if not is_third:
         del shapes[FIRST_NORM]
         shapes[FC] = width, 2 * width
-        _expect(files, shapes, {HEAD: (shape.vocab_size, width)})
+        expect(files, shapes, {HEAD: (shape.vocab_size, width)})
         tensors = take_exactly(files, shapes)
         warning = drop_copies(files, tensors, [EMBEDDING, HEAD], target)
         tensors.pop(HEAD, None)  # the target's is used
         return EagleWeights(weights.config, tensors, 1), warning
     if weights.architecture.num_layers != 1:
-        raise _unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
+        raise unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
     rows = matrix_shape(files, HEAD)[0]
     shapes |= {FC: (width, 3 * shape.hidden_size), FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (rows, width)}
     for name in ("q", "k", "v"):
         attention = f"layers.0.self_attn.{name}_proj.weight"
         shapes[attention] = shapes[attention][0], 2 * width
-    _expect(files, shapes, {"t2d": (shape.vocab_size,)})
-    _expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
+    expect(files, shapes, {"t2d": (shape.vocab_size,)})
+    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
     tensors = take_exactly(files, shapes)
     warning = drop_copies(files, tensors, [EMBEDDING], target)
     count, layers = shape.num_layers, fields.eagle_aux_hidden_state_layer_ids
@@ -156,7 +175,7 @@ def _read_eagle(
     if not all(0 <= each < count for each in layers) or len(set(layers)) != 3:
         problem = f"its feature layers {layers} ({FEATURES}) do not fit {target.name} with its {count} layers"
         raise files.refuse(problem, "Correct its config.json")
-    vocabulary = _vocabulary(files, tensors, target)
+    vocabulary = target_ids(files, tensors, target)
     return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, fields.norm_before_residual), warning
 
 
@@ -174,7 +193,7 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
         shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
         shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
     for name in [EMBEDDING] if is_tied else [EMBEDDING, HEAD]:
-        _expect(files, shapes, {name: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+        expect(files, shapes, {name: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
     tensors = take_exactly(files, shapes)
     drop_copies(files, tensors, [EMBEDDING, HEAD], target)
     if is_tied and EMBEDDING in tensors:
@@ -195,22 +214,13 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
     layers = fields.eagle_aux_hidden_state_layer_ids
     if layers is not None and layers[0] == 1 and flat.get(FEATURES) != config.get(FEATURES):
         fields = fields.model_copy(update={FEATURES: [each + 1 for each in layers]})
-    unsupported = _UNSUPPORTED | {"norm_output": layer is not None}  # to SpecForge, True is as if it were missing
-    for name in unsupported:
-        if flat.get(name) is unsupported[name]:
-            raise _unsupported(files, name, flat[name])
+    refused = _UNSUPPORTED | {"norm_output": layer is not None}  # to SpecForge, True is as if it were missing
+    for name in refused:
+        if flat.get(name) is refused[name]:
+            raise unsupported(files, name, flat[name])
     if isinstance(layer, dict) and layer.get("model_type", "llama") not in _LAYER_TYPES:
-        raise _unsupported(files, "model_type", layer["model_type"])
+        raise unsupported(files, "model_type", layer["model_type"])
     return flat, fields
-
-
-def _expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
-    """Adds to `shapes` those of `some` tensors that a head may lack: those in its files, or if they `are_needed` all of them."""
-    shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
-
-
-def _unsupported(files: WeightFiles, name: str, value: object) -> SpecgenError:
-    return files.refuse(f"{shown(name)} = {shown(repr(value), 40)} in its config.json is not supported", OTHER_HEAD)
 
 
 def _decoder(
@@ -244,29 +254,8 @@ def _decoder(
         for index in range(weights.architecture.num_layers):
             shapes |= layer_shapes(weights.architecture, index)
     except UnsupportedConfig as error:
-        raise _unsupported(files, error.field, error.value) from error
+        raise unsupported(files, error.field, error.value) from error
     return weights, shapes
-
-
-def _vocabulary(files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel) -> torch.Tensor | None:
-    """Removes the vocabulary maps of an EAGLE-3 head, `d2t` and `t2d`, from `tensors`. `d2t` holds differences of ids.
-
-    Returns the target's id of each of the head's ids; None if they are equal.
-    """
-    offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None:
-        return None
-    ids, vocab_size = offsets + torch.arange(len(offsets)), target.model.shape.vocab_size
-    if not _are_rising(ids, vocab_size):
-        raise files.refuse(f"{files.key('d2t')} does not map its ids to rising ids of {target.name}")
-    if used is not None and not torch.equal(torch.isin(torch.arange(len(used)), ids), used != 0):
-        raise files.refuse(f"{files.key('t2d')} and {files.key('d2t')} contradict each other")
-    return None if len(ids) == vocab_size else ids.to(target.device)
-
-
-def _are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether ids are different ones of a vocabulary, in ascending order."""
-    return len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids.diff() > 0).all())
 
 
 def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
@@ -288,12 +277,12 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
     shapes: dict[str, Shape] = dict.fromkeys(names, (rows, width))
     for block in (block for each in blocks for block in each):
         shapes[f"{block}.weight"] = width, width
-        _expect(files, shapes, {f"{block}.bias": (width,)})
+        expect(files, shapes, {f"{block}.bias": (width,)})
     if "token_map" in files:
         shapes["token_map"] = files.shape("token_map")
     tensors = take_exactly(files, shapes)
     tables, ids = [tensors[name] for name in names], tensors.get("token_map")
-    if ids is not None and not (tables and _are_rising(ids.sort().values, vocab_size)):
+    if ids is not None and not (tables and are_rising(ids.sort().values, vocab_size)):
         raise files.refuse(f"{files.key('token_map')} does not hold different ids of tokens of {target.name} for its LM heads")
     if ids is None or rows != len(ids):
         check_size(files, names[0] if names else first, "a vocabulary of", rows, target, vocab_size)
@@ -320,6 +309,8 @@ def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tu
         for head, ((matrix, bias),) in enumerate(weights.blocks):
             tensors |= {f"{head}.0.linear.weight": matrix, f"{head}.0.linear.bias": bias}
         return config, tensors, MEDUSA_FILE
+    if isinstance(weights, BlockWeights):
+        return published_block(weights, sizes), dict(weights.tensors), SINGLE_FILE
     config = {**weights.config, **config, "architectures": ["LlamaForCausalLM"]}
     if isinstance(weights, GlideWeights):
         large = {"large_hidden_size": "hidden_size", "large_num_attention_heads": "num_heads", "large_head_dim": "head_size"}

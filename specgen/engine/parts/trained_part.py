@@ -180,7 +180,7 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
         return TrainedPart("exit", weights, target, exit_)
     if not path.is_dir():
         problem = f"{path} is a file" if path.exists() else f"there is no folder {path}"
-        raise SpecgenError(problem, "Name the folder of a Medusa, EAGLE or GliDe head")
+        raise SpecgenError(problem, "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head")
     head: HeadDescription | None = None
     if (path / HEAD_DESCRIPTION).exists():
         head = read(path / HEAD_DESCRIPTION, HeadDescription, "description of the head", "Train it again, or restore the file")

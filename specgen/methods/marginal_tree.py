@@ -1,10 +1,11 @@
-"""Medusa's fixed tree of candidates (Cai et al. 2024, sections 2.1.2 and 2.3.3): which of each head's likeliest tokens it has."""
+"""Trees of the likeliest paths over independent rows: Medusa's fixed one (Cai et al. 2024, sections 2.1.2 and 2.3.3), and those
+that each round's probabilities ask for (best first, as DDTree)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -42,43 +43,73 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
     `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value is the product of its ranks'
     accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
     """
+    ranked = [sorted(enumerate(row), key=lambda each: -each[1]) for row in rank_accuracies]  # stable
     chosen: list[RankPath] = []
-    candidates: list[tuple[float, int, RankPath]] = [(-value, 1, (rank,)) for rank, value in enumerate(rank_accuracies[0])]
-    heapify(candidates)
-    while candidates and len(chosen) < nodes:  # a path's value is at most its parent's, which was taken before
-        negative, length, path = heappop(candidates)
+    candidates: list[tuple[float, int, RankPath, int, float]] = []  # -value, length, path, its place in the order, -parent's
+
+    def push(
+        parent: float,
+        path: RankPath,
+        place: int,
+    ) -> None:
+        """Adds the path's continuation that is at this place in the order of its level, if there is one."""
+        level = len(path)
+        if level < len(ranked) and place < len(ranked[level]):
+            rank, value = ranked[level][place]
+            heappush(candidates, (parent * value, level + 1, (*path, rank), place, parent))
+
+    push(-1.0, (), 0)
+    while candidates and len(chosen) < nodes:  # a path's value is at most its parent's and its likelier sibling's
+        negative, _, path, place, parent = heappop(candidates)
         chosen.append(path)
-        if length < len(rank_accuracies):
-            for rank, value in enumerate(rank_accuracies[length]):
-                heappush(candidates, (negative * value, length + 1, (*path, rank)))
+        push(parent, path[:-1], place + 1)
+        push(negative, path, 0)
     return sorted(chosen, key=lambda path: (len(path), path))
 
 
-class MedusaTreeDrafter(DraftModelUser):
-    """Drafts a tree of fixed shape with `nodes` nodes from Medusa heads. No node is drawn at random, even if the target samples.
+def _by_level(paths: Sequence[RankPath]) -> list[list[RankPath]]:
+    return [[path for path in paths if len(path) == depth] for depth in range(1, 1 + max(map(len, paths), default=0))]
 
-    A node stands for a path of ranks (see `candidate_tree`); its token is the one that the head for its level predicts with the
-    last rank of the path. The paths are those that are likeliest by the `rank_accuracies` of the heads' runner (`MedusaRunner`),
-    or by `default_rank_accuracies` if these were not measured. The length policy sees the likeliest token of each level, and may
-    end the draft after it. If there are penalties, all nodes of a level have those that apply after the likeliest path.
+
+class MarginalTreeDrafter(DraftModelUser):
+    """Drafts a tree from rows that do not depend on each other: the node of a rank path is the token of its last rank.
+
+    The tree has the `nodes` paths of highest value, the product of what each rank is worth: the row's probability of its token at
+    temperature 1 (DDTree), or where `is_fixed`, the share of its tokens that were right in training (Medusa; `rank_accuracies` of
+    the runner, or `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the target samples.
+    The length policy sees the likeliest token of each level, and may leave the further levels out. With penalties, all nodes of a
+    level have those of the likeliest path.
     """
 
-    def __init__(self, setup: Setup, *, nodes: int) -> None:
-        super().__init__(setup)
-        measured = getattr(setup.draft, "rank_accuracies", ())
-        paths = candidate_tree(measured or default_rank_accuracies(self._longest or DEFAULT_HEADS), nodes)
-        self._levels = [[path for path in paths if len(path) == depth] for depth in range(1, len(paths[-1]) + 1)]
-        self._ranks = 1 + max(map(max, paths))
+    def __init__(self, setup: Setup, *, nodes: int, depth: int | None = None, is_fixed: bool = False) -> None:
+        super().__init__(setup, depth=depth)
+        self._nodes = nodes
+        self._ranks = nodes
+        self._fixed: list[list[RankPath]] = []
+        if is_fixed:
+            measured = getattr(setup.draft, "rank_accuracies", ())
+            paths = candidate_tree(measured or default_rank_accuracies(self._longest or DEFAULT_HEADS), nodes)
+            self._fixed = _by_level(paths)
+            self._ranks = 1 + max(map(max, paths))
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = min(self._room(context, limit), len(self._levels))
+    def propose(
+        self,
+        context: Context,
+        policy: LengthPolicy,
+        limit: int,
+    ) -> Draft:
+        limit = self._room(context, limit)
+        if self._fixed:
+            limit = min(limit, len(self._fixed))
         if limit < 1:
             return Draft()
         tree = Tree()
         nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
         origins: list[_Head] = []  # the head that each node was chosen from
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
+        levels = self._fixed or _by_level(candidate_tree([head.probs for head in heads], self._nodes))
+        limit = min(limit, max(len(levels), 1))
 
         def extend(position: int) -> DraftedToken | str:
             if position > 1 and heads[0].is_penalised:
@@ -87,14 +118,14 @@ class MedusaTreeDrafter(DraftModelUser):
             head, before = heads[position - 1], len(tree)
             if not head.tokens:
                 return NO_CANDIDATES
-            for path in self._levels[position - 1]:
+            for path in levels[position - 1]:
                 if path[:-1] in nodes and path[-1] < len(head.tokens):
                     token = head.tokens[path[-1]]
                     node = tree.add(nodes[path[:-1]], token)
                     origins.append(head)
                     if token not in self._eos_ids:
                         nodes[path] = node
-            if position < len(self._levels) and not any(path[:-1] in nodes for path in self._levels[position]):
+            if position < len(levels) and not any(path[:-1] in nodes for path in levels[position]):
                 return "eos"
             values = {name: head.signals[name] for name in policy.signals if name in head.signals}
             return DraftedToken(position, values, len(tree) - before)
@@ -105,11 +136,17 @@ class MedusaTreeDrafter(DraftModelUser):
             tree.parents,
             entropies=[head.signals["entropy"] for head in origins],
             top_probs=[head.signals["top_prob"] for head in origins],
-            stop_reason=f"depth {limit}" if reason == "length" and limit == len(self._levels) else reason,
+            stop_reason=f"depth {limit}" if reason == "length" and limit == len(levels) else reason,
             logits=torch.stack([head.logits for head in origins]) if origins and self._setup.record else None,
         )
 
-    def _read(self, context: Context, draft: Sequence[int], start: int, names: Signals) -> list[_Head]:
+    def _read(
+        self,
+        context: Context,
+        draft: Sequence[int],
+        start: int,
+        names: Signals,
+    ) -> list[_Head]:
         """Returns the heads from number `start` on that predict the tokens after a chain, with one transfer to the host.
 
         `names` are the signals that the policy reads. Raises RunError if the logits hold a NaN.
@@ -120,24 +157,28 @@ class MedusaTreeDrafter(DraftModelUser):
         values, tokens = logits.float().topk(ranks, dim=-1)
         possible = tokens.masked_fill(values == -torch.inf, -1)
         computed = token_sampling.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
-        found = torch.cat((possible.float(), torch.stack(list(computed.values()), dim=1)), dim=1)
+        probs = values - logits.float().logsumexp(dim=-1, keepdim=True) if not self._fixed else values
+        found = torch.cat((possible.float(), probs.exp(), torch.stack(list(computed.values()), dim=1)), dim=1)
         heads = []
         for row, kept in zip(found.tolist(), logits if unpenalised is None else unpenalised, strict=True):
-            of_first = dict(zip(computed, row[ranks:], strict=True))
+            of_first = dict(zip(computed, row[2 * ranks :], strict=True))
             if math.isnan(of_first["entropy"]):
                 raise nan_logits("draft")
             likely = [int(token) for token in row[:ranks] if token >= 0]
-            heads.append(_Head(likely, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
+            worth = row[ranks : ranks + len(likely)]
+            heads.append(_Head(likely, worth, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
         return heads
 
 
 class _Head(NamedTuple):
-    """A head's likeliest possible tokens, the signals of the first by name, and its logits [vocabulary] without penalties.
+    """A row's likeliest possible tokens, their probabilities unless the tree is fixed, the signals of the first by name, and the
+    logits [vocabulary] without penalties.
 
     The signals are those that the policy reads, and always entropy and top probability.
     """
 
     tokens: list[int]
+    probs: list[float]
     signals: dict[str, float]
     logits: torch.Tensor
     is_penalised: bool

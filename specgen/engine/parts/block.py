@@ -1,0 +1,297 @@
+"""Block heads: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147), which draft a block in one pass.
+
+The head's layers attend to the context by keys and values that are computed from the target's hidden states (features) alone, and
+depend on nothing else: they are computed once for each token, and kept. The block is the context's last token, of which the
+target has no features yet, and mask tokens behind it. Its own keys and values are dropped after each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specgen.base.types import Context
+from specgen.engine.block_runner import BlockRunner
+from specgen.engine.devices import upload
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput
+from specgen.engine.model import Model
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.attention import attend_batch
+from specgen.engine.native.inputs import PassInputs, layer_kinds
+from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import Attention, NativeLayer, norm_function
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, layer_weights
+from specgen.engine.native.products import MakeProduct
+from specgen.engine.native.rotary import rotate
+from specgen.engine.parts.eagle import FC
+from specgen.engine.parts.part import (
+    BlockWeights,
+    DecoderRunner,
+    FeatureRunner,
+    PartRunners,
+    native_layers,
+    of_all_tokens,
+)
+from specgen.engine.penalties import PenaltyProcessor
+
+CONTEXT_NORM = "hidden_norm.weight"
+SUCCESSORS = "markov_head.markov_w1.weight"  # a row for each token: what it says about the next one
+SUCCESSOR_HEAD = "markov_head.markov_w2.weight"
+CONFIDENCE = "confidence_head.proj.weight"
+CONFIDENCE_BIAS = "confidence_head.proj.bias"
+
+
+class ContextAttention(Attention):
+    """The attention of a head's layer in training: several blocks of a text, as one batch of rows without a KV cache.
+
+    `context` are keys and values [batch, kv heads, n, head size] of the text, which stand before those of the blocks.
+    """
+
+    context: tuple[Tensor, Tensor]
+
+    def _batch_attention(
+        self,
+        heads: Tensor,
+        inputs: PassInputs,
+    ) -> Tensor:
+        mask = inputs.kinds[self._kind].mask
+        assert inputs.batch is not None
+        assert mask is not None
+        heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
+        query, *own = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
+        keys, values = (torch.cat((before, each.transpose(1, 2)), 2) for before, each in zip(self.context, own, strict=True))
+        return attend_batch(query, keys, values, mask).flatten(0, 1)
+
+
+class ContextLayer(NativeLayer):
+    """A layer of a head in training; see `ContextAttention`."""
+
+    attention = ContextAttention
+
+
+class BlockLayers:
+    """The layers of a head with their weights on `device`, for drafting and for training.
+
+    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    """
+
+    def __init__(
+        self,
+        weights: BlockWeights,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_product: MakeProduct,
+        norm_gain: float,
+        make_layer: type[NativeLayer] = NativeLayer,
+    ) -> None:
+        architecture = weights.architecture
+        self._architecture = architecture
+
+        def take(name: str) -> Tensor:
+            return weights.tensors[name].to(device)
+
+        self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights
+        self.norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
+        self._fc = make_product(take(FC).to(dtype), None, 1.0)
+        _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
+        self.layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer)
+        first = architecture.num_heads * architecture.head_size  # of the rows of keys, then of values
+        plain = [layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds))]
+        weight = torch.cat([each.qkv[first:] for each in plain]) * (take(CONTEXT_NORM).float() * norm_gain)
+        biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
+        self._project = make_product(weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0)
+        norms = [each.qk_norm[architecture.num_heads :] for each in plain if each.qk_norm is not None]
+        self._key_norm = torch.stack(norms).to(dtype) if norms else None
+
+    def reduced(self, features: Tensor) -> Tensor:
+        """Returns what is kept of a token's features: [n, taps * target width] -> [n, width]."""
+        return self.normed(self._fc(features))
+
+    def keys_values(
+        self,
+        reduced: Tensor,
+        rotation: Tensor,
+    ) -> Tensor:
+        """Returns the keys and values of context tokens in all layers, [n, layers, 2, kv heads, head size].
+
+        `reduced` [n, width] are the tokens' reduced features, `rotation` [n, 1, R/2] the rotations of their positions.
+        """
+        made = self._architecture
+        found = self._project(reduced).view(len(reduced), len(self.layers), 2, made.num_kv_heads, made.head_size)
+        keys, values = found.unbind(2)
+        if self._key_norm is not None:
+            keys = functional.rms_norm(keys, keys.shape[-1:], None, made.norm_eps) * self._key_norm
+        keys = keys.clone()
+        rotate(keys.view(len(keys), -1, made.head_size), rotation)
+        return torch.stack((keys, values), dim=2)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        inputs: PassInputs,
+    ) -> Tensor:
+        """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM head."""
+        for layer in self.layers:
+            hidden = layer(hidden, inputs)
+        return self.normed(hidden) * self.norm
+
+
+class BlockPass(DecoderRunner):
+    """Runs the passes of a head. The context of its calls lacks the last token, which is the first one of the block.
+
+    The block is a call's draft: so its keys and values are dropped where the next call begins.
+    """
+
+    def __init__(self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None) -> None:
+        super().__init__(weights, model, self._run)
+        self.layers = BlockLayers(weights, self.device, model.dtype, self.products, self.gain)
+        self._masks = [weights.mask_id] * (weights.block_size - 1)
+        forward = model.forward(taps=weights.feature_layers)
+        self.target = FeatureRunner(model, forward, model.new_cache(), target_penalties, self.layers.reduced)
+        self._whole = Context(())  # the last call's context, with its last token
+        self._no_rows = self.layers.norm.new_empty(0, 0)  # of a part of a long prompt
+
+    def states(self, context: Context) -> Tensor:
+        """Returns the inputs [block size, width] of the LM head for the block after the context."""
+        self._whole = context
+        known = Context(context.ids[:-1])
+        known.prompt_length = min(context.prompt_length, len(known))
+        self._cached.truncate(self._cached.committed)  # drops the last block, also the tokens of it that were accepted
+        output = self.logits(known, [context.ids[-1], *self._masks], start=1)
+        assert output.hidden_states is not None
+        return output.hidden_states
+
+    def _run(
+        self,
+        forward_pass: ForwardPass,
+        logits_to_keep: int,
+    ) -> ModelOutput:
+        first, known, cache = forward_pass.first, len(forward_pass.context), self.cache
+        end = min(forward_pass.last, known)
+        if first < end:
+            context = forward_pass._replace(context=self._whole, draft=NO_NODES, last=end)
+            self._write(self.target.features(context), first, long_rope=forward_pass.long_rope)
+        if forward_pass.last == end:  # a part of a long prompt
+            return ModelOutput(self._no_rows)
+        cache.length = known
+        block = forward_pass._replace(first=known)
+        states = self.layers(self.embed(block), self.inputs(block))
+        return ModelOutput(states, states)
+
+    def _write(
+        self,
+        reduced: Tensor,
+        first: int,
+        *,
+        long_rope: bool,
+    ) -> None:
+        """Writes the keys and values of context tokens with these reduced features [n, width] to the cache, from `first` on."""
+        cache, table, last = self.cache, self.inputs.tables[0], first + len(reduced)
+        assert isinstance(cache, KVBuffer)
+        assert table is not None
+        found = self.layers.keys_values(reduced, table.rows(first, last, long_rope)[:, None])
+        written = cache.entries(first, last, 0, last)
+        for entries, layer in zip(written, found.unbind(1), strict=True):
+            entries.written.copy_(layer.permute(1, 2, 0, 3))
+
+
+class BlockHeadRunner(BlockRunner):
+    """Drafts with the head of `BlockPass`: its rows, and with a Markov head what the token before says about the next one.
+
+    Row k is U_k + W2 W1[x], where x is the token before: the context's last one, or the drafted one (DSpark). The output's
+    `hidden_states` are [h_k; W1[x]], from which `Confidence` predicts acceptance.
+    """
+
+    def __init__(
+        self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None, penalties: PenaltyProcessor | None
+    ) -> None:
+        self._pass = BlockPass(weights, model, target_penalties)
+        self._first = 0 if weights.from_anchor else 1
+        super().__init__(self._pass, weights.block_size - self._first, penalties)
+        self.target, self._model = self._pass.target, model
+        self._lm_head = self._successors = self._successor_head = None
+
+        def take(name: str) -> Tensor:
+            return weights.tensors[name].to(model.device, model.dtype)
+
+        if HEAD in weights.tensors:
+            self._lm_head = self._pass.products(take(HEAD))
+        if SUCCESSORS in weights.tensors:
+            self._successors = take(SUCCESSORS)
+            self._successor_head = self._pass.products(take(SUCCESSOR_HEAD))
+            self.independent, self.draws = False, True
+        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+
+    def rows(
+        self,
+        context: Context,
+        count: int,
+    ) -> ModelOutput:
+        states = self._pass.states(context)[self._first :]
+        return ModelOutput(self._model.head_logits(states) if self._lm_head is None else self._lm_head(states), states)
+
+    def after(
+        self,
+        rows: ModelOutput,
+        context: Context,
+        draft: Sequence[int],
+        levels: Sequence[int],
+        start: int,
+    ) -> ModelOutput:
+        picked = upload(torch.tensor(levels[start:]), self.device)
+        assert rows.hidden_states is not None
+        logits, states = (each.index_select(0, picked) for each in (rows.logits, rows.hidden_states))
+        if self._successors is not None and self._successor_head is not None:
+            before = upload(torch.tensor([context.ids[-1], *draft][start:]), self.device)
+            rank = self._successors.index_select(0, before)
+            logits = logits + self._successor_head(rank)
+            states = torch.cat((states, rank), dim=-1)
+        return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), states)
+
+    def reserve(self, capacity: int) -> None:
+        self._pass.reserve(capacity + self.longest_draft)
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self._pass.clear_cache()
+
+
+class Confidence:
+    """DSpark's prediction that a drafted token is accepted: sigmoid(w [h_k; W1[x]] + b), for the row k that it is chosen from.
+
+    x is the token before, so the prediction does not depend on the drafted token itself.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        self._weight, self._bias = weight[0].float(), bias[0].float()
+
+    def begin(self, context: Context) -> None:
+        """Does nothing: the prediction depends on the head's row alone."""
+
+    def score(
+        self,
+        draft_hidden: Tensor,
+        position: int,
+    ) -> Tensor:
+        """Returns the probability, a scalar tensor; `draft_hidden` [width (+ rank)] is the row of the token."""
+        read = draft_hidden[: len(self._weight)].float()
+        return torch.sigmoid(read @ self._weight + self._bias)
+
+
+@torch.no_grad()
+def make_runners(
+    weights: BlockWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+) -> PartRunners:
+    """Returns a target that keeps the head's features, the head, and its prediction of acceptance, if it has one.
+
+    `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers cannot be run one by one.
+    """
+    draft, tensors = BlockHeadRunner(weights, model, penalties(), penalties()), weights.tensors
+    found: Any = None
+    if CONFIDENCE in tensors:
+        found = Confidence(tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device))
+    return PartRunners(draft.target, draft, None, found)

@@ -1,0 +1,198 @@
+"""The published layouts of block heads (DFlash, DSpark): reads and writes them.
+
+Three dialects, which differ in where config.json has the fields of the head, and in how the target's layers are named: the
+authors' (z-lab: `dflash_config`; DeepSpec: beside the others), SpecForge's (`dflash_config` for both, with `projector_type`), and
+that of speculators and vLLM (`speculators_model_type`, the layers under `transformer_layer_config`). The tensors are the same.
+A field that nothing reads is refused, unless it is known to be irrelevant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from specgen.base import schema
+from specgen.engine.model_loading import LoadedModel
+from specgen.engine.native.architecture import IRRELEVANT, Architecture, UnsupportedConfig
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.parts.block import CONFIDENCE, CONFIDENCE_BIAS, CONTEXT_NORM, SUCCESSOR_HEAD, SUCCESSORS
+from specgen.engine.parts.eagle import FC
+from specgen.engine.parts.head_files import (
+    check_size,
+    check_vocabulary,
+    drop_copies,
+    expect,
+    matrix_shape,
+    take_exactly,
+    target_ids,
+    unsupported,
+)
+from specgen.engine.parts.part import BlockWeights
+from specgen.engine.weights import Shape, WeightFiles
+
+_NESTED, _LAYERS = "dflash_config", "transformer_layer_config"
+_LAYER_TYPES = ("qwen3", "qwen2", "llama")
+_TRAINING = (  # fields that concern training or the file itself
+    *("auto_map", "num_target_layers", "speculators_config", "speculators_version", "num_anchors", "loss_decay_gamma"),
+    *("target_hidden_size", "tie_word_embeddings", "base_model_name_or_path", "target_model"),
+)
+# Fields that change the computation, with the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "use_swa": (False,),
+    "swa_window_size": (),
+    "input_embedding_scale": (1.0, 1),
+    "output_multiplier": (1.0, 1),
+    "final_logit_softcapping": (),
+    "markov_head_type": ("vanilla",),
+}
+
+Count = Annotated[int, Field(ge=1, le=1024)]
+
+
+class BlockFields(BaseModel):
+    """The fields of a block head in config.json, whatever its dialect; None: missing."""
+
+    block_size: Annotated[int, Field(ge=2, le=256)] = 16
+    mask_token_id: Annotated[int, Field(ge=0)]
+    target_layer_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    sample_from_anchor: bool | None = None
+    is_causal: bool | None = None
+    causal: bool | None = None
+    projector_type: str | None = None
+    speculators_model_type: str | None = None
+    architectures: list[str] = []
+    vocab_size: Annotated[int, Field(ge=1)] | None = None
+    draft_vocab_size: int | None = None
+    markov_rank: Annotated[int, Field(ge=0)] | None = None
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+    @property
+    def from_anchor(self) -> bool:
+        """Whether row j predicts the token after its own position: DSpark, and the DFlash heads of DSpark's authors."""
+        if self.sample_from_anchor is not None:
+            return self.sample_from_anchor
+        names = (self.projector_type or "", self.speculators_model_type or "", *self.architectures)
+        return self.markov_rank is not None or any("dspark" in name.lower() for name in names)
+
+
+def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) -> tuple[BlockWeights, str | None]:
+    """Returns a head, and what is doubtful about it. `config` is its config.json.
+
+    Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
+    """
+    fields, layers = _fields(files, config)
+    shape, width = target.model.shape, matrix_shape(files, FC)[0]
+    check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
+    check_vocabulary(files, "t2d", target, fields.vocab_size)
+    _check_target(files, target)
+    try:
+        weights = BlockWeights(
+            layers | {"hidden_size": width, "vocab_size": shape.vocab_size, "max_position_embeddings": target.context_limit},
+            {},
+            fields.block_size,
+            fields.mask_token_id,
+            from_anchor=fields.from_anchor,
+            causal=fields.causal if fields.is_causal is None else fields.is_causal,
+        )
+        taps = _taps(files, fields, target, weights.architecture.num_layers)
+        shapes: dict[str, Shape] = {FC: (width, len(taps) * width), CONTEXT_NORM: (width,), FINAL_NORM: (width,)}
+        for index in range(weights.architecture.num_layers):
+            shapes |= layer_shapes(weights.architecture, index)
+    except UnsupportedConfig as error:
+        raise unsupported(files, error.field, error.value) from error
+    rows = matrix_shape(files, HEAD)[0] if HEAD in files else shape.vocab_size
+    rank = fields.markov_rank or 0
+    if rank:
+        shapes |= {SUCCESSORS: (shape.vocab_size, rank), SUCCESSOR_HEAD: (rows, rank)}
+    if fields.enable_confidence_head:
+        read = width + (rank if fields.confidence_head_with_markov else 0)
+        shapes |= {CONFIDENCE: (1, read), CONFIDENCE_BIAS: (1,)}
+    expect(files, shapes, {EMBEDDING: (shape.vocab_size, width), HEAD: (rows, width), "t2d": (shape.vocab_size,)})
+    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
+    if fields.mask_token_id >= shape.vocab_size:
+        raise unsupported(files, "mask_token_id", fields.mask_token_id)
+    tensors = take_exactly(files, shapes)
+    names = [EMBEDDING, HEAD] if rows == shape.vocab_size else [EMBEDDING]
+    warning = drop_copies(files, tensors, names, target)
+    vocabulary = target_ids(files, tensors, target)
+    return replace(weights, tensors=tensors, feature_layers=taps, vocabulary=vocabulary), warning
+
+
+def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, dict[str, Any]]:
+    """Returns the head's fields, and the config of its layers. Raises SpecgenError for a field that is not known here."""
+    known = BlockFields.model_fields.keys()
+    nested = config.get(_NESTED)
+    inner = config.get(_LAYERS)
+    for name, part in ((_NESTED, nested), (_LAYERS, inner)):
+        if part is not None and not isinstance(part, dict):
+            raise unsupported(files, name, part)
+    outer = {name: value for name, value in config.items() if name not in (_NESTED, _LAYERS)}
+    nested = nested or {}
+    for name, value in (nested | outer).items():
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            raise unsupported(files, name, value)
+    checked = [nested] if inner is None else [nested, outer]  # what `read_architecture` does not see
+    for name, value in ((name, value) for part in checked for name, value in part.items()):
+        is_known = name in known or name in _NEUTRAL or name in _TRAINING or name in IRRELEVANT
+        if not is_known and value is not None:
+            raise unsupported(files, name, value)
+    own = {name: value for name, value in (outer | nested).items() if name in known}
+    fields = schema.check(json.dumps(own), BlockFields, f"{files.owner}: its config.json", "Correct its config.json")
+    layers = dict(outer if inner is None else inner)
+    ours = (known - {"vocab_size"}) | _NEUTRAL.keys() | set(_TRAINING)
+    layers = {name: layers[name] for name in sorted(layers) if name not in ours}
+    layers.setdefault("model_type", "qwen3")
+    types = layers.get("layer_types")
+    if isinstance(types, list) and "sliding_attention" in types:
+        layers["use_sliding_window"] = True
+    if layers["model_type"] not in _LAYER_TYPES:
+        raise unsupported(files, "model_type", layers["model_type"])
+    return fields, layers
+
+
+def _taps(files: WeightFiles, fields: BlockFields, target: LoadedModel, layers: int) -> tuple[int, ...]:
+    """Returns the numbers of the hidden states that the head reads, as in `EagleWeights.feature_layers`.
+
+    `target_layer_ids` names layers by their output (-1: the embeddings), speculators by the numbers of the hidden states.
+    """
+    count = target.model.shape.num_layers
+    taps = fields.aux_hidden_state_layer_ids
+    if taps is None:
+        ids = fields.target_layer_ids or default_layers(count, layers)
+        taps = [each + 1 for each in ids]
+    if not all(0 <= tap <= count for tap in taps):
+        raise unsupported(files, "target_layer_ids", fields.target_layer_ids or fields.aux_hidden_state_layer_ids)
+    return tuple(taps)
+
+
+def default_layers(count: int, taps: int) -> list[int]:
+    """Returns the layers (indices from 0) whose outputs a head with so many taps reads by default, of a target with `count`."""
+    if taps == 1:
+        return [count // 2]
+    return [round(1 + index * (count - 4) / (taps - 1)) for index in range(taps)]
+
+
+def _check_target(files: WeightFiles, target: LoadedModel) -> None:
+    """Raises SpecgenError for targets that scale embeddings or logits: a head reads the tables as they are."""
+    shape = target.model.shape
+    if not isinstance(shape, Architecture):
+        return
+    if (shape.embedding_scale, shape.logit_scale, shape.logit_cap) != (1.0, 1.0, None):
+        problem = f"block heads of targets that scale embeddings or logits are not supported, and {target.name} does"
+        raise files.refuse(problem, "Take -m eagle with an EAGLE head, or -m svip")
+
+
+def published_block(weights: BlockWeights, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the content of config.json in DeepSpec's dialect, for a DSpark head that specgen trained."""
+    config = {**weights.config, "vocab_size": sizes["vocab_size"], "architectures": ["Qwen3DSparkModel"]}
+    config |= {"block_size": weights.block_size, "mask_token_id": weights.mask_id, "markov_head_type": "vanilla"}
+    config |= {"target_layer_ids": [tap - 1 for tap in weights.feature_layers]}
+    config |= {"markov_rank": weights.tensors[SUCCESSORS].shape[1], "is_causal": weights.causal}
+    config |= {"enable_confidence_head": CONFIDENCE in weights.tensors, "confidence_head_with_markov": True}
+    return config
