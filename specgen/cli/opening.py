@@ -193,7 +193,7 @@ def choose_found(pair: Pair, text: str, err: Console, *, quiet: bool) -> str:
             speeds = _speeds(pair, text or "1.", names, line.announce)
     name = next(iter(speeds))
     by_kind = {each.kind: each for each in reversed(pair.found)}
-    used = by_kind.get(name) or by_kind.get(DRAFT_MODEL) or by_kind.get(MTP)
+    used = by_kind.get(name) or by_kind.get(MTP if pair.draft is None else DRAFT_MODEL)
     if quiet:
         return name
     if used is None and (published := hint(pair.target.name)) is not None:

@@ -28,6 +28,7 @@ MOST_FOLDERS = 300  # that are looked at, of each place
 LARGEST_DRAFT = 0.5  # of the target's bytes
 # Acceptance of a drafted token where none was measured: guesses, which only order what was found.
 ASSUMED, ASSUMED_OF_OTHERS, ASSUMED_OF_HEADS = 0.6, 0.4, 0.7  # of a model of the target's family, of another, of a head
+LEAST_GAIN = 1.1  # expected speedup from which a model drafts without being named
 LEAST_COST = 0.05  # of a target pass: a draft pass of a smaller model takes no less time, and it guesses worse
 WIDER = 0.03  # of a target pass, for each further token of it
 _PUBLISHED = (  # target's name, drafters that were published for it, and where this is said

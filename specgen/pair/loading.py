@@ -21,7 +21,7 @@ from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, descr
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
-from specgen.pair.finding import Found, find_drafters
+from specgen.pair.finding import LEAST_GAIN, Found, find_drafters
 from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
@@ -137,7 +137,7 @@ def _load(
     if find:
         announce(f"looking for what can draft for {target.name}")
         found = find_drafters(target)
-        models = [each for each in found if each.kind == DRAFT_MODEL]
+        models = [each for each in found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
         drafts = [describe(each.folder, ModelSource(each.name, backend=target.source.backend)) for each in models[:1]]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
     placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
