@@ -100,8 +100,8 @@ class BlockLayers:
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self.layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer)
         first = architecture.num_heads * architecture.head_size  # of the rows of keys, then of values
-        mixers = (layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds)))
-        plain = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
+        mixers = [layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds))]
+        plain = [each for each in mixers if isinstance(each, AttentionWeights)]
         weight = torch.cat([each.qkv[first:] for each in plain]) * (take(CONTEXT_NORM).float() * norm_gain)
         biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
         self._project = make_product(weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0)
