@@ -360,8 +360,8 @@ class Family:
     `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
     are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
     transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
-    that of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the width of dense MLPs in families
-    that have none of them.
+    that of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the width of MLPs in families
+    without dense ones.
     """
 
     describe: Callable[[Fields, Changes], Changes]
