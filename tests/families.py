@@ -183,6 +183,9 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         **_LATENT,
     ),
     "qwen3_next": _of("qwen3_next", num_hidden_layers=4, shared_expert_intermediate_size=16, head_dim=8, **_DELTA, **_EXPERTS),
+    "qwen3_5_moe_text": _of(
+        "qwen3_5_moe_text", num_hidden_layers=4, shared_expert_intermediate_size=16, head_dim=8, **_DELTA, **_EXPERTS
+    ),
     "lfm2_moe": _of("lfm2_moe", layer_types=["conv", "full_attention", "conv"], conv_bias=True, num_dense_layers=1, **_EXPERTS),
     "falcon_h1": _of(
         "falcon_h1",

@@ -120,7 +120,9 @@ def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: 
 
 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:
-    target = SimpleNamespace(reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16")
+    target = SimpleNamespace(
+        reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16", prepared=SimpleNamespace(experts=None)
+    )
     pair: Any = SimpleNamespace(target=target)
     rounding = judge(pair, 0, 0, [1], [0], [1])
     bug = judge(pair, 0, 0, [1], [0], [1], exact=True)

@@ -67,7 +67,7 @@ def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(capsys: pytest.C
         raise SpecgenError("cannot read the prompts")
 
     for options, code, message in (
-        ({"presses": True}, INTERRUPTED, ""),
+        ({"presses": True}, INTERRUPTED, "interrupted\n"),
         ({"presses": True, "catches": True}, 2, "error: cannot read the weights\n"),
         ({"presses": False}, 2, "error: cannot read the prompts\n"),
     ):

@@ -207,7 +207,8 @@ def test_silence_means_the_defaults_of_the_class_but_for_sizes(family: str) -> N
     own = {"head_dim": 128} if family == "glm4_moe" else {}
     written_out = written(CONFIG_MAPPING[family](**own), whole=True)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    config = {name: written_out[name] for name in (*sizes, "max_position_embeddings", *FAMILIES[family].required)}
+    names = (*sizes, "max_position_embeddings", *FAMILIES[family].required)
+    config = {name: written_out[name] for name in names if name != "intermediate_size" or FAMILIES[family].inner is None}
     assert read_architecture({"model_type": family, **config}) == read_architecture(written_out)
     for name in config:
         with pytest.raises(UnsupportedConfig, match=name):

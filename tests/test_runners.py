@@ -164,9 +164,12 @@ KINDS = {
     "transformers": Kind(lambda: single(ModelRunner(model("llama", "transformers"))), examples=30),
     "transformers windows": Kind(lambda: single(ModelRunner(model("gemma2", "transformers")))),
     "transformers GPT-2": Kind(lambda: single(ModelRunner(model("gpt2", "transformers")))),
-    "delta rule": Kind(lambda: single(ModelRunner(model("qwen3_5_text", "transformers"))), examples=30),
+    "delta rule": Kind(lambda: single(ModelRunner(model("qwen3_5_text"))), examples=30),
+    "delta rule on transformers": Kind(lambda: single(ModelRunner(model("qwen3_5_text", "transformers")))),
     "delta rule by channels": Kind(lambda: single(ModelRunner(model("kimi_linear", "transformers")))),
     "Mamba2": Kind(lambda: single(ModelRunner(model("nemotron_h", "transformers")))),
+    "short convolutions natively": Kind(lambda: single(ModelRunner(model("lfm2")))),
+    "layers of a hybrid skipped": Kind(partial(skipping, "qwen3_5_text", "native")),
     "short convolutions": Kind(lambda: single(ModelRunner(model("lfm2_moe", "transformers")))),
     "transformers Cohere": Kind(lambda: single(ModelRunner(model("cohere", "transformers")))),
     "early exit": Kind(partial(exiting, "llama", "native"), examples=30),
@@ -292,10 +295,10 @@ def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2_moe"])
-def test_recurrent_layers_go_back_to_any_length(family: str) -> None:
+@pytest.mark.parametrize(("family", "backend"), [("qwen3_5_text", "native"), ("lfm2_moe", "transformers")])
+def test_recurrent_layers_go_back_to_any_length(family: str, backend: str) -> None:
     """Also to those before what was folded, and after a prompt's pass that ended before its last layer."""
-    made, ids = model(family, "transformers"), [1, *(5 + 7 * number % 31 for number in range(39))]
+    made, ids = model(family, backend), [1, *(5 + 7 * number % 31 for number in range(39))]
     kept, runner = Context(ids[:20]), ModelRunner(made)
     expected = made.reference_logits(ids)
 

@@ -136,7 +136,7 @@ def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     assert "confirmation" not in found.left_out
     assert found.chosen.name == (found.best.name if found.verdict == "pays" else "ar")
     assert 0 < (found.acceptance_probability or 0) <= 1
-    parts = ("plain decoding gives", "a target pass takes", "the target accepts", "settings of", "shapes of", "really run")
+    parts = ("outputs of plain decoding", "a target pass takes", "the target accepts", "settings of", "shapes of", "really run")
     assert len(finished(steps)) == len(parts)
     assert all(part in step for part, step in zip(parts, finished(steps), strict=True))
 

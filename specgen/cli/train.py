@@ -128,7 +128,7 @@ def check(asked: Asked) -> None:
             f"--corpus {training.corpus} would not be used: with --prompts a draft learns from the target's continuations only",
             "Leave it out, or mix it in: --self-text 0.5",
         )
-    if part is DRAFT and not models.has_draft:
+    if part is DRAFT and (models.finds or not models.has_draft):
         raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
 
 

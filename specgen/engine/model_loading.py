@@ -196,6 +196,8 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
+            if source.exact and architecture.recurrent is not None:
+                raise SpecgenError(f"--exact: the bits of {name}, with recurrent layers, depend on the passes", "Leave it out")
             if source.exact and architecture.mixture is not None:
                 problem = f"--exact: bits of a mixture of experts such as {name} depend on the tokens that are run together"
                 raise SpecgenError(problem, "Leave it out")
@@ -397,7 +399,8 @@ def load_weights(
             return load_transformers_model(prepared, dtype, device, layer_devices)
         own: dict[str, Any] = {name: getattr(source, name) for name in ("exact", "quantise", "wide_attention")}
         native = load_native(folder, source.name, prepared.architecture, dtype, device, layer_devices=layer_devices, **own)
-        if device.type == "cuda" and layer_devices is None:  # a graph is of one device
+        is_static = prepared.architecture.recurrent is None and layer_devices is None  # a graph is of one device
+        if device.type == "cuda" and is_static:
             native.captures = Captures(capture=CudaGraphs(device))
         return native
     except Exception as error:

@@ -362,8 +362,9 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     location = None if target.source.label else target.source.location
     missing: dict[str, Readiness] = {}
     for kind in (EXIT, *HEADS):
-        if kind == EXIT and getattr(target.shape, "mixture", None) is not None:
-            missing[kind] = Readiness(False, "the target has experts, which cannot be trained", "take a draft model, or lookup")
+        parts = getattr(target.shape, "fixed_parts", None)
+        if kind == EXIT and parts is not None:
+            missing[kind] = Readiness(False, f"the target has {parts}, which cannot be trained", "take a draft model, or lookup")
         elif store.find(kind) is None:
             why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
             if kind == MTP:

@@ -16,7 +16,7 @@ from specgen.engine.model import ModelShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal[None, "head", "all"]
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "delta", "conv"]
 MLP = Literal["dense", "experts"]
 Scores = Literal["softmax", "sigmoid", "logits"]
 ExpertLayout = Literal["separate", "fused", "interleaved"]
@@ -99,6 +99,26 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """The sizes of recurrent mixers: of a gated delta rule after a short convolution ("delta"), or of one alone ("conv").
+
+    `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the projections have one.
+    """
+
+    kernel_size: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    bias: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of the delta rule's convolution: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts in place of an MLP: `count` MLPs of `size` hidden numbers, of which `per_token` run each token.
 
@@ -151,6 +171,7 @@ class Architecture(ModelShape):
 
     `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
     its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied by the sigmoid of a gate.
+    `recurrent` describes the mixers that are no attention.
     """
 
     intermediate_size: int
@@ -176,6 +197,14 @@ class Architecture(ModelShape):
     mixture: Mixture | None = None
     sinks: bool = False
     gated_attention: bool = False
+    recurrent: Recurrent | None = None
+
+    @property
+    def fixed_parts(self) -> str | None:
+        """What the layers have that is neither trained nor split over processes; None: nothing."""
+        if self.mixture is not None:
+            return "experts"
+        return None if self.recurrent is None else "recurrent layers"
 
 
 class Fields:

@@ -15,7 +15,16 @@ from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
-from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, Mixture, UnsupportedConfig
+from specgen.engine.native.architecture import (
+    Activation,
+    Architecture,
+    Fields,
+    LayerKind,
+    Mixer,
+    Mixture,
+    Recurrent,
+    UnsupportedConfig,
+)
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -143,6 +152,60 @@ def _granite(fields: Fields, plain: Changes) -> Changes:
         "residual_scale": fields.number("residual_multiplier", 1.0),
         "logit_scale": 1 / fields.positive("logits_scaling", 1.0),
     }
+
+
+def _qwen3_5(fields: Fields, plain: Changes) -> Changes:
+    return {**_gated(fields, plain), **_delta_rule(fields, plain)}
+
+
+def _qwen3_5_moe(fields: Fields, plain: Changes) -> Changes:
+    mixed = _delta_rule(fields, plain)
+    return {**mixed, **_gated_experts(fields, {**plain, **mixed})}
+
+
+def _delta_rule(fields: Fields, plain: Changes) -> Changes:
+    """Returns the mixers of Qwen3.5's layers."""
+    interval = fields.integer("full_attention_interval", 4)
+    default = ["linear_attention" if (index + 1) % interval else FULL for index in range(plain["num_layers"])]
+    recurrent = Recurrent(
+        kernel_size=fields.integer("linear_conv_kernel_dim", 4),
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_size=fields.integer("linear_key_head_dim", 128),
+        value_size=fields.integer("linear_value_head_dim", 128),
+    )
+    if recurrent.value_heads % recurrent.key_heads:
+        raise fields.refuse("linear_num_key_heads")
+    return {**_mixers(fields, plain, default, {"linear_attention": "delta"}), "recurrent": recurrent}
+
+
+def _lfm2(fields: Fields, plain: Changes) -> Changes:
+    every = range(plain["num_layers"])
+    full = fields.raw("full_attn_idxs")
+    default = [FULL if full is None or index in full else "conv" for index in every]
+    size = fields.integer("block_ff_dim", plain["intermediate_size"])
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    multiple = fields.integer("block_multiple_of", 256)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    return {
+        **_mixers(fields, plain, default, {"conv": "conv"}),
+        "recurrent": Recurrent(fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),
+        "intermediate_size": size,
+        "norm_eps": fields.positive("norm_eps", 1e-5),
+        "tied": fields.flag("tie_embedding", plain["tied"]),
+        "qk_norm": "head",
+    }
+
+
+def _mixers(fields: Fields, plain: Changes, default: Sequence[str], recurrent: Mapping[str, Mixer]) -> Changes:
+    """Returns the kinds of the layers, by `layer_types` or by `default`. `recurrent` has the mixers of other types than FULL."""
+    types = fields.raw("layer_types") or default
+    if len(types) != len(default) or not all(name == FULL or name in recurrent for name in types):
+        raise fields.refuse("layer_types")
+    layers = [LayerKind(None, ALL_LAYERS) if name == FULL else LayerKind(mixer=recurrent[name]) for name in types]
+    per_layer = 2 * plain["num_kv_heads"] * plain["head_size"]
+    return {"layers": tuple(layers), "kv_numbers": per_layer * sum(kind.mixer == "attention" for kind in layers)}
 
 
 def _layer_types(fields: Fields, default: Sequence[bool]) -> Sequence[bool]:
@@ -297,7 +360,8 @@ class Family:
     `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
     are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
     transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
-    that of the norms. `activation` is a pair: the name of the field, and its default.
+    that of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the width of MLPs in families
+    without dense ones.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -307,10 +371,14 @@ class Family:
     eps: float = 1e-6
     activation: tuple[str, str] = ("hidden_act", "silu")
     rotary: RotaryDefaults = field(default_factory=RotaryDefaults)
+    inner: int | None = None
 
 
 _HEADS = ("num_key_value_heads", "head_dim")
+_MROPE = ("mrope_section", "mrope_interleaved")  # of pictures: a text's three positions are the same
+_GATED_ROPE = RotaryDefaults(partial=0.25, ignored=_MROPE)
 _OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_MIXTURE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
 _EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size")
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
@@ -333,16 +401,16 @@ FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe, None, _EXPERTS),
     "olmoe": Family(_olmoe, 50_279, (), eps=1e-5),
     "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
+    "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=_GATED_ROPE),
+    "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
+    "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
     "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
     "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
 }
 
 # Models with vision or audio that have a text part of a family: what that part's config has where it is silent.
-_GATED_ROPE = RotaryDefaults(partial=0.25)
 ATTENTION_FAMILIES = {  # of whose layers the native decoder runs those with attention
     "qwen3_next": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
-    "qwen3_5_text": Family(_gated, None, _HEADS, rotary=_GATED_ROPE),
-    "qwen3_5_moe_text": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
 }
 
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -457,7 +525,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
     return {
         "model_type": model_type,
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", family.inner),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,

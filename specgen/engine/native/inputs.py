@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, Sight, has_causal_kernel, sight_of_chain, sight_of_pass
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
+from specgen.engine.native.recurrence import RecurrentStates, Steps
 from specgen.engine.native.rotary import RotaryTable
 
 # Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
@@ -39,7 +41,8 @@ class PassInputs(NamedTuple):
     `kinds` has the inputs for each kind of layer. `written` is the number of tokens whose keys and values the cache keeps; the
     others are padding. `first_layer` is the index of the cache's first layer. `fused`: attention always takes the same kernel, so
     that results do not depend on the number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
-    `entries` are the whole buffer. None: each layer's `entries` say where to write.
+    `entries` are the whole buffer. None: each layer's `entries` say where to write. `steps` and `states` are for recurrent
+    layers; None: there are none.
     """
 
     rows: int
@@ -49,6 +52,15 @@ class PassInputs(NamedTuple):
     first_layer: int = 0
     fused: bool = False
     slots: torch.Tensor | None = None
+    steps: Steps | None = None
+    states: RecurrentStates | None = None
+
+    @property
+    def recurrent_inputs(self) -> tuple[Steps, RecurrentStates]:
+        """The order of the tokens and the layers' records. Raises SpecgenError for several sequences, which have neither."""
+        if self.steps is None or self.states is None:
+            raise SpecgenError("a model with recurrent layers runs one text at a time", "Take another target to train with")
+        return self.steps, self.states
 
 
 def layer_kinds(
@@ -58,7 +70,11 @@ def layer_kinds(
 
     `devices` are those of the layers. Each kind is also paired with the last device, on which exit layers are.
     """
-    attentions = [LayerKind(kind.window, kind.rotary, causal=kind.causal) for kind in architecture.layers]
+    attention = next(kind for kind in (*architecture.layers, LayerKind()) if kind.mixer == "attention")
+    attentions = []
+    for kind in architecture.layers:
+        read = kind if kind.mixer == "attention" else attention  # other mixers read no masks
+        attentions.append(LayerKind(read.window, read.rotary, causal=read.causal))
     of_layers = list(zip(attentions, devices, strict=True))
     kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in attentions)]))
     return kinds, [kinds.index(pair) for pair in of_layers]
@@ -77,7 +93,11 @@ class InputMaker:
     ) -> None:
         self.kinds, _ = layer_kinds(architecture, devices)
         self.group = architecture.num_heads // architecture.num_kv_heads
-        self._dtype, self._exact = dtype, exact
+        self._dtype, self._exact, self._is_recurrent = (
+            dtype,
+            exact,
+            any(kind.mixer != "attention" for kind in architecture.layers),
+        )
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
@@ -89,6 +109,14 @@ class InputMaker:
         """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""
         cache, first, last = forward_pass.cache, forward_pass.first, forward_pass.last
         assert isinstance(cache, KVBuffer)
+        inputs = self._of_pass(forward_pass, cache, first, last)
+        return self.with_steps(inputs, forward_pass, cache.recurrent) if self._is_recurrent else inputs
+
+    def with_steps(self, inputs: PassInputs, forward_pass: ForwardPass, states: RecurrentStates) -> PassInputs:
+        """Returns the inputs with those of recurrent layers."""
+        return inputs._replace(steps=Steps(forward_pass, self.kinds[0][1]), states=states)
+
+    def _of_pass(self, forward_pass: ForwardPass, cache: KVBuffer, first: int, last: int) -> PassInputs:
         if forward_pass.is_chain:
             return self.of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
         rows, made = last - first, []

@@ -33,7 +33,8 @@ class KVBuffer:
     of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the model of
     the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers with a
     sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used before they
-    are written again: masks hide them, and they are finite, so they do not change what attention computes.
+    are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners` says which
+    layers have keys and values (None: all); the others get views of some layer. `recurrent` has the records of recurrent layers.
     """
 
     def __init__(
@@ -46,9 +47,13 @@ class KVBuffer:
         first_layer: int = 0,
         sequences: int = 1,
         reader: torch.device | None = None,
+        owners: Sequence[bool] | None = None,
     ) -> None:
         self.length, self.capacity, self.first_layer = 0, 64, first_layer
         self._kv_heads, self._reader, self.recurrent = kv_heads, reader or devices[0], RecurrentStates()
+        owning = [True] * len(devices) if owners is None else owners
+        self._slots = [max(0, sum(owning[: index + 1]) - 1) for index in range(len(owning))]
+        devices = [device for device, owns in zip(devices, owning, strict=True) if owns] or devices[:1]
         runs = ((device, len(list(run))) for device, run in groupby(devices))
         shape = 2, sequences * kv_heads, 0, head_size
         self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
@@ -64,7 +69,7 @@ class KVBuffer:
         for data in self.parts:
             keys, values = data[:, :, :, start:end].unbind(1)
             made += map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0))
-        return made
+        return made if len(made) == len(self._slots) else [made[slot] for slot in self._slots]
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
@@ -72,7 +77,7 @@ class KVBuffer:
 
         They are on the device `reader` of this cache: views, or copies if the layer is on another device.
         """
-        layer -= self.first_layer
+        layer = self._slots[layer - self.first_layer]
         for data in self.parts:
             if layer < data.shape[0]:
                 break

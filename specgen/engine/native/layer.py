@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
-from specgen.engine.native.architecture import MLP, Architecture
+from specgen.engine.native.architecture import MLP, Architecture, Mixer
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights
+from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, RecurrentWeights
 from specgen.engine.native.mlp import DenseMLP, Experts
 from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.rotary import rotate
@@ -145,6 +145,79 @@ class Attention:
         return heads
 
 
+class DeltaNet:
+    """A gated delta rule after a short convolution (Qwen3-Next). A `Branch`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        index: int,
+        kind: int,
+        weights: RecurrentWeights,
+        make_product: MakeProduct,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        assert architecture.recurrent is not None
+        self._index = index
+        self._sizes = architecture.recurrent
+        self._eps = architecture.norm_eps
+        self._weights = weights
+        self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
+        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        steps, states = inputs.recurrent_inputs
+        sizes = self._sizes
+        weights = self._weights
+        assert weights.decay_rates is not None
+        assert weights.step_bias is not None
+        heads = sizes.value_heads
+        of_keys = sizes.key_heads * sizes.key_size
+        of_values = heads * sizes.value_size
+        mixed, gate, beta, step = self.qkv(x).split_with_sizes((sizes.channels, of_values, heads, heads), 1)
+        mixed = functional.silu(states.convs[self._index](steps, mixed, weights.convolution))
+        query, key, value = mixed.split_with_sizes((of_keys, of_keys, of_values), 1)
+        query = _unit(query.view(-1, sizes.key_heads, sizes.key_size)) * sizes.key_size**-0.5
+        key = _unit(key.view(-1, sizes.key_heads, sizes.key_size))
+        value = value.view(-1, heads, sizes.value_size)
+        decay = weights.decay_rates * functional.softplus(step.float() + weights.step_bias)
+        found = states.states[self._index](steps, query, key, value, decay[..., None], beta.float().sigmoid())
+        normed = functional.rms_norm(found, (sizes.value_size,), weights.norm, self._eps).flatten(1)
+        return (normed * functional.silu(gate.float())).to(x.dtype)
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class ShortConv:
+    """A short convolution with gates on its input and its output (LFM2). A `Branch`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        index: int,
+        kind: int,
+        weights: RecurrentWeights,
+        make_product: MakeProduct,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        self._index = index
+        self._weights = weights
+        self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
+        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        steps, states = inputs.recurrent_inputs
+        before, after, values = self.qkv(x).chunk(3, 1)
+        weights = self._weights
+        found = states.convs[self._index](steps, before * values, weights.convolution, weights.convolution_bias)
+        return found.to(x.dtype) * after
+
+
+_MIXERS: dict[Mixer, Callable[..., Branch]] = {"delta": DeltaNet, "conv": ShortConv}
 _MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP, "experts": Experts}
 
 
@@ -174,7 +247,8 @@ class NativeLayer:
         self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
         self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
-        self.mixer: Branch = self.attention(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
+        make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
+        self.mixer: Branch = make_mixer(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> torch.Tensor:

@@ -7,6 +7,7 @@ operations can be differentiated, so an exit layer is trained through them. Name
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "lm_head.weight"
 EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
+
+_BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
 
 Take = Callable[[str], torch.Tensor]
 """Returns the tensor with this name, which has the shape that `layer_shapes` says, on the device of the weights."""
@@ -56,6 +59,25 @@ class AttentionWeights(NamedTuple):
     output_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None
     sinks: torch.Tensor | None
+
+
+class RecurrentWeights(NamedTuple):
+    """The weights of a recurrent mixer. Matrices are [out, in]; `inputs` has the rows of all that is projected from the input.
+
+    `convolution` is [channels, kernel size]. Those of the delta rule alone are in float32: `decay_rates` [heads], the negative
+    factors of the logarithms of decays, the bias of their time steps `step_bias` [heads], and the weights of the norm of each
+    head's output, `norm` [value size].
+    """
+
+    inputs: torch.Tensor
+    output: torch.Tensor
+    inputs_bias: torch.Tensor | None
+    output_bias: torch.Tensor | None
+    convolution: torch.Tensor
+    convolution_bias: torch.Tensor | None
+    decay_rates: torch.Tensor | None
+    step_bias: torch.Tensor | None
+    norm: torch.Tensor | None
 
 
 class MLPWeights(NamedTuple):
@@ -106,7 +128,7 @@ class ExpertWeights(NamedTuple):
 class LayerWeights(NamedTuple):
     """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none)."""
 
-    mixer: AttentionWeights
+    mixer: AttentionWeights | RecurrentWeights
     mlp: MLPWeights | ExpertWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
@@ -123,16 +145,23 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     pre, post, is_fused = architecture.pre_norms, architecture.post_norms, architecture.model_type == "phi3"
     mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
+    qkv, output = tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))), "o_proj"
+    mixer = architecture.layers[index].mixer
+    if mixer != "attention":
+        attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"
+        projected = ("_qkv", "_z", "_b", "_a") if mixer == "delta" else ("",)
+        qkv = tuple(f"{attention}in_proj{name}.weight" for name in projected)
+    has_qk_norm = architecture.qk_norm is not None and mixer == "attention"
     return LayerTensors(
         attention_norm=f"{layer}input_layernorm.weight" if pre else None,
         mlp_norm=f"{layer}{mlp_norm}.weight" if pre else None,
         attention_post_norm=f"{layer}post_attention_layernorm.weight" if post else None,
         mlp_post_norm=f"{layer}post_feedforward_layernorm.weight" if post else None,
-        qkv=tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))),
-        q_norm=f"{attention}q_norm.weight" if architecture.qk_norm else None,
-        k_norm=f"{attention}k_norm.weight" if architecture.qk_norm else None,
+        qkv=qkv,
+        q_norm=f"{attention}q_norm.weight" if has_qk_norm else None,
+        k_norm=f"{attention}k_norm.weight" if has_qk_norm else None,
         sinks=f"{attention}sinks" if architecture.sinks else None,
-        output=f"{attention}o_proj.weight",
+        output=f"{attention}{output}.weight",
         gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
         down=f"{mlp}down_proj.weight",
     )
@@ -143,17 +172,32 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
     query_rows = heads * (2 if architecture.gated_attention else 1)
-    qkv_rows = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
+    qkv_rows: tuple[int, ...] = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
+    read, mixer_bias, output_bias = heads, architecture.qkv_bias, architecture.output_bias
     inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
     mlp = (names.gate_up, inner_rows, width, mlp_bias), ((names.down,), (width,), inner, mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {}
+    if architecture.layers[index].mixer != "attention":
+        recurrent = architecture.recurrent
+        assert recurrent is not None
+        convolution, read = _convolution(architecture, index), width
+        channels, mixer_bias, output_bias, qkv_rows = width, recurrent.bias, recurrent.bias, (3 * width,)
+        if architecture.layers[index].mixer == "delta":
+            channels, read = recurrent.channels, recurrent.value_heads * recurrent.value_size
+            qkv_rows = channels, read, recurrent.value_heads, recurrent.value_heads
+            block = names.output.removesuffix("out_proj.weight")
+            shapes |= {f"{block}{name}": (recurrent.value_heads,) for name in ("A_log", "dt_bias")}
+            shapes[f"{block}norm.weight"] = (recurrent.value_size,)
+        shapes[convolution] = (channels, 1, recurrent.kernel_size)
+        if recurrent.bias:
+            shapes[bias_of(convolution)] = (channels,)
     if is_mixture := architecture.layers[index].mlp == "experts":
         shapes |= expert_shapes(architecture, index)
     if names.sinks is not None:
         shapes[names.sinks] = (architecture.num_heads,)
     for products, rows, columns, has_bias in (
-        (names.qkv, qkv_rows, width, architecture.qkv_bias),
-        ((names.output,), (width,), heads, architecture.output_bias),
+        (names.qkv, qkv_rows, width, mixer_bias),
+        ((names.output,), (width,), read, output_bias),
         *(() if is_mixture else mlp),
     ):
         shapes |= {name: (count, columns) for name, count in zip(products, rows, strict=True)}
@@ -188,8 +232,9 @@ def layer_weights(
         assert mlp_gain is not None
         mlp = _expert_weights(architecture, index, take, dtype, mlp_gain)
     after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
+    make_mixer = _attention_weights if architecture.layers[index].mixer == "attention" else partial(_recurrent_weights, index)
     return LayerWeights(
-        _attention_weights(architecture, names, take, dtype, attention_gain),
+        make_mixer(architecture, names, take, dtype, attention_gain),
         mlp,
         *(None if weight is None else weight.to(dtype) for weight in after),
     )
@@ -220,6 +265,40 @@ def _attention_weights(
     sinks = None if names.sinks is None else take(names.sinks)
     optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
+
+
+def _recurrent_weights(
+    index: int, architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+) -> RecurrentWeights:
+    """Returns the weights of a recurrent mixer. `gain`: see `_attention_weights`."""
+    assert architecture.recurrent is not None
+    bias = architecture.recurrent.bias
+    inputs, inputs_bias = _stacked(names.qkv, take, bias)
+    output, output_bias = _stacked((names.output,), take, bias)
+    convolution = _convolution(architecture, index)
+    rates = step_bias = norm = None
+    if architecture.layers[index].mixer == "delta":
+        block = names.output.removesuffix("out_proj.weight")
+        rates = -take(f"{block}A_log").float().exp()
+        step_bias, norm = take(f"{block}dt_bias").float(), take(f"{block}norm.weight").float()
+    inputs = inputs if gain is None else inputs.float() * gain
+    return RecurrentWeights(
+        inputs.to(dtype),
+        output.to(dtype),
+        None if inputs_bias is None else inputs_bias.to(dtype),
+        None if output_bias is None else output_bias.to(dtype),
+        take(convolution)[:, 0].float(),
+        take(bias_of(convolution)).float() if bias else None,
+        rates,
+        step_bias,
+        norm,
+    )
+
+
+def _convolution(architecture: Architecture, index: int) -> str:
+    """Returns the name of the weight of a recurrent layer's convolution."""
+    mixer = architecture.layers[index].mixer
+    return f"layers.{index}.{_BLOCKS[mixer]}{'conv1d' if mixer == 'delta' else 'conv'}.weight"
 
 
 def _mlp_weights(

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specgen.base.types import Context
 from specgen.engine.devices import move
-from specgen.engine.forward_pass import BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
 from specgen.engine.inference_mode import inference
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
@@ -31,6 +32,7 @@ from specgen.engine.native.layer_weights import (
     layer_weights,
 )
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
+from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
 
 
@@ -82,8 +84,9 @@ class NativeModel:
         """Returns an empty KV cache for the layers with these indices (None: all), for this number of sequences."""
         layers = range(len(self.layer_devices)) if layers is None else layers
         made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
-        options = {"first_layer": layers.start, "sequences": sequences}
-        return KVBuffer(devices, made.num_kv_heads, made.head_size, self.dtype, reader=self.device, **options)
+        options: dict[str, int] = {"first_layer": layers.start, "sequences": sequences}
+        owners = [made.layers[index].mixer == "attention" for index in layers]
+        return KVBuffer(devices, made.num_kv_heads, made.head_size, self.dtype, reader=self.device, owners=owners, **options)
 
     def batch_cache(self, sequences: int) -> KVBuffer:
         return self.new_cache(sequences=sequences)
@@ -138,6 +141,9 @@ class NativeModel:
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
         inputs = self.inputs.of_chain(0, len(ids), None, boundary is not None and len(ids) > boundary)
+        if self.architecture.recurrent is not None:
+            whole = ForwardPass(Context(ids), NO_NODES, 0, len(ids), None)
+            inputs = self.inputs.with_steps(inputs, whole, RecurrentStates())
         return self.norm_and_head(NativeForward(self).run_layers(self.embed(ids), inputs)[0], self.parts).logits
 
     def batch(

@@ -53,8 +53,11 @@ class Steps:
     """The tokens of a forward pass, in blocks."""
 
     def __init__(self, forward_pass: ForwardPass, device: torch.device) -> None:
-        self._pass, self._device = forward_pass, device
-        self.first, self.last, self.committed = forward_pass.first, forward_pass.last, len(forward_pass.context)
+        self._pass = forward_pass
+        self._device = device
+        self.first = forward_pass.first
+        self.last = forward_pass.last
+        self.committed = len(forward_pass.context)
         self.prompt_length = forward_pass.context.prompt_length
         self.blocks = [self._block(at, min(at + BLOCK, self.last)) for at in range(self.first, self.last, BLOCK)]
         self._tables: dict[int, Tensor] = {}

@@ -43,7 +43,7 @@ class RotaryDefaults:
     `theta` is the base of the frequencies. `local_theta` is that of layers with a sliding window, in families that rotate these
     differently. `partial` is the share of each head that is rotated; None: the family always rotates whole heads. `original` is
     the context length in pre-training; None: the family has no such field of its own. `aliases` maps other names of types to the
-    usual ones. `settings` replace missing `rope_parameters`.
+    usual ones. `settings` replace missing `rope_parameters`. `ignored` are keys that have no effect.
     """
 
     theta: float = 10_000.0
@@ -52,6 +52,7 @@ class RotaryDefaults:
     original: int | None = None
     aliases: Mapping[str, str] | None = None
     settings: Mapping[str, Any] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length: int) -> tuple[dict[str, Rotary], int, int]:
@@ -62,6 +63,7 @@ def read_rotary(fields: Fields, defaults: RotaryDefaults, head_size: int, length
     """
     rotary, size, limit = {}, head_size, length
     for key, section, theta in _sections(fields, defaults):
+        section.ignore(*defaults.ignored)
         size = _rotated(fields, section, defaults, head_size)
         original = fields.integer(_ORIGINAL, defaults.original or section.integer(_ORIGINAL, length))
         kind, rotary[key] = _rotary(section, defaults.aliases, section.positive("rope_theta", theta), size, original, length)

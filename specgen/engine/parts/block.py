@@ -24,7 +24,7 @@ from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, layer_weights
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, AttentionWeights, layer_weights
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.eagle import FC
@@ -100,7 +100,8 @@ class BlockLayers:
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self.layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer)
         first = architecture.num_heads * architecture.head_size  # of the rows of keys, then of values
-        plain = [layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds))]
+        mixers = [layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds))]
+        plain = [each for each in mixers if isinstance(each, AttentionWeights)]
         weight = torch.cat([each.qkv[first:] for each in plain]) * (take(CONTEXT_NORM).float() * norm_gain)
         biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
         self._project = make_product(weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0)

@@ -79,11 +79,11 @@ def known_architecture(model: Model, feature: str) -> Architecture:
 def exit_architecture(model: Model) -> Architecture:
     """Returns the target's architecture, which its exit layer shares.
 
-    Raises SpecgenError if the native decoder does not know the model's family, or if its layers cannot be trained (experts).
+    Raises SpecgenError if the native decoder does not know the model's family, or if its layers cannot be trained.
     """
     architecture = known_architecture(model, "early exit")
-    if architecture.mixture is not None:
-        raise SpecgenError("early exit needs a target without experts, as these cannot be trained", "Take -m lookup or svip")
+    if (parts := architecture.fixed_parts) is not None:
+        raise SpecgenError(f"early exit needs a target without {parts}, as these cannot be trained", "Take -m lookup or svip")
     return architecture
 
 

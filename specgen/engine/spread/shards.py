@@ -328,9 +328,9 @@ def load_distributed(prepared: PreparedModel, dtype: torch.dtype, device: torch.
     if prepared.architecture is None:
         problem = f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})"
         raise SpecgenError(problem, "Run it without torchrun, with --device auto-map where it does not fit into one device")
-    if prepared.architecture.mixture is not None:
+    if (parts := prepared.architecture.fixed_parts) is not None:
         hint = "Run it without torchrun, with --device auto-map where it does not fit into one device"
-        raise SpecgenError(f"{prepared.name} cannot be split over torchrun's processes: it is a mixture of experts", hint)
+        raise SpecgenError(f"{prepared.name} cannot be split over torchrun's processes: it has {parts}", hint)
     check_weight_files(prepared.folder, prepared.name)
     return load_on(joined[0], prepared, dtype, device)
 
