@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import mtad_search
-from specgen.methods.mtad_search import BeamSearchDrafter, BildVerifier, JointLikelihoodVerifier
+from specgen.methods.mtad_search import BeamSearchDrafter, BildVerifier, FlyVerifier, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
@@ -133,3 +134,25 @@ def test_bild_rolls_back_from_the_first_token_that_the_target_finds_bad() -> Non
     flat = rows(*[[0.26, 0.25, 0.25, 0.24]] * 2)
     paths = [BildVerifier(verifying(GREEDY), rollback=0.0).verify(Draft((token,), (-1,)), flat).path for token in (0, 1)]
     assert paths == [(0,), ()], "the target's likeliest token always stands"
+
+
+def fly(tokens: Sequence[int], given: ModelOutput, window: int, entropy: float) -> int:
+    draft = Draft(list(tokens), range(-1, len(tokens) - 1))
+    return len(FlyVerifier(verifying(GREEDY), window=window, entropy=entropy).verify(draft, given).path)
+
+
+def test_fly_keeps_a_differing_token_where_the_target_was_unsure_and_the_draft_agrees_again() -> None:
+    """In all chains of right and wrong tokens, by the definition. -sum p ln p over the three likeliest is 1.06 or 0.21 there."""
+    unsure, sure = (0.4, 0.35, 0.2, 0.05), (0.95, 0.02, 0.02, 0.01)
+    for pattern in product((0, 1), repeat=7):  # 1: a token that is not the target's likeliest
+        given = rows(*(unsure if index % 3 else sure for index in range(7)), sure)
+        for window, entropy in ((2, 0.3), (3, 0.3), (3, 0.0), (3, 1.07), (6, 0.3)):
+            count = 0
+            for index, wrong in enumerate(pattern):
+                agrees = index < 7 - window and not any(pattern[index + 1 : index + window])
+                if wrong and not (agrees and (1.056 if index % 3 else 0.205) >= entropy):
+                    break
+                count += 1
+            assert fly(pattern, given, window, entropy) == count, (pattern, window, entropy)
+    with pytest.raises(RunError, match="target model's logits hold NaN"):
+        fly((0,), ModelOutput(torch.full((2, 3), torch.nan)), 2, 0.3)

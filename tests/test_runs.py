@@ -27,7 +27,7 @@ from specgen.pair.pair import Pair, Result
 from specgen.workers.worker import DraftWorker
 
 METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)
-LOSSY = {"mtad", "bild", "joint"}
+LOSSY = {"mtad", "bild", "fly", "joint"}
 
 
 @settings(max_examples=120, deadline=None)

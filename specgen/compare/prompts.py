@@ -15,9 +15,11 @@ from specgen.base import schema
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.files import examples_file
 
-LARGEST_JSONL = 64 << 20  # bytes
+LARGEST_JSONL = 256 << 20  # bytes; SPEED-Bench's throughput_32k has 110 MB
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
 UNCATEGORISED = "other"
+# texts in SPEED-Bench's published files where the licence of the source asks for a download
+_PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{article}")
 _FORMS = 'Write {"prompt": "…"} on each line or, in YAML, prompt: … as examples.yaml does'
 
 
@@ -111,6 +113,9 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
             raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _FORMS)
         if not all(text.strip() for text in texts):
             raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
+        if any(placeholder in text for text in texts[:1] for placeholder in _PLACEHOLDERS):
+            hint = "Fill the file with NVIDIA's prepare_data.py (Model-Optimizer, examples/specdec_bench)"
+            raise SpecgenError(f"{where}: the prompt is a placeholder of SPEED-Bench", hint)
         category = UNCATEGORISED if question.category in (None, "") else str(question.category)
         given = question.question_id if question.id is None else question.id
         more = "" if given is None else str(given), bool(question.tuning)

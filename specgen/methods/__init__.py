@@ -18,7 +18,7 @@ from specgen.methods.heads import BLOCK, EAGLE, GLIDE, MEDUSA, MTP_METHOD
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
 from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
-from specgen.methods.mtad import BILD, JOINT, MTAD
+from specgen.methods.mtad import BILD, FLY, JOINT, MTAD
 from specgen.methods.multi_draft import SPECINFER, SPECTR
 from specgen.methods.pearl import PEARL
 from specgen.methods.sd import CONFIDENCE, HEURISTIC, SD, Confidence, Heuristic
@@ -34,7 +34,7 @@ PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_ki
 
 _LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, BLOCK, LOOKAHEAD]
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
-_ROWS += [PEARL, MTAD, BILD, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
+_ROWS += [PEARL, MTAD, BILD, FLY, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
 _ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, BLOCK, SELFSD]
 USUAL = tuple(method.name for method in _LIKELY)  # to be fast; compared by default where they can run, the first ones first
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}

@@ -2,7 +2,8 @@
 
 `mtad`: a beam search whose prefixes are accepted by their joint likelihood (sections 2.1 and 3.2). `joint`: the exact decoding
 that it approximates (Definition 3.1). `bild` (Kim et al. 2023): the draft model falls back to the target where it is unsure, and
-the target rolls back bad tokens; its authors use fallback 0.6 and rollback 5, MTAD's paper 0.9 and 2.
+the target rolls back bad tokens; its authors use fallback 0.6 and rollback 5, MTAD's paper 0.9 and 2. `fly`: tokens that differ
+from the target's are accepted where it was unsure and the draft then agrees with it again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method, imported
+from specgen.methods.sd import model_drafter
 
 MTAD = Method(
     "mtad",
@@ -62,4 +64,23 @@ BILD = Method(
     lossless=False,
     drafts="fallback",
     grids=({"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},),
+)
+FLY = Method(
+    "fly",
+    "FLy, arXiv 2511.22972",
+    DRAFT_MODEL,
+    model_drafter,
+    imported("methods.mtad_search.FlyVerifier", "window", "entropy"),
+    policy="fixed",
+    any_policy=True,
+    signals=DRAFT_SIGNALS,
+    settings={
+        "window": Setting(6, "a differing token is kept if the rest of a window of this many tokens agrees", 2, 64),
+        "entropy": Setting(0.3, "and the target's entropy over its three likeliest tokens is at least this (nats)", 0, 1.1),
+    },
+    defaults={"fixed": {"k": 15}},
+    lossless=False,
+    decodes_greedily=True,
+    drafts="loose",
+    grids=({"k": (8, 15), "window": (4, 6), "entropy": (0.0, 0.3)},),
 )

@@ -204,6 +204,35 @@ class BildVerifier:
         return accept_prefix(draft, output, count, self._sampling, self._generator)
 
 
+class FlyVerifier:
+    """Accepts a token that is not the target's argmax if the text continues as before (FLy, arXiv 2511.22972). Greedy chains.
+
+    Such a token i of n is accepted if the next `window` - 1 drafted tokens are the target's argmax after it, i < n - `window`,
+    and the target was unsure there: -sum p ln p over its three likeliest tokens (nats, temperature 1) is at least `entropy`. Not
+    lossless.
+    """
+
+    def __init__(self, setup: Setup, *, window: int, entropy: float) -> None:
+        self._sampling, device, seed = setup.for_verifier
+        self._generator = token_sampling.make_generator(device, seed)
+        self._window = window
+        self._entropy = entropy
+
+    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
+        count = len(draft.tokens)
+        tokens = upload(torch.tensor(draft.tokens, dtype=torch.long), output.logits.device)
+        logits = output.logits[:count].float()
+        accepted = token_sampling.argmax_token(logits) == tokens  # -1 for NaN
+        judged = count - self._window  # tokens that enough others follow
+        if judged > 0:
+            following = accepted[1:].unfold(0, self._window - 1, 1).all(dim=-1)[:judged]
+            probs = logits[:judged].softmax(dim=-1).topk(min(3, logits.shape[-1])).values
+            entropies = torch.special.entr(probs).sum(dim=-1)
+            accepted[:judged] |= following & (entropies >= self._entropy)
+        kept = accepted.long().cumprod(0).sum()
+        return accept_prefix(draft, output, kept, self._sampling, self._generator)
+
+
 class JointGreedy:
     """The schedule of multi-token joint greedy decoding: each round appends the likeliest block of `k` tokens.
 

@@ -333,7 +333,8 @@ class AttentionMasks:
         if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
             first = sight.positions // self._chunk * self._chunk
             before = sight.key_positions[..., None, :] < first[..., :, None]
-            found["chunked_attention"] = masks[None].masked_fill(before, torch.finfo(dtype).min)
+            earlier_chunk = before.view(-1, 1, *before.shape[-2:])
+            found["chunked_attention"] = masks[None].masked_fill(earlier_chunk, torch.finfo(dtype).min)
         return found or masks[self._window]
 
 
