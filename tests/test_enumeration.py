@@ -160,9 +160,10 @@ def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"k": 2}, {"k": 2, "width": 2}])
-def test_a_mixture_of_experts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_experts_and_recurrent_layers(family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The native decoder's, against transformers' passes over each sequence."""
-    module = make_model("glm4_moe", vocab_size=3)
+    module = make_model(family, vocab_size=3)
     target, draft = (ModelRunner(model_of(each, "native")) for each in (module, near_copy(module, 0.5)))
     sampling = SamplingParams(max_new_tokens=3, temperature=1.5)
     wanted: Any = SimpleNamespace(row=lambda ids: uncached(module, ids))

@@ -41,6 +41,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mtp-qwen", {"layers": 1, "family": "olmo2"}),
     ("mtp-qwen", {"layers": 1, "family": "olmoe", "backend": "transformers"}),
     *(("mtp-qwen", {"layers": 1, "family": family, "backend": "transformers"}) for family in ("qwen3_5_text", "qwen3_next")),
+    ("mtp-qwen", {"layers": 1, "family": "qwen3_5_text"}),
     ("mtp-mimo", {"layers": 1, "family": "qwen2"}),
     ("mtp-mimo-v2", {"layers": 3, "family": "gemma3_text"}),
     ("medusa-v2", {}),

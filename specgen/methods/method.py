@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NOTHING, DRAFT_MODEL, EXIT, SKIPPED_LAYERS = "nothing", "draft model", "exit", "skipped layers"
 MTP = "mtp"  # the kind of a target's own drafting layers
 HEADS = ("medusa", "eagle", "glide", "block", MTP)
+ONE_PASS = ("medusa", "block")  # the heads that draft all tokens in one pass
 DEFAULT_EXIT = DEFAULT_HEAD = "auto"  # the trained part that the user named, or the one found for the target
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 COPYING = "echo"  # the `cost_kind` of drafts that take almost no time, and of methods without drafts

@@ -21,7 +21,7 @@ from specgen.engine.model_loading import ModelSource, PreparedModel, describe
 from specgen.engine.native.families import read_config
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.translation import same_tokens
-from specgen.methods.method import DRAFT_MODEL, HEADS, MTP
+from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
 from specgen.pair.parts import PartStore
 
 MOST_FOLDERS = 300  # that are looked at, of each place
@@ -60,7 +60,7 @@ class Found:
     def speedup(self) -> float:
         """The expected speedup over plain decoding at the best draft length."""
         passes = {width: 1 + WIDER * (width - 1) for width in range(1, 12)}
-        return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind == "medusa").best(self.acceptance)[1]
+        return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind in ONE_PASS).best(self.acceptance)[1]
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "expected_speedup": round(self.speedup, 2), "why": self.why}

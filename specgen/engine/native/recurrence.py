@@ -315,7 +315,8 @@ def _read(
     else:
         weights = torch.einsum("hsnd,hmd,hnmd->hsnm", rows, keys, pairs)
         found = (rows * total.exp()[:, None]) @ state[:, None]
-    found = found + weights[..., :old] @ held.updates[:, None, :old]
+    of_old = weights[..., :old].reshape(heads, sorts * count, old)  # a product of four dimensions would copy the updates
+    found = found + torch.bmm(of_old, held.updates[:, :old]).view_as(found)
     update, own = value, weights[..., old:]
     if beta is not None:
         update = beta * (value - found[:, 1])
