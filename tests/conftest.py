@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # xdist sets it in its processes
 os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")  # what is measured here is no use to the user
 os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")  # nor is what the user tuned any to them
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too: threads of several wait for one another
