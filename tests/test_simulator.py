@@ -193,6 +193,11 @@ def test_an_early_exit_uses_its_predictor(early: Pair, name: str, given: dict[st
     assert same(simulator(early).run(name, given), really(early, name, given))
 
 
+@pytest.mark.parametrize("given", [{"k": 4}, {"policy": "cali-ts"}, {"nodes": 12}], ids=str)
+def test_a_block_head_drafts_in_simulated_runs(demo_pair: Pair, given: dict[str, object]) -> None:
+    assert same(simulator(demo_pair).run("block", given), really(demo_pair, "block", given))
+
+
 def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(headed: Pair) -> None:
     """A tree of at most two nodes, of four levels of four: the head runs four times, and the target verifies two nodes."""
     shape = {"width": 4, "nodes": 2}

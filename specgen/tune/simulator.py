@@ -176,7 +176,9 @@ class Simulator:
         plain: Any = None if method.name == PLAIN else self._models_of(methods.find(PLAIN), number).setup.target
         is_own = plain is None or method.needs_exit_layer or method.head
         memoised: Any = MemoisedRunner(target, self._kept) if is_own else plain
-        predictor = None if part is None else ExitAcceptancePredictor(memoised, part.predictor)
+        predictor = part
+        if isinstance(part, ExitAcceptancePredictor):
+            predictor = ExitAcceptancePredictor(memoised, part.predictor)
         setup = Setup(
             None,
             eos_ids=reference.eos_ids,
