@@ -67,7 +67,7 @@ def main() -> None:
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)
         specs_found = [row.spec for row in found]
-        expected = {each.written: simulator.run(each.name, each.settings).tokens_per_second or 0.0 for each in specs_found}
+        expected = {each.written: simulator.run(each.name, each.choice.given).tokens_per_second or 0.0 for each in specs_found}
         report(found, expected, outcome)
 
 
