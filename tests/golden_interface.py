@@ -67,7 +67,8 @@ def help_of(name: str) -> tuple[str, dict[str, str]]:
     for row in re.findall(r"^[│|] +(--.*?) *[│|]$", text, re.MULTILINE):
         option, short, values, rest = re.fullmatch(r"(--[\w-]+)\s+(?:(-\w)\s+)?(\S+)(.*)", row).groups()  # type: ignore[union-attr]
         default = re.search(r"\[default: (.*?)\]", rest)
-        parts = (short, None if values.startswith("<") else values, default and f"={default[1]}")
+        is_flag = values.startswith("<") or re.fullmatch(r"[A-Z][a-z]+\W?", values)  # what follows is the help text
+        parts = (short, None if is_flag else values, default and f"={default[1]}")
         options[option] = " ".join(filter(None, parts))
     usage = re.search(r"Usage: .*?\b(specgen .*)", text)
     assert usage

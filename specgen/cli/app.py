@@ -234,7 +234,7 @@ def _version(requested: bool) -> None:
 @app.callback()
 def specgen(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version, then exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", metavar="", help="Show the version, then exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""

@@ -33,7 +33,7 @@ def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
         for each in fields(group):
             is_hidden = not shows_all and each.name not in shown
             parameters.append(_parameter(each, hints[each.name], own.get(each.name) or ROWS[each.name], group.panel, is_hidden))
-    told = typer.Option("--help-all", help="Show all options, then exit.", is_eager=True, callback=_show_help)
+    told = typer.Option("--help-all", metavar="", help="Show all options, then exit.", is_eager=True, callback=_show_help)
     parameters.append(
         inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, told])
     )
@@ -87,7 +87,7 @@ def _parameter(
     """
     words = row[0].split()
     names = [word for word in words if word.startswith("-")]
-    metavar = " ".join(word for word in words if word not in names) or None
+    metavar = " ".join(word for word in words if word not in names) or ("" if kind is bool else None)
     more: dict[str, Any] = {"help": row[1], "metavar": metavar, "rich_help_panel": panel}
     if "Path" in str(kind):
         more["parser"] = lambda text: Path(_name(text))
