@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.engine.native import products
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel, load_native
 
 _TINY = {

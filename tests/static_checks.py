@@ -11,7 +11,7 @@ import torch
 from native_models import sparse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specgen.engine.native.families import read_architecture
+from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import layer_shapes, layer_weights

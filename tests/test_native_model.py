@@ -42,7 +42,8 @@ from specgen.engine.model import of_transformers
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.families import FAMILIES, read_architecture
+from specgen.engine.native.config_reading import read_architecture
+from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import DenseProduct
 from specgen.engine.native.rotary import RotaryTable

@@ -32,7 +32,7 @@ from specgen import demo
 from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.native_model import load_native
 from specgen.engine.parts import own_layers

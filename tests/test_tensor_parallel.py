@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.native.families import read_architecture
+from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.spread.shards import Shard, load_on
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ReportedInterrupt(KeyboardInterrupt):
-    """A Ctrl-C that a command has already told the user about."""
+    """A KeyboardInterrupt for which the command has printed its message; nothing more is printed for it."""
 
 
 class Interrupts:

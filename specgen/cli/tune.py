@@ -100,8 +100,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """Returns the names in the option --methods, None without it. A name that stands for others is followed by these: `eesd` by
-    `eesd-cali` and `eesd-beta`."""
+    """Returns the method names in the value of --methods, or None if the option was not given. Where a method has variants under
+    names of their own, as `eesd` has `eesd-cali` and `eesd-beta`, these are added, so that they are tuned too."""
     if given is None:
         return None
     names = [name.strip() for name in given.split(",")]

@@ -14,8 +14,7 @@ from specgen.decoding import token_sampling
 from specgen.decoding.device_chain import DeviceChain
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, comparison, extend_draft
-from specgen.engine.devices import upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, upload
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
 

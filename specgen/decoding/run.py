@@ -15,7 +15,7 @@ from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round
 from specgen.decoding.drafting import Drafter, LearningDrafter
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference
 
 if TYPE_CHECKING:
     from specgen.engine.devices import DeviceTimer

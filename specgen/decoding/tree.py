@@ -13,8 +13,7 @@ from specgen.base.types import Context, Draft
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Scores, Setup
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
-from specgen.engine.devices import upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, upload
 
 
 class Tree:

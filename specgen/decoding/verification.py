@@ -13,8 +13,7 @@ import torch
 
 from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
 from specgen.decoding import token_sampling
-from specgen.engine.devices import move, upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, move, upload
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

@@ -10,9 +10,8 @@ import torch
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.devices import upload
+from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
-from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -82,8 +81,9 @@ class BlockRunner(ABC):
 
         `levels` has the row of `rows` for each of these indices.
         """
-        picked = torch.tensor(levels[start:])
-        return ModelOutput(rows.logits.index_select(0, upload(picked, self.device)))
+        picked = upload(torch.tensor(levels[start:]), self.device)
+        states = None if rows.hidden_states is None else rows.hidden_states.index_select(0, picked)
+        return ModelOutput(rows.logits.index_select(0, picked), states)
 
     def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
@@ -113,7 +113,7 @@ def penalised(
 
 
 class PardRunner(BlockRunner):
-    """Runs a PARD draft model (An et al. 2025, arXiv 2504.18583): one pass over the new tokens and mask tokens behind them.
+    """Drafts with a PARD model (An et al. 2025, arXiv 2504.18583), which gets the new tokens and then mask tokens in one pass.
 
     `mask` is the id of the mask token. The logits after the context's last token and after each mask are the rows. When drafted
     tokens are accepted, they are run as real tokens in place of their masks. The number of masks follows the lengths of the last

@@ -1,4 +1,5 @@
-"""Chooses the device and the number of CPU threads: what the user asks for, or else what suits the machine."""
+"""Chooses the device and the number of CPU threads: what the user asks for, or else what suits the machine. Also what all code
+needs that runs on devices: copies between them, waiting for them, and torch's inference mode."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +24,10 @@ _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
 _TIMING_SECONDS = 0.3  # spent on a choice of the number of threads, after the first round with each
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def pick_device(name: str) -> torch.device:
@@ -232,3 +238,19 @@ def pick_threads(work: Callable[[], object]) -> ThreadChoice:
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
     torch.set_num_threads(all_threads)
     return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
+
+
+def inference(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates `function` to run in torch's inference mode: without gradients and autograd bookkeeping.
+
+    If inference mode is on already when the function is called, this costs almost nothing, unlike torch's own decorator.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return run

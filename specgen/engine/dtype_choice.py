@@ -16,8 +16,7 @@ from specgen.base import machine
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import timed
 from specgen.base.types import QUANTISED
-from specgen.engine.devices import DTYPES, free_memory, one_thread
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import DTYPES, free_memory, inference, one_thread
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.products import ProductFactory, last_level_cache, quantised_bytes, refusal, rows_are_independent

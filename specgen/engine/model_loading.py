@@ -21,13 +21,12 @@ import torch
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
-from specgen.engine.devices import device_name
+from specgen.engine.devices import device_name, inference
 from specgen.engine.hub import GGUF_HINT, model_folder
-from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model, ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.families import read_architecture, read_config, text_config
+from specgen.engine.native.config_reading import read_architecture, read_config, text_config
 from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.native_model import load_native
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, has_penalties, read_generation_config

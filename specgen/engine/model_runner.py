@@ -16,7 +16,7 @@ import torch
 from specgen.base.measuring import distinct_ids, timed
 from specgen.base.types import Context
 from specgen.engine.cached_prefix import CachedPrefix, matching_path
-from specgen.engine.devices import release, synchronizer, upload
+from specgen.engine.devices import inference, release, synchronizer, upload
 from specgen.engine.forward_pass import (
     Cache,
     ForwardFunction,
@@ -24,7 +24,6 @@ from specgen.engine.forward_pass import (
     TreeNodes,
     draft_nodes,
 )
-from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.native.graphs import StaticForward, TokenChooser
 from specgen.engine.native.kv_buffer import KVBuffer

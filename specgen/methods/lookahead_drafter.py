@@ -19,8 +19,7 @@ from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, LearningDra
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, extend_draft
 from specgen.decoding.tree import Tree
 from specgen.decoding.verification import match_path, own_tokens
-from specgen.engine.devices import upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, upload
 from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import Tree
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference
 
 RankPath = tuple[int, ...]  # a node of the tree: entry m is the rank (0: likeliest) among head m's predictions
 

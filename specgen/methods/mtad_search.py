@@ -19,8 +19,7 @@ from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy_base import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree, Tree
 from specgen.decoding.verification import accept_prefix
-from specgen.engine.devices import upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, upload
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -119,7 +118,8 @@ class BeamSearchDrafter(DraftModelUser):
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
         parents, tokens = chosen // vocabulary, chosen % vocabulary
-        rows = parents.clamp_max(len(growing) - 1)  # a finished beam has no row of logits: another one's stands in
+        # A finished beam has no row of logits: it reads the last one, and the result is not used.
+        rows = parents.clamp_max(len(growing) - 1)
         computed = tree.signals(read, logits, rows, tokens, probs)
         numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
         after = []

@@ -14,8 +14,7 @@ from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup, deri
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree
 from specgen.decoding.verification import GreedyVerifier, Verifier, make_verdict
-from specgen.engine.devices import upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference, upload
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput

@@ -176,7 +176,7 @@ class Parallel:
     post_verify: bool = True
 
     def __call__(self, run: Run) -> Iterator[Round]:
-        from specgen.engine.inference_mode import inference
+        from specgen.engine.devices import inference
 
         step = inference(self._step)
         with closing(self.drafter):

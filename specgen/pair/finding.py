@@ -18,7 +18,7 @@ from typing import Any
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.model_loading import ModelSource, PreparedModel, describe
-from specgen.engine.native.families import read_config
+from specgen.engine.native.config_reading import read_config
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.translation import same_tokens
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
@@ -68,11 +68,11 @@ class Found:
 
 def find_drafters(target: PreparedModel) -> list[Found]:
     """Returns what can draft for the target: parts that belong to it first, then by expected speedup."""
-    store, own = PartStore(unloaded(target)), []
+    store, own, size = PartStore(unloaded(target)), [], _bytes(target.folder)
     for kind in HEADS:
         if (part := store.find(kind)) is not None:
-            own.append(_of_part(part, target, "in the model's own files" if kind == MTP else "trained here for this model"))
-    found = [each for name, folder in _places(target) if (each := _judged(name, folder, target)) is not None]
+            own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
+    found = [each for name, folder in _places(target) if (each := _judged(name, folder, target, size)) is not None]
     return own + sorted(found, key=lambda each: (-each.speedup, -each.cost))
 
 
@@ -115,30 +115,33 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _judged(name: str, folder: Path, target: PreparedModel) -> Found | None:
-    """Returns what the folder's files show about it as a drafter for the target; None if it cannot be one."""
+def _judged(name: str, folder: Path, target: PreparedModel, size: int) -> Found | None:
+    """Returns what the folder's files show about it as a drafter for the target, whose weights take `size` bytes; None if it
+    cannot be one."""
     with suppress(SpecgenError, OSError, ValueError):
-        if not (folder / "config.json").is_file() or not 0 < _bytes(folder) <= LARGEST_DRAFT * _bytes(target.folder):
+        if not (folder / "config.json").is_file() or not 0 < _bytes(folder) <= LARGEST_DRAFT * size:
             return None
         config = read_config(folder, name)
         inner = config.get("transformer_layer_config")
         width = {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
         if width in (None, target.shape.hidden_size):
             with suppress(SpecgenError):
-                return _of_part(open_part(folder, unloaded(target), is_exit=False), target, "its sizes fit this model", name)
+                return _of_part(
+                    open_part(folder, unloaded(target), is_exit=False), target, size, "its sizes fit this model", name
+                )
         model = describe(folder, ModelSource(name))
         if same_tokens(target.tokenizer, model.tokenizer):
-            is_related, cost = model.shape.model_type == target.shape.model_type, _bytes(folder) / _bytes(target.folder)
+            is_related, cost = model.shape.model_type == target.shape.model_type, _bytes(folder) / size
             why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
             return Found(DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why)
     return None
 
 
-def _of_part(part: TrainedPart, target: PreparedModel, why: str, name: str = "") -> Found:
+def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name: str = "") -> Found:
     figures: Mapping[str, Any] = {} if part.description is None else part.description.figures
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     shares = [greedy] if isinstance(greedy, float) else greedy
-    acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, _bytes(part.path) / _bytes(target.folder)
+    acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, _bytes(part.path) / size
     if part.kind == MTP:
         cost = 1 / target.shape.num_layers
     return Found(

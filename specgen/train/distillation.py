@@ -39,8 +39,7 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
-from specgen.engine.devices import DTYPES
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import DTYPES, inference
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.attention import Sight
 from specgen.engine.text.translation import Translation

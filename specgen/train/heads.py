@@ -29,7 +29,7 @@ from torch import Tensor
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.attention import Sight
-from specgen.engine.native.families import read_architecture
+from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, HEAD, layer_shapes, layer_tensors
 from specgen.engine.native.native_model import NativeModel, final_logits

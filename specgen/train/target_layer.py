@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.layer_weights import FINAL_NORM, bias_of, layer_shapes, layer_tensors
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json

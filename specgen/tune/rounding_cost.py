@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specgen import demo
-from specgen.engine.devices import free_memory
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import free_memory, inference
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, load_weights
 

@@ -26,8 +26,8 @@ from specgen.base.types import Context
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup, derive_seed
 from specgen.decoding.run import Run
+from specgen.engine.devices import inference
 from specgen.engine.forward_pass import ModelOutput
-from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.parts.own_layers import ExitAcceptancePredictor
 from specgen.engine.text.translated_runner import TranslatedRunner

@@ -22,8 +22,7 @@ from specgen.base.types import Context, Draft
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import LengthPolicy
-from specgen.engine.devices import DTYPES, pick_threads, upload
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import DTYPES, inference, pick_threads, upload
 from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor

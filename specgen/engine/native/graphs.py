@@ -21,9 +21,8 @@ from typing import Protocol
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specgen.engine.devices import pinned
+from specgen.engine.devices import inference, pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.inference_mode import inference
 from specgen.engine.native.attention import Sight, ancestry
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries

@@ -20,6 +20,7 @@ from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, RecurrentWeights
 from specgen.engine.native.mlp import DenseMLP, Experts
 from specgen.engine.native.products import MakeProduct, Product
+from specgen.engine.native.recurrence import unit_length
 from specgen.engine.native.rotary import rotate
 
 
@@ -145,8 +146,11 @@ class Attention:
         return heads
 
 
-class DeltaNet:
-    """A gated delta rule after a short convolution (Qwen3-Next). A `Branch`."""
+class RecurrentMixer:
+    """Base of the mixers that are no attention: a projection before the recurrence (`qkv`), and one after it (`output`).
+
+    `kind` and `is_wide` are those of `Attention`, which these mixers do not need.
+    """
 
     def __init__(
         self,
@@ -158,18 +162,21 @@ class DeltaNet:
         *,
         is_wide: bool = False,
     ) -> None:
-        assert architecture.recurrent is not None
         self._index = index
-        self._sizes = architecture.recurrent
-        self._eps = architecture.norm_eps
+        self._architecture = architecture
         self._weights = weights
         self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
+
+class DeltaNet(RecurrentMixer):
+    """A gated delta rule after a short convolution (Qwen3-Next). A `Branch`."""
+
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         steps, states = inputs.recurrent_inputs
-        sizes = self._sizes
+        sizes = self._architecture.recurrent
         weights = self._weights
+        assert sizes is not None
         assert weights.decay_rates is not None
         assert weights.step_bias is not None
         heads = sizes.value_heads
@@ -178,36 +185,17 @@ class DeltaNet:
         mixed, gate, beta, step = self.qkv(x).split_with_sizes((sizes.channels, of_values, heads, heads), 1)
         mixed = functional.silu(states.convs[self._index](steps, mixed, weights.convolution))
         query, key, value = mixed.split_with_sizes((of_keys, of_keys, of_values), 1)
-        query = _unit(query.view(-1, sizes.key_heads, sizes.key_size)) * sizes.key_size**-0.5
-        key = _unit(key.view(-1, sizes.key_heads, sizes.key_size))
+        query = unit_length(query.view(-1, sizes.key_heads, sizes.key_size)) * sizes.key_size**-0.5
+        key = unit_length(key.view(-1, sizes.key_heads, sizes.key_size))
         value = value.view(-1, heads, sizes.value_size)
         decay = weights.decay_rates * functional.softplus(step.float() + weights.step_bias)
         found = states.states[self._index](steps, query, key, value, decay[..., None], beta.float().sigmoid())
-        normed = functional.rms_norm(found, (sizes.value_size,), weights.norm, self._eps).flatten(1)
+        normed = functional.rms_norm(found, (sizes.value_size,), weights.norm, self._architecture.norm_eps).flatten(1)
         return (normed * functional.silu(gate.float())).to(x.dtype)
 
 
-def _unit(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
-
-
-class ShortConv:
+class ShortConv(RecurrentMixer):
     """A short convolution with gates on its input and its output (LFM2). A `Branch`."""
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        index: int,
-        kind: int,
-        weights: RecurrentWeights,
-        make_product: MakeProduct,
-        *,
-        is_wide: bool = False,
-    ) -> None:
-        self._index = index
-        self._weights = weights
-        self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
-        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         steps, states = inputs.recurrent_inputs

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from specgen.base.types import Context
-from specgen.engine.devices import move
+from specgen.engine.devices import inference, move
 from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
-from specgen.engine.inference_mode import inference
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer

@@ -344,6 +344,11 @@ def _folded(held: State, count: int) -> Tensor:
     return kept + added.view_as(held.state)
 
 
+def unit_length(vectors: Tensor) -> Tensor:
+    """Returns queries or keys [..., key size] divided by their length, as the delta rule takes them."""
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def _moved(indices: Sequence[int], base: int, like: Tensor) -> Tensor:
     return upload(torch.tensor(indices), like.device) - base
 

@@ -109,7 +109,7 @@ class BlockLayers:
         self._key_norm = torch.stack(norms).to(dtype) if norms else None
 
     def reduced(self, features: Tensor) -> Tensor:
-        """Returns what is kept of a token's features: [n, taps * target width] -> [n, width]."""
+        """Returns what keys and values are computed from, [n, width], for a target's features [n, taps * target width]."""
         return self.normed(self._fc(features))
 
     def keys_values(
@@ -243,9 +243,8 @@ class BlockHeadRunner(BlockRunner):
         levels: Sequence[int],
         start: int,
     ) -> ModelOutput:
-        picked = upload(torch.tensor(levels[start:]), self.device)
-        assert rows.hidden_states is not None
-        logits, states = (each.index_select(0, picked) for each in (rows.logits, rows.hidden_states))
+        logits, states, *_ = super().after(rows, context, draft, levels, start)
+        assert states is not None
         if self._successors is not None and self._successor_head is not None:
             before = upload(torch.tensor([context.ids[-1], *draft][start:]), self.device)
             rank = self._successors.index_select(0, before)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
-from specgen.engine.devices import upload
+from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
-from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import attend_batch

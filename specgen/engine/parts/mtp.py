@@ -23,7 +23,7 @@ from torch import Tensor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
-from specgen.engine.native.families import attention_architecture
+from specgen.engine.native.config_reading import attention_architecture
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer import norm_function

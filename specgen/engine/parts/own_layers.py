@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
+from specgen.engine.devices import inference
 from specgen.engine.forward_pass import (
     BatchPass,
     ForwardFunction,
@@ -28,7 +29,6 @@ from specgen.engine.forward_pass import (
     LayerPart,
     ModelOutput,
 )
-from specgen.engine.inference_mode import inference
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture

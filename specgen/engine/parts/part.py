@@ -15,7 +15,7 @@ from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutpu
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture
-from specgen.engine.native.families import read_architecture
+from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain

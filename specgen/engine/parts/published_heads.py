@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from specgen.base import schema
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
-from specgen.engine.native.families import read_config
+from specgen.engine.native.config_reading import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.parts.block import CONTEXT_NORM
 from specgen.engine.parts.block_layouts import published_block, read_block

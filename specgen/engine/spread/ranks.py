@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.machine import Launch, launch
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference
 
 _FOREVER = timedelta(days=365)  # rank 0 may be idle for any time between two passes
 _HINT = "torchrun's own report says which process ended, and how"

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.devices import move
+from specgen.engine.devices import inference, move
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
-from specgen.engine.inference_mode import inference
 from specgen.engine.model_loading import PreparedModel, check_weight_files
 from specgen.engine.native.architecture import Architecture
-from specgen.engine.native.families import read_architecture, read_config
+from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_gain

@@ -99,7 +99,7 @@ class Tokenizer:
         return ids[: next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)]
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is a special one, such as beginning-of-text, which has a name and stands for no text."""
+        """Whether the token is a special one, such as the end-of-sequence token, and so stands for no text."""
         ids = [*self._anchor, token]
         return self.decode(ids, True) != self.decode(ids, False)
 

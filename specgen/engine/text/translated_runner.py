@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specgen.base.types import Context
-from specgen.engine.devices import upload
+from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents
-from specgen.engine.inference_mode import inference
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translation import Translation

@@ -176,7 +176,7 @@ class Translation:
 
 
 def _matched(source: TokenBytes, other: TokenBytes, ends: AbstractSet[int], other_ends: AbstractSet[int]) -> list[int]:
-    """Returns for each token of `source` the token of the other vocabulary that stands for the same, or -1.
+    """Returns for each token of `source` the token of the other vocabulary that has the same meaning, or -1 if there is none.
 
     Tokens are matched by their bytes; tokens without bytes by their role, then by their text. Each of `ends` is matched with one
     of `other_ends`, so that drafts can end.

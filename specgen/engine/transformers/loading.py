@@ -19,7 +19,7 @@ from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.inference_mode import inference
+from specgen.engine.devices import inference
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import TransformersModel, logits_error, model_without_weights

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
-from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps
+from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps, unit_length
 
 _STATE_METHODS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
 _UNLIMITED = ("nemotron_h",)  # families whose limit of time steps transformers applies in some passes only, other engines nowhere
@@ -121,7 +121,7 @@ def _delta_rule(
         return theirs(query, key, value, **options)
     parts = [part[0].float() for part in (query, key, value, options["g"], options["beta"])]
     if options.get("use_qk_l2norm_in_kernel"):
-        parts[:2] = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in parts[:2])
+        parts[:2] = map(unit_length, parts[:2])
     own_query, own_key, own_value, decay, beta = parts
     decay = decay if decay.dim() == 3 else decay[..., None]
     found = inputs.records(inputs.steps, own_query * query.shape[-1] ** -0.5, own_key, own_value, decay, beta)

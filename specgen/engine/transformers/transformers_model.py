@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from specgen.base.errors import SpecgenError, is_out_of_memory
 from specgen.base.types import Context
-from specgen.engine.devices import move
+from specgen.engine.devices import inference, move
 from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
-from specgen.engine.inference_mode import inference
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_pass
-from specgen.engine.native.families import read_architecture
+from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.recurrence import Steps
 from specgen.engine.transformers.kv_cache import GrowingCache, KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
