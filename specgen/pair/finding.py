@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
@@ -23,6 +23,9 @@ from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.translation import same_tokens
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
 from specgen.pair.parts import PartStore
+
+if TYPE_CHECKING:
+    from specgen.pair.pair import Pair
 
 MOST_FOLDERS = 300  # that are looked at, of each place
 LARGEST_DRAFT = 0.5  # of the target's bytes
@@ -74,6 +77,12 @@ def find_drafters(target: PreparedModel) -> list[Found]:
             own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
     found = [each for name, folder in _places(target) if (each := _judged(name, folder, target, size)) is not None]
     return own + sorted(found, key=lambda each: (-each.speedup, -each.cost))
+
+
+def other_drafts(pair: Pair) -> list[Found]:
+    """Returns the draft models that were found for the pair's target, but for the one that drafts in it."""
+    own = None if pair.draft is None else pair.draft.folder
+    return [each for each in pair.found if each.kind == DRAFT_MODEL and each.folder != own]
 
 
 def hint(target: str) -> str | None:
