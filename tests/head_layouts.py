@@ -216,7 +216,9 @@ def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
 def eagle31(sizes: Sizes) -> tuple[Config, Tensors]:
     """EAGLE-3.1 in SpecForge's layout: a norm of each feature."""
     config, tensors = eagle3(sizes)
-    return config | {"fc_norm": True, "norm_output": sizes.norm_output}, tensors | {f"fc_norm.{tap}.weight": sizes.norm() for tap in range(3)}
+    return config | {"fc_norm": True, "norm_output": sizes.norm_output}, tensors | {
+        f"fc_norm.{tap}.weight": sizes.norm() for tap in range(3)
+    }
 
 
 def eagle31_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
