@@ -144,8 +144,8 @@ class EagleLayers:
         """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width] that three [n, 3 * target
         width] are joined to."""
         if self._input_norms:
-            parts = features.unflatten(-1, (self._input_norms, -1))
-            features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(-2)
+            parts = features.view(len(features), self._input_norms, -1)
+            features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1)
         return self._fc(features)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
