@@ -157,7 +157,7 @@ def with_tuned_draft(
     from specgen.pair.loading import with_found
     from specgen.tune import profile as profiles
 
-    others = other_drafts(pair)
+    others = other_drafts(pair.found, pair.draft)
     if not others or (folder is not None and not (folder / profiles.FILE).is_file()):
         return pair
     if folder is not None:

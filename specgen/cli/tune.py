@@ -151,7 +151,7 @@ def _others(pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack) -> tu
         other = _rounded(best) if found is None else with_found(best, found, dtypes)
         return None if other is None else opened.enter_context(other)
 
-    found = other_drafts(pair)
+    found = other_drafts(pair.found, pair.draft)
     if pair.draft is None and found:  # little is expected of it
         pair = opened.enter_context(with_found(pair, found.pop(0), dtypes))
     return pair, [partial(make, each) for each in (*found, *([None] if dtypes[1] is None else []))]

@@ -6,26 +6,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
-from specgen.engine.model_loading import ModelSource, PreparedModel, describe
+from specgen.engine.model_loading import LoadedModel, ModelSource, PreparedModel, describe
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.translation import same_tokens
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
 from specgen.pair.parts import PartStore
-
-if TYPE_CHECKING:
-    from specgen.pair.pair import Pair
 
 MOST_FOLDERS = 300  # that are looked at, of each place
 LARGEST_DRAFT = 0.5  # of the target's bytes
@@ -79,10 +76,9 @@ def find_drafters(target: PreparedModel) -> list[Found]:
     return own + sorted(found, key=lambda each: (-each.speedup, -each.cost))
 
 
-def other_drafts(pair: Pair) -> list[Found]:
-    """Returns the draft models that were found for the pair's target, but for the one that drafts in it."""
-    own = None if pair.draft is None else pair.draft.folder
-    return [each for each in pair.found if each.kind == DRAFT_MODEL and each.folder != own]
+def other_drafts(found: Sequence[Found], draft: LoadedModel | None) -> list[Found]:
+    """Returns the draft models among what was found for a target, but for `draft`."""
+    return [each for each in found if each.kind == DRAFT_MODEL and (draft is None or each.folder != draft.folder)]
 
 
 def hint(target: str) -> str | None:
