@@ -106,12 +106,11 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """Returns the method names in the value of --methods, or None if the option was not given. Where a method has variants under
-    names of their own, as `eesd` has `eesd-cali` and `eesd-beta`, these are added, so that they are tuned too."""
+    """Returns the names of the methods in the value of --methods, or None if the option was not given."""
     if given is None:
         return None
-    names = [name.strip() for name in given.split(",")]
-    return [*names, *(other for name in names for other in methods.find(name).stands_for)]
+    found = [methods.find(name.strip()) for name in given.split(",")]
+    return list(dict.fromkeys(method.alias_of or method.name for method in found))
 
 
 def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool) -> None:

@@ -250,4 +250,4 @@ def _time_kind(
     if kind == "model":
         return time_rounds(pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"}))
     signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
-    return time_rounds(pair, "eesd-fixed", prompt, sampling, deadline, lengths, signals)
+    return time_rounds(pair, "eesd", prompt, sampling, deadline, lengths, signals)

@@ -16,7 +16,7 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
-from specgen.base.settings import written
+from specgen.base.settings import Value, written
 from specgen.base.text import counted
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import BenchmarkConfig, method_results
@@ -60,7 +60,7 @@ MARGIN = 1.2  # real runs may take this many times the expected seconds
 LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
 SOME = "some settings"  # the key in `left_out` that says that not all settings were simulated
 TIME_WAS_SHORT = "time was short (a larger --budget helps)"
-_DRAFTERS = {"model": "sd", "exit": "eesd-fixed"}  # methods that draft chains of fixed length
+_DRAFTERS = {"model": "sd", "exit": "eesd"}  # methods that draft chains of fixed length
 
 
 def tune(
@@ -126,7 +126,7 @@ class Tuner:
             if (reason := self._obstacle(name)) is not None:
                 self.left_out[name] = reason
         self.check_named()
-        return [name for name in wanted if name not in self.left_out and not METHODS[name].stands_for]
+        return [name for name in wanted if name not in self.left_out]
 
     def _obstacle(self, name: str) -> str | None:
         method, draft = METHODS[name], self.pair.draft
@@ -185,7 +185,7 @@ class Tuner:
         if kind not in costs:
             return simulator, None
         observer.doing("running the draft model on the target's output")
-        share = simulator.run(_DRAFTERS[kind], {"k": 1}).acceptance_rate
+        share = simulator.run(_DRAFTERS[kind], {"policy": "fixed", "k": 1}).acceptance_rate
         if share is not None and pair is self.pair:
             observer.done(f"the target accepts {share:.0%} of the {'draft' if kind == 'model' else 'exit layer'}'s tokens")
         return simulator, share
@@ -261,12 +261,13 @@ class Tuner:
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
         lossy = {name: settings for name, settings in grids.items() if name not in lossless}
+        failed = set[tuple[str, Value | None]]()  # methods with policies
         plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
         for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
             if deadline.left < 0 and (tried[name] or not is_needed):
                 self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
                 break
-            if name in self.left_out:
+            if (name, settings.get("policy")) in failed:
                 continue
             self.observer.doing(f"simulating {written(name, settings)}")
             try:
@@ -275,6 +276,7 @@ class Tuner:
                 if name == PLAIN:
                     raise
                 self.left_out[name] = error.message
+                failed.add((name, settings.get("policy")))
                 continue
             tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
         return tried
