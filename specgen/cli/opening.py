@@ -160,17 +160,22 @@ def with_tuned_draft(
     others = other_drafts(pair.found, pair.draft)
     if not others or (folder is not None and not (folder / profiles.FILE).is_file()):
         return pair
+    found, latest = None, 0.0
     if folder is not None:
         fits = profiles.load(folder).fits["draft"]
-        found = next((each for each in others if isinstance(fits, dict) and fits["name"] == each.name), None)
+        names = {each.name: each for each in others}
+        found = names.get(fits["name"]) if isinstance(fits, dict) else None
     else:
         key = profiles.profile_key_of(pair)
-        drafts = [{"name": each.name, "device": pair.target.device_label} for each in others]
-        keys = [key, *({**key, "draft": draft} for draft in drafts)]
-        paths = [profiles.default_folder(each, sampling) / profiles.FILE for each in keys]
-        written = [path.stat().st_mtime if path.is_file() else 0.0 for path in paths]
-        found = (None, *others)[written.index(max(written))]
-    return pair if found is None else with_found(pair, found, dtypes, process)
+        for each in (None, *others):
+            if each is not None:
+                key["draft"] = {"name": each.name, "device": pair.target.device_label}
+            path = profiles.default_folder(key, sampling) / profiles.FILE
+            if path.is_file() and path.stat().st_mtime > latest:
+                found, latest = each, path.stat().st_mtime
+    if found is None:
+        return pair
+    return with_found(pair, found, dtypes, process)
 
 
 def _with_profile(

@@ -171,7 +171,13 @@ EESD = Method(
     drafts="exit",
     recorded=True,
     grids=(
-        {"policy": ("cali-ts",), **{name: each.tuned for name, each in CaliTS.settings.items() if each.tuned}},
+        {
+            "policy": ("cali-ts",),
+            "sigma_model": (0.1, 0.3, 0.5),
+            "sigma_sample": (1.0, 3.0),
+            "theta0": (0.5, 0.7, 0.9),
+            "max_draft": (3, 5, 8, 40),
+        },
         {"policy": ("beta-ts",), "alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
         {"policy": ("fixed",), "k": range(1, 13)},
     ),

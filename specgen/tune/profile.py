@@ -148,8 +148,10 @@ class Profile(_StrictModel):
             return self.chosen.settings
         if name in self.methods:
             return self.methods[name].settings
-        older = (each for each in methods.ALIASES.values() if each.alias_of == name and each.name in self.methods)
-        return next(({"policy": each.policy or "", **self.methods[each.name].settings} for each in older), None)
+        for older, alias in methods.ALIASES.items():
+            if alias.alias_of == name and older in self.methods:
+                return {"policy": alias.policy or "", **self.methods[older].settings}
+        return None
 
     def mismatch(self, now: Conditions) -> str | None:
         """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""

@@ -10,6 +10,7 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -88,11 +89,10 @@ def tune(
 
 def further_heads(pair: Pair) -> dict[str, list[GivenSettings]]:
     """Returns the settings that name the heads that were found for the target, by kind, but for the default ones."""
-    found: dict[str, list[GivenSettings]] = {}
+    found = defaultdict[str, list[GivenSettings]](list)
     for each in pair.found:
-        default = pair.parts.find(each.kind) if each.kind in HEADS else None
-        if default is not None and default.path != each.folder:
-            found.setdefault(each.kind, []).append({"head": str(each.folder)})
+        if each.kind in HEADS and each.folder != pair.parts.beside[each.kind]:
+            found[each.kind].append({"head": str(each.folder)})
     return found
 
 
