@@ -7,15 +7,12 @@ import os
 import signal
 import tempfile
 from importlib import import_module
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("COLUMNS", None)  # xdist sets it in its processes
 os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")  # what is measured here is no use to the user
 os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")  # nor is what the user tuned any to them
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too: threads of several wait for one another
-if not any(Path("/dev").glob("nvidia[0-9]*")):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: without a GPU, its kernels are interpreted
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts in the background has it, and all that this starts
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -41,6 +41,8 @@ class Sizes:
     bias: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     own_embedding: bool = False
     tables: bool = True
     lm_head: torch.Tensor | None = None
@@ -211,6 +213,22 @@ def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
     return {**config, "target_hidden_size": None, "transformer_layer_config": inner}, tensors
 
 
+def eagle31(sizes: Sizes) -> tuple[Config, Tensors]:
+    """EAGLE-3.1 in SpecForge's layout: a norm of each feature."""
+    config, tensors = eagle3(sizes)
+    return config | {"fc_norm": True, "norm_output": sizes.norm_output}, tensors | {
+        f"fc_norm.{tap}.weight": sizes.norm() for tap in range(3)
+    }
+
+
+def eagle31_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
+    """One norm of all features, or with `fc_norm` one of each. States are fed back after the norm."""
+    config, tensors = eagle3_speculators(sizes)
+    norms = {f"fc_norm.{tap}.weight": sizes.norm() for tap in range(3)}
+    norms = norms if sizes.fc_norm else {"input_norm.weight": sizes.norm(3 * sizes.width)}
+    return config | {"norm_output": True, "fc_norm": sizes.fc_norm, "norm_before_fc": not sizes.fc_norm}, tensors | norms
+
+
 def glide(sizes: Sizes) -> tuple[Config, Tensors]:
     """The GliDe authors' layout: the config of a Llama, and a cross-attention in each layer."""
     crossed = sizes.heads * sizes.head_size
@@ -289,6 +307,8 @@ LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
     "eagle1-speculators": eagle1_speculators,
     "eagle3": eagle3,
     "eagle3-speculators": eagle3_speculators,
+    "eagle3.1": eagle31,
+    "eagle3.1-speculators": eagle31_speculators,
     "glide": glide,
     "block-zlab": block_zlab,
     "block-deepspec": block_deepspec,

@@ -212,7 +212,13 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
     tensors, layer = weights.tensors, DecoderReference(weights)
     features = states[-1][0]
     if weights.version == 3:
-        features = torch.cat([states[tap][0] for tap in weights.feature_layers], dim=-1) @ tensors["fc.weight"].T
+        taps = [states[tap][0] for tap in weights.feature_layers]
+        if "fc_norm.0.weight" in tensors:
+            taps = [layer.norm(tap, f"fc_norm.{number}") for number, tap in enumerate(taps)]
+        features = torch.cat(taps, dim=-1)
+        if "input_norm.weight" in tensors:
+            features = layer.norm(features, "input_norm")
+        features = features @ tensors["fc.weight"].T
     for number in range(len(path) + 1):
         embeddings = part.embedded([*ids[1:], *path[:number]])
         if weights.version == 1:
@@ -225,10 +231,11 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
         for index in range(weights.config["num_hidden_layers"]):
             attended = layer.norm(hidden, f"layers.{index}.input_layernorm") if index else attended
             hidden = layer.with_mlp(hidden + layer.attention(attended, index), index)
-        features = torch.cat((features, hidden[-1:]))
+        normed = hidden if weights.version == 1 else layer.norm(hidden, "norm")
+        features = torch.cat((features, (normed if weights.norm_output else hidden)[-1:]))
     if weights.version == 1:
         return part.model.head_logits(hidden[-1:])[0]
-    return part.of_all_tokens(tensors["lm_head.weight"] @ layer.norm(hidden[-1], "norm"))
+    return part.of_all_tokens(tensors["lm_head.weight"] @ normed[-1])
 
 
 def mtp(part: Part, ids: list[int], path: list[int]) -> Tensor:

@@ -219,6 +219,9 @@ def test_costs_of_measured_rounds_are_in_passes_over_one_token() -> None:
     assert costs.of_draft(2, 4) == pytest.approx(0.8)
     assert costs.with_values(0.5, None).of_draft(2, 4) == pytest.approx(1.4)
     assert costs.with_values(None, 0.01).of_draft(2, 4) == pytest.approx(0.44)
+    mixture = replace(rounds, verification_cost=table({1: 0.010, 2: 0.016, 9: 0.023}))
+    costs = DraftingCosts.of_rounds(mixture, 100)
+    assert (costs.verify, costs.verify_start) == pytest.approx((0.1, 0.5))
     best = min((1 + 0.12 * k) / sum(0.8**j for j in range(k + 1)) for k in range(17))
     assert DraftingCosts(0.1, 0.02).time_per_token(0.8) == pytest.approx(best)
     assert DraftingCosts(2.0, 0.0).time_per_token(1.0) == 1, "plain decoding"
@@ -226,19 +229,22 @@ def test_costs_of_measured_rounds_are_in_passes_over_one_token() -> None:
 
 @pytest.mark.parametrize("draft_cost", [0.01, 0.1, 0.6])
 @pytest.mark.parametrize("verify_cost", [0.0, 0.03, 0.2])
-@pytest.mark.parametrize("single", [1e-4, 2.0])
-def test_costs_are_learned_from_the_times_of_rounds(draft_cost: float, verify_cost: float, single: float) -> None:
+@pytest.mark.parametrize(("single", "verify_start"), [(1e-4, 0.0), (2.0, 0.6)])
+def test_costs_are_learned_from_the_times_of_rounds(
+    draft_cost: float, verify_cost: float, single: float, verify_start: float
+) -> None:
     """With noise, and now and then a round that is ten times as slow. A run of one draft length learns the sum of both."""
-    rng, wanted = Random(0), DraftingCosts(draft_cost, verify_cost)
+    rng, wanted = Random(0), DraftingCosts(draft_cost, verify_cost, verify_start=verify_start)
     for lengths in (range(9), (4,)):
         timed = LearnedCosts(DraftingCosts(0.15, 0.03))
         for _ in range(300):
             tokens = rng.choice(lengths)
             slow = single * rng.uniform(0.9, 1.1) * (10 if rng.random() < 0.02 else 1)
-            timed.add(tokens, slow * draft_cost * tokens, tokens, slow * (1 + verify_cost * tokens))
+            timed.add(tokens, slow * draft_cost * tokens, tokens, slow * (1 + wanted.of_draft(0, tokens)))
         if len(lengths) > 1:
             assert timed.costs.draft == pytest.approx(draft_cost, rel=0.2, abs=0.02)
             assert timed.costs.verify == pytest.approx(verify_cost, abs=0.04)
+            assert timed.costs.verify_start == pytest.approx(verify_start, abs=0.1)
             assert not timed.costs.differs(wanted, 2.0) or wanted.of_draft(1, 1) < 0.05
         else:
             assert timed.costs.verify == pytest.approx(timed.guess.verify, abs=0.005), "passes of one width have no slope"
@@ -251,6 +257,23 @@ def test_costs_change_within_a_run_unless_they_are_given() -> None:
         made.observe_seconds(2, 2.0, 2, 1.0)
     assert made._costs.draft > 0.5
     assert made._costs.verify == 0.5
+
+
+@pytest.mark.parametrize(("accepted", "most"), [(0.3, 1.08), (0.5, 1.08), (0.9, 0.71)])
+def test_drafts_for_a_mixture_of_experts_are_made_where_they_pay(accepted: float, most: float) -> None:
+    """Of 64 experts a token needs 8, which take 80 % of the target's time. The cost per output token is at most `most`."""
+    rng, guess = Random(0), DraftingCosts(0.15, 0.03)
+    made = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess)))
+    chance, cost, tokens = math.log(accepted / (1 - accepted)), 0.0, 0
+    for _ in range(1500):
+        prob = min(max(1 / (1 + math.exp(-rng.gauss(chance, 1))), 0.02), 0.99)
+        count = draft(made, *[{"entropy": 1.5 * (1 - prob), "top_prob": prob, "prob": prob}] * 40)
+        correct = next((number for number in range(count) if rng.random() > prob), count)
+        seconds = 0.2 + 0.1 * 64 * (1 - (1 - 8 / 64) ** (count + 1))
+        made.observe(count, correct)
+        made.observe_seconds(count, 0.1 * count, count, seconds)
+        cost, tokens = cost + seconds + 0.1 * count, tokens + correct + 1
+    assert cost / tokens < most
 
 
 PROMPT = [5, 9, 7, 3]

@@ -116,7 +116,7 @@ LIGHT = [
     generate("-m pearl --set policy=adaptive --set draft_cost=1", "pearl drafts during", "Leave it out"),
     generate("-m mtad --set beam=wide", "beam is 'wide'", "greedy, sample"),
     generate("-m mtad --set policy=cali-ts", "mtad cannot use the policy 'cali-ts'", "model_prediction=false, fixed"),
-    generate("-m eesd-beta --set policy=svip", "eesd-beta has no setting 'policy'", "alpha"),
+    generate("-m eesd-beta --set k=3", "eesd-beta has no setting 'k'", "alpha"),
     generate("-m bild -t some/model -d none", "bild needs a draft model", "--draft"),
     generate("-m sd --set cape=true --set width=3", "cape adds candidates to a chain, and width is 3"),
     generate("-m eesd-tree --set nodes=9 --set width=1", "nodes is 9, but width is 1"),

@@ -126,17 +126,18 @@ def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_best_first_trees_have_the_likeliest_paths(seed: int) -> None:
-    """By comparison with all paths of three rows, by the product of their probabilities."""
+@pytest.mark.parametrize("k", [2, 9])
+def test_best_first_trees_have_the_likeliest_paths(seed: int, k: int) -> None:
+    """By comparison with all paths of at most k of three rows, by the product of their probabilities."""
     case = Case("block", {"nodes": 9}, 9, (4, 4), seed=seed)
     draft, context = RowTable(case), Context(PROMPT)
     probs = [row.softmax(-1).tolist() for row in draft.rows(context, 3).logits]
     values = {
         path: prod(probs[level][token] for level, token in enumerate(path))
-        for length in (1, 2, 3)
+        for length in range(1, min(k, 3) + 1)
         for path in product(range(4), repeat=length)
     }
     drafter = MarginalTreeDrafter(Setup(draft, SamplingParams(), vocab_size=4), nodes=9)
-    made = drafter.propose(context, Fixed(9), 9)
+    made = drafter.propose(context, Fixed(k), 9)
     tokens, parents = list(made.tokens), list(made.parents)
     assert {tuple(path_to(tokens, parents, node)) for node in range(9)} == set(sorted(values, key=lambda path: -values[path])[:9])

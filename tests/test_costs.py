@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,24 +60,28 @@ def test_measuring_ends_in_time_on_slow_models(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)])
 def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
-    assert ParallelCosts(1.0, ratio, ratio, 8, 10).window.size == size
+    assert ParallelCosts(1.0, ratio, ratio, ratio, 8, 10).window.size == size
 
 
 def test_a_flexible_window_by_hand() -> None:
     """A draft pass takes 1, a target pass 4 over one token and 5 over nine; each token is accepted with probability 0.7.
 
     Seconds with a lead of n: n for the lead, 4 + n / 8 for its pass, and 0.7 ** (n + 1) * 5 / (1 - 0.7 ** 5) for further passes.
+    With a pass of 4.9 over two tokens instead of 4.125, a lead does not pay.
     """
-    costs = ParallelCosts(1.0, 5.0, 4.0, 9, 64)
+    costs = ParallelCosts(1.0, 5.0, 4.0, 4.125, 9, 64)
     assert (costs.window.size, costs.window.first) == (5, 4)
+    bent = replace(costs, target_pass=12.0, double_pass=8.0)
+    assert [bent.window.beside(width) for width in (1, 2, 7, 12)] == [4, 8, 10, 12]
+    assert replace(costs, double_pass=4.9).flexible_window.lead == 0
     further = 5 / (1 - 0.7**5)
     seconds = [4 + 0.7 * further, 5.125 + 0.49 * further, 6.25 + 0.343 * further]
     assert min(seconds) == seconds[1]
     flexible = costs.flexible_window
     assert (flexible.lead, flexible.size, flexible.first, flexible.is_flexible) == (1, 8, 8, True)
     assert flexible.longest == 9
-    assert ParallelCosts(1.0, 4.0, 6.0, 9, 64).window.first == 4, "never more than during a longer pass"
-    assert ParallelCosts(0.001, 1.0, 1.0, 9, 64).flexible_window.size == LONGEST_WINDOW
+    assert ParallelCosts(1.0, 4.0, 6.0, 6.0, 9, 64).window.first == 4, "never more than during a longer pass"
+    assert ParallelCosts(0.001, 1.0, 1.0, 1.0, 9, 64).flexible_window.size == LONGEST_WINDOW
 
 
 def test_costs_follow_a_machine_that_is_slower() -> None:
@@ -181,7 +186,7 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert run.costs.as_dict()["window"] == 8
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.window == simulated_window(near)
-    assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6))
+    assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6, second=6))
 
 
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:

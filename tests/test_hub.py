@@ -10,21 +10,33 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
+from tuning_helpers import COSTS, GREEDY, TEXTS
+from typer.testing import CliRunner
 
 import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
-from specgen.cli.opening import choose_found
+from specgen.cli.app import app
+from specgen.cli.opening import choose_found, with_tuned_draft
+from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.pair.finding import find_drafters, hint
+from specgen.tune import tuner
+from specgen.tune.outcome import Candidate, Deadline, TuningRequest
+from specgen.tune.profile import default_folder, from_outcome, profile_key_of
+from specgen.tune.profile import save as save_profile
 from specgen.view.theme import console
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
@@ -194,6 +206,40 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
     said = "(eagle 20, adaptive 10 tokens/s in a short trial); -d none drafts without it"
     assert first == f"found org/head: its sizes fit this model {said}"
     assert second.startswith(f"found {place / 'small'}: the same tokenizer, 9% of the size (adaptive 30, ")
+
+
+def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller model of random weights is expected to be the best one, and the target accepts none of its tokens."""
+    random = make_model(
+        "llama", hidden_size=16, num_hidden_layers=1, vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True
+    )
+    save(random, place / "random")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.folder("draft") / name, place / "random")
+    monkeypatch.setattr(tuner.Tuner, "choose", lambda *_: [Candidate("ar", {}, 1.0), Candidate("sd", {"k": 3}, 2.0)])
+    monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
+    monkeypatch.setattr(tuner, "measure_costs", lambda pair, kinds, *_: (dict.fromkeys(kinds, COSTS), {}))
+    task = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd"])
+    with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair, ExitStack() as opened:
+        assert pair.draft is not None
+        assert pair.draft.name == str(place / "random")
+        found = tuner.tune(pair, task, Mock(), _others(pair, ("float32", None), opened)[1])
+        assert found.pair is not None
+        assert found.pair.draft is not None
+        assert found.pair.draft.name == str(place / "small")
+        assert with_tuned_draft(pair, GREEDY, None, ("float32", None)) is pair, "no profile yet"
+        key = profile_key_of(found.pair)
+        save_profile(from_outcome(found, key), default_folder(key, GREEDY))
+    shown = CliRunner().invoke(app, ["generate", "-t", str(place / "big"), "-n", "4", "def f("]).stderr
+    assert f"tuned, not confirmed: sd:k=3, drafted by {place / 'small'}" in shown
+    monkeypatch.setattr(tuner, "DRAFTS", 0.0)
+    with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair, ExitStack() as opened:
+        late = tuner.tune(
+            pair, replace(task, deadline=Deadline.after(4, count().__next__)), Mock(), [Mock(side_effect=AssertionError)]
+        )
+        assert "time was short" in late.left_out["other drafts"]
 
 
 def test_published_drafters_are_named_for_known_models_only() -> None:

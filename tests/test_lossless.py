@@ -73,7 +73,7 @@ def check(pair: Pair, written: str, length: int) -> None:
 def test_greedy_ids_are_the_targets_own(pair_of: PairOf, number: int) -> None:
     """Each family and backend runs some of the methods, and each method is run by several families."""
     for case in range(2 * number, 2 * number + 2):
-        pair = pair_of(MODELS[number][0], DRAFTS[case % 3], MODELS[number][1])
+        pair = pair_of(MODELS[number][0], DRAFTS[number % 3], MODELS[number][1])
         check(pair, METHODS[case % len(METHODS)], 1 + case % 8)
 
 

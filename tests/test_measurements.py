@@ -25,7 +25,7 @@ from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.skip_search import find_skips
 
-COSTS = ParallelCosts(0.002, 0.0176, 0.012, 9, 64)
+COSTS = ParallelCosts(0.002, 0.0176, 0.012, 0.0127, 9, 64)
 
 
 @pytest.fixture

@@ -89,7 +89,10 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
     assert torch.equal(made.logits, expected)
     assert list(made.top_probs) == pytest.approx(expected.softmax(-1).amax(-1).tolist())
     assert made.stop_reason == "depth 3"
-    assert drafted(draft, 7, length=1)[0].levels == 1
+    for length in (1, 2):
+        _, paths = drafted(draft, 7, length=length)
+        wanted = candidate_tree(HeadTable.rank_accuracies[:length], 7)
+        assert paths == [[ranks[level][rank] for level, rank in enumerate(path)] for path in wanted]
     assert not drafted(draft, 7, 0)[1]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from runner_checks import LAYERED, check, path_to, quick, random_path, random_tr
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.model_runner import ModelRunner
+from specgen.engine.parts import eagle
 from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
@@ -34,6 +38,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"family": "gemma2"}),
     ("eagle3-speculators", {"qk_norm": True}),
     ("eagle3", {"backend": "transformers"}),
+    ("eagle3.1", {}),
+    ("eagle3.1-speculators", {}),
+    ("eagle3.1-speculators", {"fc_norm": True, "backend": "transformers"}),
     ("mtp-deepseek", {"layers": 1}),
     ("mtp-deepseek", {"layers": 2, "family": "gemma2"}),
     ("mtp-deepseek", {"layers": 3, "family": "qwen3", "backend": "transformers"}),
@@ -152,6 +159,26 @@ def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatc
     part.made.draft.logits(context, [5, 6, 7], start=1)  # more than a level at once
     part.made.draft.logits(Context([*context.ids[:9], 33]))  # 9 equal tokens are 8 equal pairs
     assert passes == [(12, 15), (15, 16), (16, 17), (17, 18), (8, 9)]
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_what_an_eagle_head_feeds_back_is_measured_where_its_file_may_mean_either(
+    is_normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's likeliest tokens are those of the head itself, which feeds back one of both."""
+    part = Part("eagle3.1", norm_output=True)
+    ids = part.weights.trial_ids
+    assert len(ids) > 40
+    own = replace(part.weights, norm_output=is_normed, trial_ids=())
+    head, rows = eagle.EagleRunner(own, part.model, None, None), torch.zeros(len(ids), VOCAB)
+    for start in range(4, len(ids) - 4, 4):
+        rows[start : start + 4] = head.logits(Context(ids[:start]), ids[start : start + 4], start=1).logits
+    scripted = SimpleNamespace(logits=lambda *_: ModelOutput(rows))
+    monkeypatch.setattr(eagle, "ModelRunner", lambda _: scripted)
+    made = eagle.make_runners(part.weights, part.model, ModelRunner(part.model), lambda: None).draft
+    part.weights = own
+    part.made = part.made._replace(draft=made)
+    check_rows(part, Context([1, 5, 6, 7]), [8, 9, 10])
 
 
 def test_eagle_contexts_of_one_token_and_with_another_first_token() -> None:

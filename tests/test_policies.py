@@ -260,3 +260,17 @@ def test_a_draft_ends_where_penalties_forbid_all_its_tokens(method: str, setting
             assert list(round_.draft.entropies) == pytest.approx([math.log(6)] * len(round_.draft.entropies))
             assert list(round_.draft.top_probs) == pytest.approx([1 / 6] * len(round_.draft.top_probs))
     assert any("no candidates" in str(reason) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("older", "given"),
+    [
+        ("eesd-fixed", {"policy": "fixed"}),
+        ("eesd-beta", {"policy": "beta-ts"}),
+        ("eesd-cali", {"policy": "cali-ts"}),
+        ("eesd-tree", {"width": "3", "depth": "5"}),
+    ],
+)
+def test_an_older_name_is_a_method_with_settings(older: str, given: dict[str, str]) -> None:
+    assert older not in methods.METHODS
+    assert methods.resolve(methods.find(older), {}) == methods.resolve(methods.find("eesd"), given)

@@ -70,7 +70,7 @@ def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)
     values = resolve(METHODS[name], {}, has_predictor=True).values
-    if name not in ("ar", "pearl", "eesd-cali", "eesd-beta", "heuristic"):
+    if name not in ("ar", "pearl", "eesd", "heuristic"):
         assert all(values[key] == value for key, value in settings[0].items()), "the defaults are tried first"
     distances = [min(2, distance_from_defaults(name, given)) for given in grid(name)]
     assert distances == sorted(distances)
@@ -184,10 +184,10 @@ def test_methods_that_cannot_be_tuned_have_a_reason(near: Pair, monkeypatch: pyt
     """A tuning of none but such methods is refused."""
     run = Tuner(near, request(0), Mock())
     names = run.select()
-    assert "exit layer" in run.left_out["eesd-beta"]
+    assert "exit layer" in run.left_out["eesd"]
     assert "--methods selfsd" in run.left_out["selfsd"]
     assert set(names).isdisjoint(run.left_out)
-    wanted, reason = ["eesd", "eesd-beta", "ar"], ".*an exit layer"
+    wanted, reason = ["eesd", "ar"], ".*an exit layer"
     if fails != "before":
         wanted, reason = ["sd", "ar"], "sd: it failed"
         simulator = Simulator(near, [record_reference(near, PROMPTS[0], GREEDY)], GREEDY, {"echo": COSTS})

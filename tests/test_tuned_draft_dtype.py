@@ -60,8 +60,8 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
     monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
     steps = Mock()
     request = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd", "svip"])
-    assert tuner.tune(stored, request, steps, rounded).draft_dtype == chosen
-    taken = rounded if chosen else stored
+    found, taken = tuner.tune(stored, request, steps, [lambda best: rounded]), rounded if chosen else stored
+    assert (found.draft_dtype, found.pair) == (chosen, taken)
     assert ran == [(taken, seconds * 2.0 if chosen else 2.0)]
     (said,) = [step for step in finished(steps) if step.startswith("int8 draft:")]
     assert said.endswith(": taken" if chosen else ": not taken")

@@ -104,7 +104,7 @@ def pair(**changes: Any) -> PairReport:
         **dict.fromkeys(("eagle", "medusa"), Readiness(False, "no head", "train one")),
     }
     model = SpeedupModel({width: 0.02 + 0.0002 * (width - 1) for width in WIDTHS}, 0.004, 256)
-    costs = ParallelCosts(0.005, 0.02, 0.02, 4, 256)
+    costs = ParallelCosts(0.005, 0.02, 0.02, 0.02, 4, 256)
     threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})
     report = PairReport(target, draft, tokens, 7 << 30, methods, model, costs, threads, ranks=2)
     return replace(report, **changes)

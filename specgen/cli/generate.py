@@ -57,6 +57,8 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
             name = choose_found(pair, text, err, quiet=quiet)
+        if tuned and models.finds and pair.draft is not None and methods.find(name).uses_draft_model:
+            tuned += f", drafted by {pair.draft.name}"
         where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
 
         def start(prompt: Prompt, method: str, settings: Mapping[str, object], shown: GenerateOutput) -> OutputWriter:

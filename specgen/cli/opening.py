@@ -68,6 +68,7 @@ def open_pair(
             def note(text: str) -> None:
                 loading.keep(Text(text))
 
+            pair = with_tuned_draft(pair, tuned_for, models.profile, (models.dtype, models.draft_dtype), process)
             may_round = models.draft_dtype is None and models.has_draft
             profile = find_profile(pair, tuned_for, models.profile, note, any_draft_dtype=may_round)
             if profile is not None:
@@ -142,6 +143,39 @@ def find_profile(
         return profile
     note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options")
     return None
+
+
+def with_tuned_draft(
+    pair: Pair, sampling: SamplingParams, folder: Path | None, dtypes: tuple[str, str | None], process: DraftProcess | None = None
+) -> Pair:
+    """Returns the pair with the draft model of the profile in `folder` (None: of the target's latest one for this sampling), if
+    that is another one of those that were found for the target; else the pair as it is.
+
+    `dtypes` are the values of --dtype and --draft-dtype, `process` is as for `_with_profile`.
+    """
+    from specgen.pair.finding import other_drafts
+    from specgen.pair.loading import with_found
+    from specgen.tune import profile as profiles
+
+    others = other_drafts(pair.found, pair.draft)
+    if not others or (folder is not None and not (folder / profiles.FILE).is_file()):
+        return pair
+    found, latest = None, 0.0
+    if folder is not None:
+        fits = profiles.load(folder).fits["draft"]
+        names = {each.name: each for each in others}
+        found = names.get(fits["name"]) if isinstance(fits, dict) else None
+    else:
+        key = profiles.profile_key_of(pair)
+        for each in (None, *others):
+            if each is not None:
+                key["draft"] = {"name": each.name, "device": pair.target.device_label}
+            path = profiles.default_folder(key, sampling) / profiles.FILE
+            if path.is_file() and path.stat().st_mtime > latest:
+                found, latest = each, path.stat().st_mtime
+    if found is None:
+        return pair
+    return with_found(pair, found, dtypes, process)
 
 
 def _with_profile(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from specgen.base.machine import launch
 from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
 from specgen.cli.commands import check_outputs, given
-from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap
+from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, with_tuned_draft
 from specgen.cli.options import ModelOptions, OutputOptions, TrainingOptions, TuneOptions, TuneSampling
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import load_prompts
@@ -33,6 +35,7 @@ from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
+    from specgen.pair.finding import Found
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import TuningOutcome
     from specgen.tune.profile import Profile
@@ -82,17 +85,20 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
         _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
     parallel = models.has_draft and any(methods.find(name).is_parallel for name in names or methods.METHODS)
-    pair, _ = open_pair(models, err, quiet=output.quiet, parallel=parallel)
-    with pair:
-        profile, failure = None, None
+    pair, profile = open_pair(models, err, quiet=output.quiet, parallel=parallel)
+    failure = None
+    with ExitStack() as opened:
+        opened.enter_context(pair)
+        dtypes = models.dtype, models.draft_dtype
         if may_reuse:
             note = Progress(err, quiet=output.quiet).keep
+            pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, dtypes))
             profile = find_profile(pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True)
         if profile is None:
             if not output.quiet:
                 show_overlap(pair, err)
-            with (None if models.draft_dtype is not None else _rounded(pair)) or nullcontext() as rounded:
-                profile, failure = _tune(pair, rounded, request, asked, output, begin)
+            pair, others = _others(pair, dtypes, opened)
+            pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
             _export(asked.export, pair, profile, err, output.quiet)
     if failure is not None:
@@ -100,12 +106,11 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """Returns the method names in the value of --methods, or None if the option was not given. Where a method has variants under
-    names of their own, as `eesd` has `eesd-cali` and `eesd-beta`, these are added, so that they are tuned too."""
+    """Returns the names of the methods in the value of --methods, or None if the option was not given."""
     if given is None:
         return None
-    names = [name.strip() for name in given.split(",")]
-    return [*names, *(other for name in names for other in methods.find(name).stands_for)]
+    found = [methods.find(name.strip()) for name in given.split(",")]
+    return list(dict.fromkeys(method.alias_of or method.name for method in found))
 
 
 def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool) -> None:
@@ -134,6 +139,23 @@ def _check_folder(folder: Path, asked: TuneOptions) -> None:
     check_outputs({"--out": folder / "profile.yaml"}, [("--prompts", asked.prompts)])
 
 
+def _others(pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
+    """Returns the pair, with a draft model if one was found for the target, and what makes pairs with other drafts: the further
+    ones that were found, and the best one with rounded weights, unless `dtypes` (the values of --dtype and --draft-dtype) say how
+    its weights are. `opened` closes the pairs."""
+    from specgen.pair.finding import other_drafts
+    from specgen.pair.loading import with_found
+
+    def make(found: Found | None, best: Pair) -> Pair | None:
+        other = _rounded(best) if found is None else with_found(best, found, dtypes)
+        return None if other is None else opened.enter_context(other)
+
+    found = other_drafts(pair.found, pair.draft)
+    if pair.draft is None and found:  # little is expected of it
+        pair = opened.enter_context(with_found(pair, found.pop(0), dtypes))
+    return pair, [partial(make, each) for each in (*found, *([None] if dtypes[1] is None else []))]
+
+
 def _rounded(pair: Pair) -> Pair | None:
     """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or cannot be done here."""
     from specgen.pair.loading import with_draft_dtype
@@ -146,27 +168,33 @@ def _rounded(pair: Pair) -> Pair | None:
 
 
 def _tune(
-    pair: Pair, rounded: Pair | None, request: TuningRequest, asked: TuneOptions, output: OutputOptions, begin: float
-) -> tuple[Profile, RunError | None]:
-    """Tunes the methods, writes the profile and prints the result. Returns the profile and why it could not be written.
-
-    `rounded` is the pair with its draft's weights rounded, None if it is not tried.
+    pair: Pair,
+    others: Sequence[Callable[[Pair], Pair | None]],
+    request: TuningRequest,
+    asked: TuneOptions,
+    output: OutputOptions,
+    begin: float,
+) -> tuple[Pair, Profile, RunError | None]:
+    """Tunes the methods, writes the profile and prints the result. Returns the pair with the draft that was chosen, the profile
+    and why it could not be written. `others` make pairs with other drafts (see `tuner.tune`).
     """
     from specgen.tune import profile as profiles
     from specgen.tune.rounding_cost import rounding_cost
     from specgen.tune.tuner import tune
 
-    sampling, key = request.sampling, profiles.profile_key_of(pair)
-    default = profiles.default_folder(key, sampling)
-    folder = asked.out or default
-    _check_folder(folder, asked)
+    sampling = request.sampling
+    _check_folder(asked.out or profiles.default_folder(profiles.profile_key_of(pair), sampling), asked)
     how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
     err = theme.console(stderr=True, no_color=output.no_color)
     with Progress(err, quiet=output.quiet) as line:
         progress = TuneProgress(line, begin, asked.budget)
         progress.done(f"{models_in_words(pair)}, {how}: loaded")
         rounding = rounding_cost(pair, line.announce, is_small_only=True)
-        outcome = tune(pair, request, progress, rounded)
+        outcome = tune(pair, request, progress, others)
+    pair = outcome.pair or pair
+    key = profiles.profile_key_of(pair)
+    default = profiles.default_folder(key, sampling)
+    folder = asked.out or default
     profile = profiles.from_outcome(outcome, key, request.prompts, rounding)
     path, failure = None, None
     try:
@@ -179,7 +207,7 @@ def _tune(
         print_json(json_line(outcome, path) | {"objective": asked.objective})
     elif asked.export is None:
         print_result(outcome.chosen.written)
-    return profile, failure
+    return pair, profile, failure
 
 
 def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
@@ -201,6 +229,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
+        "draft": None if outcome.pair is None or outcome.pair.draft is None else outcome.pair.draft.name,
         "draft_dtype": outcome.draft_dtype,
         "profile": None if path is None else str(path),
     }

@@ -50,7 +50,7 @@ def parse_spec(written: str) -> MethodSpec:
     and for settings that the method does not have."""
     written = written.strip()
     name, given = methods.split(written)
-    method = BASELINES.get(name) or methods.METHODS.get(name)
+    method = BASELINES.get(name) or METHODS.get(name) or methods.ALIASES.get(name)
     if method is None:
         raise SpecgenError(
             f"there is no method {name!r}{nearest(name, [*METHODS, *BASELINES])}",

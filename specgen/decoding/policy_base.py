@@ -22,6 +22,7 @@ DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  #
 MODEL_SIGNALS: Signals = DRAFT_SIGNALS | {"predicted_acceptance"}
 MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
 NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
+LONGEST_DRAFT = 1000  # tokens; no setting allows a longer one
 
 
 def comparison(value: float, sign: str, limit: float) -> str:
@@ -81,6 +82,11 @@ class LengthPolicy:
         """The names of the signals that a policy with these settings reads."""
         return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
 
+    @property
+    def most_levels(self) -> int:
+        """An upper bound of the number of tokens (levels, for a tree) in the next draft."""
+        return min(int(getattr(self, limit, LONGEST_DRAFT)) for limit in ("k", "max_draft"))
+
     def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
         """Whether to draft at all in this round. If False, `reason` says why, and the target's pass adds one token.
 
@@ -134,7 +140,7 @@ class Fixed(LengthPolicy):
 
     name = "fixed"
     source = "Leviathan et al. 2023"
-    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, 1000, tuned=range(1, 17))}
+    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, LONGEST_DRAFT, tuned=range(1, 17))}
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -171,6 +177,10 @@ class LengthSweep(LengthPolicy):
         return self.combinations[self._current][0]
 
     @property
+    def most_levels(self) -> int:
+        return max(self.length, 1)
+
+    @property
     def signals(self) -> Signals:  # type: ignore[override]
         return self.combinations[self._current][1]
 
@@ -191,7 +201,7 @@ class LengthSweep(LengthPolicy):
 
 def longest_draft_setting(default: int, *tuned: int) -> Setting:
     """Returns the setting `max_draft` of a policy, with this default; `tuned` are the values that `tune` tries."""
-    return Setting(default, "longest draft", 1, 1000, tuned=tuned)
+    return Setting(default, "longest draft", 1, LONGEST_DRAFT, tuned=tuned)
 
 
 def extend_draft(

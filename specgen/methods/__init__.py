@@ -13,7 +13,7 @@ from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
-from specgen.methods.eesd import BETA_TS, EESD, EESD_BETA, EESD_CALI, EESD_FIXED, EESD_TREE, BetaTS, CaliTS
+from specgen.methods.eesd import BETA_TS, EESD, EESD_ALIASES, BetaTS, CaliTS
 from specgen.methods.heads import BLOCK, EAGLE, GLIDE, MEDUSA, MTP_METHOD
 from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
 from specgen.methods.lookup import LOOKUP
@@ -34,10 +34,10 @@ PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_ki
 
 _LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, BLOCK, LOOKAHEAD]
 _ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
-_ROWS += [PEARL, MTAD, BILD, FLY, JOINT, SPECTR, SPECINFER, EESD, EESD_FIXED, EESD_BETA, EESD_CALI, EESD_TREE]
-_ROWS += [MEDUSA, EAGLE, MTP_METHOD, GLIDE, BLOCK, SELFSD]
+_ROWS += [PEARL, MTAD, BILD, FLY, JOINT, SPECTR, SPECINFER, EESD, MEDUSA, EAGLE, MTP_METHOD, GLIDE, BLOCK, SELFSD]
 USUAL = tuple(method.name for method in _LIKELY)  # to be fast; compared by default where they can run, the first ones first
 METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
+ALIASES: Mapping[str, Method] = {method.name: method for method in EESD_ALIASES}  # found by name, and listed nowhere
 POLICIES: Mapping[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)
 }
@@ -45,9 +45,10 @@ POLICIES: Mapping[str, type[LengthPolicy]] = {
 
 def find(name: str) -> Method:
     """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method with a similar name."""
-    if name not in METHODS:
+    method = METHODS.get(name) or ALIASES.get(name)
+    if method is None:
         raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
-    return METHODS[name]
+    return method
 
 
 def split(written: str) -> tuple[str, dict[str, str]]:

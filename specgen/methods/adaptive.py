@@ -146,7 +146,7 @@ class Adaptive(LengthPolicy):
         The copied tokens cost nothing to draft, and the acceptance of each is predicted before: from the number of tokens before
         it that equal those before the token that it copies.
         """
-        copied, gain, survival, cost = list[float](), 0.0, 1.0, self._costs.verify
+        copied, gain, survival, cost = list[float](), -self._costs.verify_start, 1.0, self._costs.verify
         self.reason = f"limit {self.max_draft}"
         while len(copied) < self.max_draft:
             acceptance = self.learned.lookup.predict(_copied_score(match_length + len(copied)))

@@ -158,49 +158,35 @@ class CaliTS(ThompsonSampling):
 _EXIT = {"exit": Setting(DEFAULT_EXIT, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
 
 BETA_TS = chain_method("beta-ts", "EESD, Table 5")
-EESD_CALI = Method(
-    "eesd-cali",
-    "EESD, with Cali-TS",
+EESD = Method(
+    "eesd",
+    "EESD, with Cali-TS if there is a predictor, else Beta-TS; trees: section 5.7",
     EXIT,
     model_drafter,
     policy="cali-ts",
+    any_policy=True,
     signals=MODEL_SIGNALS,
-    settings=_EXIT,
+    policy_without_predictor="beta-ts",
+    settings=tree_settings(1, "auto") | CAPE | _EXIT,
     drafts="exit",
     recorded=True,
+    grids=(
+        {
+            "policy": ("cali-ts",),
+            "sigma_model": (0.1, 0.3, 0.5),
+            "sigma_sample": (1.0, 3.0),
+            "theta0": (0.5, 0.7, 0.9),
+            "max_draft": (3, 5, 8, 40),
+        },
+        {"policy": ("beta-ts",), "alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},
+        {"policy": ("fixed",), "k": range(1, 13)},
+    ),
+    searched_grids=({"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},),
 )
-EESD = replace(
-    EESD_CALI,
-    name="eesd",
-    paper="EESD, with Cali-TS if there is a predictor, else Beta-TS",
-    policy_without_predictor="beta-ts",
-    stands_for=("eesd-cali", "eesd-beta"),
-)
-EESD_FIXED = replace(
-    EESD_CALI,
-    name="eesd-fixed",
-    paper="EESD, with drafts of fixed length",
-    policy="fixed",
-    any_policy=True,
-    settings=_EXIT | CAPE,
-    grids=({"k": range(1, 13)},),
-)
-EESD_BETA = replace(
-    EESD_CALI,
-    name="eesd-beta",
-    paper="EESD, with Beta-TS",
-    policy="beta-ts",
-    grids=({"alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)},),
-)
-EESD_TREE = replace(
-    EESD,
-    name="eesd-tree",
-    paper="EESD, section 5.7",
-    any_policy=True,
-    settings=tree_settings(3, 5) | _EXIT,
-    grows_trees=True,
-    drafts="exit tree",
-    recorded=False,
-    stands_for=(),
-    grids=({"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)},),
+_NAMED = replace(EESD, alias_of=EESD.name, policy_without_predictor=None)
+EESD_ALIASES = (  # names of earlier versions
+    replace(_NAMED, name="eesd-cali"),
+    replace(_NAMED, name="eesd-beta", policy="beta-ts"),
+    replace(_NAMED, name="eesd-fixed", policy="fixed"),
+    replace(EESD, alias_of=EESD.name, name="eesd-tree", settings={**EESD.settings, **tree_settings(3, 5)}, grows_trees=True),
 )

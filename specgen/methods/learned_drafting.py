@@ -6,7 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from specgen.decoding.costs import RoundCosts
 
@@ -23,7 +24,9 @@ _USUAL = 6  # drafted tokens: costs per token are taken at this length
 _COST_FADING = 0.98  # the sums over rounds from which costs are learned are multiplied by this for each round
 _OUTLIER = 3.0  # a time counts as at most this many times the expected one
 _BLOCK_RATIO = 3.0  # if the first token costs more than this many further ones, the drafter makes all in one pass
-_WIDEST = 8  # drafted tokens; the guess counts as two measured passes, of none and of this many
+_WIDEST = 8  # drafted tokens; the guess counts as measured passes of none and of this many
+_TRUST = 0.05  # as how many passes each of the two: more would pull the line, as few widths are seen and this is far from them
+_EXTENDED = 0.5  # as how many passes without drafted tokens the line through the others counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +35,41 @@ class DraftingCosts:
 
     `draft` is the cost of one more drafted token (one more level, for a tree), `verify` what a drafted token adds to the target's
     pass. `start` is a cost per draft: that of the pass of a drafter that computes all its tokens at once, 0 for other drafters.
+    `verify_start` is what the first drafted token adds to the target's pass besides `verify`: much in a mixture of experts, where
+    the first few tokens of a pass need more new experts than later ones.
     """
 
     draft: float
     verify: float
     start: float = 0.0
+    verify_start: float = 0.0
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
         """Converts measured seconds of rounds to costs in target passes, for a context of `context_length` tokens."""
-        single, usual = (costs.verification_cost.at(width, context_length) for width in (1, _USUAL + 1))
+        single = costs.verification_cost.at(1, context_length)
+        verify, verify_start = verifying(lambda tokens: costs.verification_cost.at(tokens, context_length), _USUAL + 1)
         first, whole = (costs.draft_cost.at(length, context_length) for length in (1, _USUAL))
         further = max(0.0, whole - first) / (_USUAL - 1)
         # a drafter of single tokens takes about as long for the first as for each further one
         start = first - further if first > _BLOCK_RATIO * further else 0.0
         draft = (whole - start) / _USUAL + costs.signal_cost
-        return cls(draft / single, max(0.0, usual / single - 1) / _USUAL, start / single)
+        return cls(draft / single, verify, start / single, verify_start)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
-        """Returns these costs with `draft` and `verify` replaced by the given values; None keeps a value."""
-        return DraftingCosts(self.draft if draft is None else draft, self.verify if verify is None else verify, self.start)
+        """Returns these costs with `draft` replaced by the given value, and `verify_start` and `verify` by 0 and the given value;
+        None keeps what there is."""
+        drafting = self.draft if draft is None else draft
+        if verify is not None:
+            return DraftingCosts(drafting, verify, self.start)
+        return replace(self, draft=drafting)
 
     def of_draft(self, levels: int, tokens: int) -> float:
         """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
-        return (self.start if levels else 0.0) + self.of_further(levels, tokens)
+        return (self.start if levels else 0.0) + (self.verify_start if tokens else 0.0) + self.of_further(levels, tokens)
 
     def of_further(self, levels: int, tokens: int) -> float:
-        """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a draft that has begun (without
-        `start`)."""
+        """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a draft that has begun."""
         return levels * self.draft + tokens * self.verify
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
@@ -80,48 +90,72 @@ class DraftingCosts:
         return max(own, its) > factor * min(own, its)
 
 
+def verifying(seconds: Callable[[int], float], widest: int) -> tuple[float, float]:
+    """Returns `DraftingCosts.verify` and `verify_start` for the seconds of target passes over 1, 2 and `widest` (above 2) tokens.
+
+    They give the time over `widest` tokens, and that over 2 too unless this is below the straight line.
+    """
+    single, further = seconds(1), widest - 1
+    mean = max(0.0, seconds(widest) / single - 1) / further
+    start = max(0.0, seconds(2) / single - 1 - mean) * further / (further - 1)
+    return max(0.0, mean - start / further), start
+
+
 class LearnedCosts:
     """Learns the costs of drafting from the times of rounds. `guess` are the costs at the beginning, `costs` those learned so
     far.
 
-    The cost of verification is the slope of a line through the seconds of target passes over the number of drafted tokens. The
-    cost of drafting is the mean of the seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed
-    in one pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other seconds of a draft. Two
-    target passes and a draft with the times that the guess predicts are counted as if they had been measured.
+    The cost of verification is the slope of a line through the seconds of target passes with drafted tokens, over their number.
+    The mean of the passes without drafted tokens is the unit; `verify_start` is what the line is above it at 0. The cost of
+    drafting is the mean of the seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed in one
+    pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other seconds of a draft. Target passes
+    and a draft with the times that the guess predicts are counted as if they had been measured.
     """
 
     def __init__(self, guess: DraftingCosts) -> None:
         self.guess = self.costs = guess
         self.rounds = 0
         self._single = 0.0  # seconds of a target pass over one token; 0: not known yet
-        self._passes = [0.0] * 5  # sums over target passes: 1, x, x^2, y, x y for y seconds with x drafted tokens
+        self._passes = [0.0] * 5  # sums over target passes: 1, x, x^2, y, x y for y seconds with x > 0 drafted tokens
+        self._plain = [0.0, 0.0]  # the number and the seconds of those without
         self._drafts = [0.0, 0.0]  # sums of seconds and of tokens (levels of a tree)
 
     def add(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
         """Learns from the times of a round. The arguments are those of `LengthPolicy.observe_seconds`."""
         guess, expected = self.guess, self.costs
         if not self._single:
-            self._single = max(verification, 1e-9) / (1 + guess.verify * tokens)
-        seconds = min(verification, _OUTLIER * self._single * (1 + expected.verify * tokens))
-        added = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._passes = [_COST_FADING * old + new for old, new in zip(self._passes, added, strict=True)]
+            self._single = max(verification, 1e-9) / (1 + guess.of_draft(0, tokens))
+        seconds = min(verification, _OUTLIER * self._single * (1 + expected.of_draft(0, tokens)))
+        if tokens:
+            self._passes = _added(self._passes, (1.0, tokens, tokens * tokens, seconds, tokens * seconds))
+        else:
+            self._plain = _added(self._plain, (1.0, seconds))
         if levels:
             drafting = min(drafting, _OUTLIER * self._single * max(expected.of_draft(levels, 0), 0.1))
             counted = 1 if guess.start else levels
             besides = levels * guess.draft * self._single if guess.start else 0.0
-            drafting = max(0.0, drafting - besides)
-            self._drafts = [_COST_FADING * self._drafts[0] + drafting, _COST_FADING * self._drafts[1] + counted]
-        count, x, xx, y, xy = self._passes
-        widest = self._single * (1 + guess.verify * _WIDEST)
-        count, x, xx = count + 2, x + _WIDEST, xx + _WIDEST**2
-        y, xy = y + self._single + widest, xy + _WIDEST * widest
-        slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
-        self._single = max((y - slope * x) / count, 0.1 * self._single)
-        first = guess.start or guess.draft
-        mean = (self._drafts[0] / self._single + first) / (self._drafts[1] + 1)
-        verify = slope / self._single
-        self.costs = DraftingCosts(guess.draft, verify, mean) if guess.start else DraftingCosts(mean, verify)
+            self._drafts = _added(self._drafts, (max(0.0, drafting - besides), counted))
+        slope, first = self._line()
+        count, plain = self._plain
+        self._single = max((plain + _EXTENDED * first) / (count + _EXTENDED), 0.1 * self._single)
+        mean = (self._drafts[0] / self._single + (guess.start or guess.draft)) / (self._drafts[1] + 1)
+        drafting, start = (guess.draft, mean) if guess.start else (mean, 0.0)
+        self.costs = DraftingCosts(drafting, slope / self._single, start, max(0.0, first / self._single - 1))
         self.rounds += 1
+
+    def _line(self) -> tuple[float, float]:
+        """Returns the slope of the line through the passes with drafted tokens, and its seconds for none."""
+        begin = self._single * (1 + self.guess.verify_start)
+        widest = begin + self._single * self.guess.verify * _WIDEST
+        count, x, xx, y, xy = self._passes
+        count, x, xx = count + 2 * _TRUST, x + _TRUST * _WIDEST, xx + _TRUST * _WIDEST**2
+        y, xy = y + _TRUST * (begin + widest), xy + _TRUST * _WIDEST * widest
+        slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
+        return slope, (y - slope * x) / count
+
+
+def _added(sums: Sequence[float], new: Sequence[float]) -> list[float]:
+    return [_COST_FADING * old + each for old, each in zip(sums, new, strict=True)]
 
 
 @dataclass(slots=True)

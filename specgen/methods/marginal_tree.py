@@ -77,20 +77,20 @@ class MarginalTreeDrafter(DraftModelUser):
     The tree has the `nodes` paths of highest value, the product of what each rank is worth: the row's probability of its token at
     temperature 1 (DDTree), or where `is_fixed`, the share of its tokens that were right in training (Medusa; `rank_accuracies` of
     the runner, or `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the target samples.
-    The length policy sees the likeliest token of each level, and may leave the further levels out. With penalties, all nodes of a
-    level have those of the likeliest path.
+    The paths are chosen among those that are no longer than the length policy allows at most. The policy sees the likeliest token
+    of each level, and may leave the further levels out. With penalties, all nodes of a level have those of the likeliest path.
     """
 
     def __init__(self, setup: Setup, *, nodes: int, depth: int | None = None, is_fixed: bool = False) -> None:
         super().__init__(setup, depth=depth)
         self._nodes = nodes
         self._ranks = nodes
-        self._fixed: list[list[RankPath]] = []
+        self._accuracies: Sequence[Sequence[float]] = ()
+        self._fixed: dict[int, list[list[RankPath]]] = {}  # by the most levels
         if is_fixed:
             measured = getattr(setup.draft, "rank_accuracies", ())
-            paths = candidate_tree(measured or default_rank_accuracies(self._longest or DEFAULT_HEADS), nodes)
-            self._fixed = _by_level(paths)
-            self._ranks = 1 + max(map(max, paths))
+            self._accuracies = measured or default_rank_accuracies(self._longest or DEFAULT_HEADS)
+            self._ranks = min(nodes, max(map(len, self._accuracies)))
 
     @inference
     def propose(
@@ -99,16 +99,18 @@ class MarginalTreeDrafter(DraftModelUser):
         policy: LengthPolicy,
         limit: int,
     ) -> Draft:
-        limit = self._room(context, limit)
-        if self._fixed:
-            limit = min(limit, len(self._fixed))
+        limit = min(self._room(context, limit), policy.most_levels)
         if limit < 1:
             return Draft()
+        if self._accuracies and limit not in self._fixed:
+            self._fixed[limit] = _by_level(candidate_tree(self._accuracies[:limit], self._nodes))
+        levels = self._fixed.get(limit, [])
+        limit = len(levels) or limit
         tree = Tree()
         nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
         origins: list[_Head] = []  # the head that each node was chosen from
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
-        levels = self._fixed or _by_level(candidate_tree([head.probs for head in heads], self._nodes))
+        levels = levels or _by_level(candidate_tree([head.probs for head in heads], self._nodes))
         limit = min(limit, max(len(levels), 1))
 
         def extend(position: int) -> DraftedToken | str:
@@ -157,7 +159,7 @@ class MarginalTreeDrafter(DraftModelUser):
         values, tokens = logits.float().topk(ranks, dim=-1)
         possible = tokens.masked_fill(values == -torch.inf, -1)
         computed = token_sampling.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
-        probs = values - logits.float().logsumexp(dim=-1, keepdim=True) if not self._fixed else values
+        probs = values - logits.float().logsumexp(dim=-1, keepdim=True) if not self._accuracies else values
         found = torch.cat((possible.float(), probs.exp(), torch.stack(list(computed.values()), dim=1)), dim=1)
         heads = []
         for row, kept in zip(found.tolist(), logits if unpenalised is None else unpenalised, strict=True):

@@ -52,7 +52,8 @@ class Method:
     For `tune`: if `recorded`, drafts are chains, and drafts of the same length take the same time for all methods of the same
     `cost_kind` (`own_cost_kind`, or if this is empty `drafts`); otherwise rounds are timed for each shape of draft. `grids` are
     the values that are tried; None: those that the policy's settings list (`Setting.tuned`). `searched_grids` are values that are
-    tried too, for drafts that are no chains. `stands_for` are the names of the methods that are tuned in this one's place.
+    tried too, for drafts that are no chains. `alias_of` is the name of the method that this
+    row, with other defaults, is an older name of.
     `engines` are the inference engines that `tune --export` knows for this method.
     """
 
@@ -81,7 +82,7 @@ class Method:
     own_cost_kind: str = ""
     grids: Sequence[Grid] | None = None
     searched_grids: Sequence[Grid] = ()
-    stands_for: Sequence[str] = ()
+    alias_of: str = ""
     engines: Sequence[str] = ()
 
     @property
@@ -158,8 +159,7 @@ class Method:
 
     def without_predictor(self) -> SpecgenError:
         """Returns the error to raise if the length policy needs an acceptance predictor and the exit layer has none."""
-        instead = "policy=beta-ts" if self.any_policy else "eesd-beta"
-        hint = f"Train another with specgen tune --train, set model_prediction=false, or use {instead}"
+        hint = "Train another with specgen tune --train, set model_prediction=false, or use policy=beta-ts"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from specgen.base.measuring import distinct_ids
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, Mode, Round
+from specgen.decoding.costs import Curve
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.method import DRAFT_MODEL, Method
 
@@ -46,15 +47,16 @@ class Window:
 
     `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size` tokens too. `first` is this
     number while the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on
-    a CPU. If `is_flexible`, a draft ends with the target pass, and `size` only limits its length. In this case `lead` is the
-    number of new tokens that the target waits for after a rejection, and verifies in its next pass; in the paper it waits for
-    none.
+    a CPU. `second` is that for two tokens (None: on the line between the others). If `is_flexible`, a draft ends with the target
+    pass, and `size` only limits its length. In this case `lead` is the number of new tokens that the target waits for after a
+    rejection, and verifies in its next pass; in the paper it waits for none.
     """
 
     size: int
     first: int
     lead: int = 0
     is_flexible: bool = False
+    second: int | None = None
 
     @property
     def longest(self) -> int:
@@ -65,19 +67,22 @@ class Window:
         """Returns how many tokens to draft during a target pass over `width` tokens, so that both models finish together."""
         if width >= self.size:
             return self.size
-        return self.first + round((self.size - self.first) * (width - 1) / (self.size - 1))
+        known = {1: self.first, self.size: self.size} | ({} if self.second is None else {2: self.second})
+        return round(Curve(known).at(width))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelCosts:
     """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
 
-    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` a target pass over one token.
+    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` and `double_pass` are target
+    passes over one token and over two.
     """
 
     draft_pass: float
     target_pass: float
     single_pass: float
+    double_pass: float
     width: int
     context_length: int
 
@@ -90,7 +95,8 @@ class ParallelCosts:
     def window(self) -> Window:
         """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
         size = _rounded(self.ratio)
-        return Window(size, min(size, _rounded(self.single_pass / self.draft_pass)))
+        first, second = (min(size, _rounded(seconds / self.draft_pass)) for seconds in (self.single_pass, self.double_pass))
+        return Window(size, first, second=second)
 
     @property
     def flexible_window(self) -> Window:
@@ -104,7 +110,7 @@ class ParallelCosts:
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)
 
         def seconds(lead: int) -> float:
-            return lead * self.draft_pass + self.pass_seconds(lead + 1) + _ACCEPTANCE ** (lead + 1) * further
+            return lead * self.draft_pass + self.target_passes.at(lead + 1) + _ACCEPTANCE ** (lead + 1) * further
 
         longest = min(LONGEST_WINDOW, round(_MARGIN * window.size))
         return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
@@ -113,9 +119,10 @@ class ParallelCosts:
         """The window of a run: if `is_flexible`, the one for drafts that end with the target pass, otherwise the fixed one."""
         return self.flexible_window if is_flexible else self.window
 
-    def pass_seconds(self, width: int) -> float:
-        """Seconds of a target pass over `width` tokens, on the line through the two measured ones."""
-        return self.single_pass + (self.target_pass - self.single_pass) / max(self.width - 1, 1) * (width - 1)
+    @property
+    def target_passes(self) -> Curve:
+        """Seconds of a target pass by its number of tokens."""
+        return Curve({2: self.double_pass, self.width: self.target_pass, 1: self.single_pass})
 
     def as_dict(self) -> dict[str, float]:
         """The measured times, c (`ratio`) and the window sizes by name. The first line of a trace file has them under `costs`."""
@@ -310,20 +317,21 @@ class _Timed:
     def steps(self, width: int, count: int, deadline: float) -> ParallelCosts:
         """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
 
-        Every third step is followed by one with a one-token target pass, so that a slow phase of the machine affects both.
+        Every third step is followed by ones with target passes over one token and over two, so that a slow phase of the machine
+        affects all.
         """
         drafts: list[float] = []  # seconds of a draft pass
-        passes: dict[int, list[float]] = {width: [], 1: []}  # seconds of target passes by the number of tokens
+        passes: dict[int, list[float]] = {width: [], 1: [], 2: []}  # seconds of target passes by the number of tokens
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
-            for tokens in (width, 1) if number % 3 == 0 else (width,):
+            for tokens in (width, 1, 2) if number % 3 == 0 else (width,):
                 seconds, drafted = self.step(tokens, width)
                 passes[tokens].append(seconds)
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
                 drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
-        target_pass, single_pass = _warm_median(passes[width]), _warm_median(passes[1])
-        return ParallelCosts(_warm_median(drafts), target_pass, single_pass, width, len(self.context))
+        whole, single, double = (_warm_median(passes[tokens]) for tokens in (width, 1, 2))
+        return ParallelCosts(_warm_median(drafts), whole, single, double, width, len(self.context))
 
     def step(self, tokens: int, window: int) -> tuple[float, int]:
         """Returns the seconds of a target pass over `tokens` tokens, and how many tokens (at most `window`) were drafted

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +17,7 @@ from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
-from specgen.engine.model_loading import ModelSource, PreparedModel, describe
+from specgen.engine.model_loading import LoadedModel, ModelSource, PreparedModel, describe
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.translation import same_tokens
@@ -74,6 +74,11 @@ def find_drafters(target: PreparedModel) -> list[Found]:
             own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
     found = [each for name, folder in _places(target) if (each := _judged(name, folder, target, size)) is not None]
     return own + sorted(found, key=lambda each: (-each.speedup, -each.cost))
+
+
+def other_drafts(found: Sequence[Found], draft: LoadedModel | None) -> list[Found]:
+    """Returns the draft models among what was found for a target, but for `draft`."""
+    return [each for each in found if each.kind == DRAFT_MODEL and (draft is None or each.folder != draft.folder)]
 
 
 def hint(target: str) -> str | None:

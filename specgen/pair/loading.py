@@ -203,14 +203,30 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     `process` is a process started earlier to run this draft model for PEARL; None starts one when PEARL first runs. Both pairs
     can be used in turn. Raises SpecgenError if the draft model cannot be rounded so.
     """
-    target, draft = pair.target, pair.draft
+    draft = pair.draft
     assert draft is not None
     chosen = choose_draft_dtype(name, "auto", draft.prepared, draft.device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
-    other = Pair(target, rounded, _worker(process, rounded, target.device))
-    other.parts, other.measurements.threads = pair.parts, pair.measurements.threads
+    return _with_draft(pair, rounded, process)
+
+
+def with_found(pair: Pair, found: Found, dtypes: tuple[str, str | None], process: DraftProcess | None = None) -> Pair:
+    """Returns another pair of the same target and trained parts, with a draft model that was found for the target.
+
+    `dtypes` are the values of --dtype and --draft-dtype. See `with_draft_dtype`.
+    """
+    prepared = describe(found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend))
+    device = pair.target.device if pair.draft is None else pair.draft.device
+    chosen = choose_draft_dtype(dtypes[1], dtypes[0], prepared, device)
+    draft = LoadedModel(as_chosen(prepared, chosen), device, chosen.dtype, warning=chosen.warning)
+    return _with_draft(pair, draft, process)
+
+
+def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
+    other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
+    other.parts, other.found, other.measurements.threads = pair.parts, pair.found, pair.measurements.threads
     return other
 
 

@@ -24,7 +24,7 @@ from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
-from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCosts
+from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCosts, verifying
 from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class DraftingKnowledge:
         is_frozen = not request.sampling.greedy and request.sampling.seed is not None
         costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
         if parallel_costs is not None:
-            single = parallel_costs.single_pass
-            costs = DraftingCosts(0.0, max(0.0, parallel_costs.pass_seconds(2) / single - 1))
+            verify, verify_start = verifying(parallel_costs.target_passes.at, max(parallel_costs.width, 3))
+            costs = DraftingCosts(0.0, verify, verify_start=verify_start)
         elif not method.is_parallel and any(values[name] == AUTO for name in _COST_SETTINGS):
             if is_frozen:
                 costs = self._first_costs(request, trial)

@@ -288,7 +288,7 @@ class EagleObjective(LayerObjective):
         (EAGLE-3's training-time test)."""
         weights = EagleWeights(self.config, self.parameters)
         layers = EagleLayers(weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer)
-        features = layers.fc(states.features.flatten(0, 1)).float()
+        features = layers.joined(states.features.flatten(0, 1)).float()
         forward_pass, rows = batch.forward_pass(), []
         for depth in range(self.depths):
             at, padding = batch.positions + depth, min(1 + depth, batch.ids.shape[1])

@@ -19,6 +19,7 @@ from specgen.methods.method import Grid
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
+    from specgen.pair.pair import Pair
 
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed"]
@@ -126,7 +127,7 @@ class TuningObserver(Protocol):
     def done(self, what: str) -> None: ...
 
 
-SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded and not method.stands_for)
+SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded)
 """The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
 one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams."""
 SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
@@ -200,7 +201,7 @@ class TuningOutcome:
     passes, None without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token,
     given that it accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that
     was not tuned. `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were
-    not.
+    not. `pair` has the models that were chosen.
     """
 
     methods: Sequence[Candidate]
@@ -211,6 +212,7 @@ class TuningOutcome:
     acceptance_probability: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     draft_dtype: str | None = None
+    pair: Pair | None = None
 
     @property
     def best(self) -> Candidate:

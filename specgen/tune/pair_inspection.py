@@ -387,7 +387,7 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
 def obstacle(pair: Pair, name: str) -> SpecgenError | None:
     """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it can decode. Measures
     nothing."""
-    method = methods.METHODS[name]
+    method = methods.find(name)
     # settings that are `auto` by default would have to be measured: they are given
     given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
     given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}

@@ -142,12 +142,16 @@ class Profile(_StrictModel):
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
         """Returns the tuned settings of a method, None if it was not tuned.
 
-        `eesd` stands for `eesd-cali`, and for `eesd-beta` if `eesd-cali` was not tuned.
+        Older profiles may have the method under another name, which stands for a length policy.
         """
         if name == self.chosen.method:
             return self.chosen.settings
-        names = methods.find(name).stands_for or (name,)
-        return next((self.methods[each].settings for each in names if each in self.methods), None)
+        if name in self.methods:
+            return self.methods[name].settings
+        for older, alias in methods.ALIASES.items():
+            if alias.alias_of == name and older in self.methods:
+                return {"policy": alias.policy or "", **self.methods[older].settings}
+        return None
 
     def mismatch(self, now: Conditions) -> str | None:
         """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""

@@ -191,7 +191,7 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
     if not late or passes.draft_pass == math.inf:
         raise _drafts_nothing("pearl")
     drafting = CostTable({passes.context_length: Curve({0: 0.0, 1: passes.draft_pass})})
-    verification = CostTable({passes.context_length: Curve({1: passes.single_pass, passes.width: passes.target_pass})})
+    verification = CostTable({passes.context_length: passes.target_passes})
     return RoundCosts(drafting, verification, synchronisation_overhead=max(0.0, mean(late)))
 
 
@@ -250,4 +250,4 @@ def _time_kind(
     if kind == "model":
         return time_rounds(pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"}))
     signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
-    return time_rounds(pair, "eesd-fixed", prompt, sampling, deadline, lengths, signals)
+    return time_rounds(pair, "eesd", prompt, sampling, deadline, lengths, signals)

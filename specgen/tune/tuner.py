@@ -10,13 +10,14 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
-from specgen.base.settings import written
+from specgen.base.settings import Value, written
 from specgen.base.text import counted
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.results import BenchmarkConfig, method_results
@@ -24,6 +25,7 @@ from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
+from specgen.methods.method import HEADS
 from specgen.pair.pair import skipping_speed
 from specgen.pair.request import messages
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 Grids = Mapping[str, Sequence["GivenSettings"]]
 Tried = Mapping[str, Sequence[Candidate]]
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, ROUNDED = 0.15, 0.28, 0.3, 0.5, 0.4, 0.7
+RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, DRAFTS = 0.15, 0.28, 0.3, 0.5, 0.4, 0.35
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
 FEWEST_PROMPTS = 2  # a method is really run on at least this many prompts
 MOST_REPEATS = 50  # a method is really run at most this many times on each prompt
@@ -59,13 +61,17 @@ MARGIN = 1.2  # real runs may take this many times the expected seconds
 LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
 SOME = "some settings"  # the key in `left_out` that says that not all settings were simulated
 TIME_WAS_SHORT = "time was short (a larger --budget helps)"
-_DRAFTERS = {"model": "sd", "exit": "eesd-fixed"}  # methods that draft chains of fixed length
+_DRAFTERS = {"model": "sd", "exit": "eesd"}  # methods that draft chains of fixed length
 
 
-def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: Pair | None = None) -> TuningOutcome:
-    """Finds the pair's fastest method and settings. `rounded` is the same pair with a draft of rounded weights, None to try none.
+def tune(
+    pair: Pair, request: TuningRequest, observer: TuningObserver, others: Sequence[Callable[[Pair], Pair | None]] = ()
+) -> TuningOutcome:
+    """Finds the pair's fastest method and settings.
 
-    Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be tuned.
+    Each of `others` makes from the best pair so far one with another draft for the same target (None: it cannot gain), which is
+    tried too. Raises SpecgenError if plain decoding fails on a prompt, and if none of the methods that the request names can be
+    tuned.
     """
     tuner = Tuner(pair, request, observer)
     names = tuner.select()
@@ -73,20 +79,21 @@ def tune(pair: Pair, request: TuningRequest, observer: TuningObserver, rounded: 
     simulator, acceptance = tuner.measure(pair, names, references, request.deadline)
     names = [name for name in names if name not in tuner.left_out]
     tuner.check_named()
-    draft_dtype = None
-    if rounded is not None and rounded.draft is not None and "model" in simulator.costs:
-        dtype = rounded.draft.dtype_name
-        try:
-            with_draft = [name for name in names if METHODS[name].needs_draft_model]
-            other, share = tuner.measure(rounded, with_draft, references, request.deadline.share(ROUNDED))
-            if tuner.is_faster(other, simulator, (share or 0.0, acceptance or 0.0), dtype):
-                other.costs = {**simulator.costs, **other.costs}
-                simulator, acceptance, draft_dtype = other, share, dtype
-        except SpecgenError as error:
-            tuner.left_out[f"{dtype} draft"] = error.message
+    if others and "model" in simulator.costs:
+        simulator, acceptance = tuner.best_draft(simulator, acceptance, others, names)
     candidates = tuner.confirm(simulator.pair, tuner.choose(simulator, names))
     tuner.check_named()
-    return replace(outcome_of(simulator, candidates, request, tuner.left_out, acceptance), draft_dtype=draft_dtype)
+    found, draft = outcome_of(simulator, candidates, request, tuner.left_out, acceptance), simulator.pair.draft
+    return replace(found, pair=simulator.pair, draft_dtype=None if simulator.pair is pair or draft is None else draft.quantise)
+
+
+def further_heads(pair: Pair) -> dict[str, list[GivenSettings]]:
+    """Returns the settings that name the heads that were found for the target, by kind, but for the default ones."""
+    found = defaultdict[str, list[GivenSettings]](list)
+    for each in pair.found:
+        if each.kind in HEADS and each.folder != pair.parts.beside[each.kind]:
+            found[each.kind].append({"head": str(each.folder)})
+    return found
 
 
 def worth_rounding(pair: Pair) -> bool:
@@ -119,7 +126,7 @@ class Tuner:
             if (reason := self._obstacle(name)) is not None:
                 self.left_out[name] = reason
         self.check_named()
-        return [name for name in wanted if name not in self.left_out and not METHODS[name].stands_for]
+        return [name for name in wanted if name not in self.left_out]
 
     def _obstacle(self, name: str) -> str | None:
         method, draft = METHODS[name], self.pair.draft
@@ -157,7 +164,7 @@ class Tuner:
         self, pair: Pair, names: Sequence[str], references: Sequence[ReferenceOutput], deadline: Deadline
     ) -> tuple[Simulator, float | None]:
         """Measures the seconds of rounds of the methods `names`. Methods whose rounds cannot be timed go to `left_out`, unless
-        `pair` is the one with rounded weights.
+        `pair` has another draft than the one to tune.
 
         Returns a simulator with these costs, and the share of drafted tokens that the target accepts in drafts of one token (None
         without a draft model or exit layer).
@@ -168,35 +175,71 @@ class Tuner:
         costs, failures = measure_costs(pair, kinds, references, sampling, deadline.share(COSTS), observer.doing)
         if pair is self.pair:
             self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
-        target = costs["echo"].verification_cost
-        length = min(target.curves)
-        wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
-        observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
+            target = costs["echo"].verification_cost
+            length = min(target.curves)
+            wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
+            observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
         pair.measurements.tuned_costs = costs
         simulator = Simulator(pair, references, sampling, costs, self.request.deadline.clock)
         kind = "model" if "model" in costs else "exit"
         if kind not in costs:
             return simulator, None
         observer.doing("running the draft model on the target's output")
-        share = simulator.run(_DRAFTERS[kind], {"k": 1}).acceptance_rate
-        if share is not None:
+        share = simulator.run(_DRAFTERS[kind], {"policy": "fixed", "k": 1}).acceptance_rate
+        if share is not None and pair is self.pair:
             observer.done(f"the target accepts {share:.0%} of the {'draft' if kind == 'model' else 'exit layer'}'s tokens")
         return simulator, share
 
-    def is_faster(self, rounded: Simulator, stored: Simulator, shares: tuple[float, float], dtype: str) -> bool:
-        """Whether decoding is expected to be faster with the draft model's weights rounded to `dtype` than with the stored ones.
+    def best_draft(
+        self,
+        best: Simulator,
+        acceptance: float | None,
+        others: Sequence[Callable[[Pair], Pair | None]],
+        names: Sequence[str],
+    ) -> tuple[Simulator, float | None]:
+        """Returns the simulator with the draft with which decoding is expected to be the fastest, of the one in `best` and those
+        in `others` (see `tune`), and the share of its tokens that the target accepts; `acceptance` is that of the first one's."""
+        limit, one_by_one = self.request.deadline.share(DRAFTS), [name for name in names if METHODS[name].cost_kind == "model"]
+        for number, make in enumerate(others):
+            if limit.left < 0:
+                self.left_out["other drafts"] = TIME_WAS_SHORT
+                break
+            label = "another draft"
+            try:
+                pair = make(best.pair)
+                if pair is None or pair.draft is None or best.pair.draft is None:
+                    continue
+                is_rounded = pair.draft.folder == best.pair.draft.folder
+                label = f"{pair.draft.dtype_name} draft" if is_rounded else pair.draft.name
+                deadline = limit.share(1 / (len(others) - number))
+                other, share = self.measure(pair, one_by_one, best.references, deadline)
+                if self.is_faster(other, best, (share or 0.0, acceptance or 0.0), label):
+                    other.costs = {**best.costs, **other.costs}
+                    best, acceptance = other, share
+            except SpecgenError as error:
+                self.left_out[label] = error.message
+        in_parallel = [name for name in names if METHODS[name].is_parallel]
+        if best.pair is not self.pair and in_parallel:
+            found, _ = self.measure(best.pair, in_parallel, best.references, self.request.deadline.share(COSTS))
+            best.costs = {**best.costs, **found.costs}
+        return best, acceptance
+
+    def is_faster(self, other: Simulator, best: Simulator, shares: tuple[float, float], label: str) -> bool:
+        """Whether decoding is expected to be faster with the draft of `other`, called `label`, than with that of `best`.
 
         A gain of less than 3 % (`AS_FAST`) does not count. Tells the observer both expected speedups. `shares` are the shares of
-        drafted tokens that the target accepts, of the rounded and of the stored draft model.
+        drafted tokens that the target accepts. Raises SpecgenError if rounds with the draft of `other` could not be timed.
         """
+        if "model" not in other.costs:
+            raise SpecgenError("its rounds could not be timed")
         speedups = []
-        for simulator, share in zip((rounded, stored), shares, strict=True):
+        for simulator, share in zip((other, best), shares, strict=True):
             costs = simulator.costs["model"]
             speedups.append(1 / DraftingCosts.of_rounds(costs, min(costs.verification_cost.curves)).time_per_token(share))
         is_faster = AS_FAST * speedups[0] > speedups[1]
         figures = [f"{speedup:.2f}× with {share:.0%} accepted" for speedup, share in zip(speedups, shares, strict=True)]
         verdict = "taken" if is_faster else "not taken"
-        self.observer.done(f"{dtype} draft: {figures[0]} expected, else {figures[1]}: {verdict}")
+        self.observer.done(f"{label}: {figures[0]} expected, else {figures[1]}: {verdict}")
         return is_faster
 
     def search(
@@ -218,12 +261,13 @@ class Tuner:
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
         lossy = {name: settings for name, settings in grids.items() if name not in lossless}
+        failed = set[tuple[str, Value | None]]()  # methods with policies
         plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
         for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
             if deadline.left < 0 and (tried[name] or not is_needed):
                 self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
                 break
-            if name in self.left_out:
+            if (name, settings.get("policy")) in failed:
                 continue
             self.observer.doing(f"simulating {written(name, settings)}")
             try:
@@ -232,6 +276,7 @@ class Tuner:
                 if name == PLAIN:
                     raise
                 self.left_out[name] = error.message
+                failed.add((name, settings.get("policy")))
                 continue
             tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
         return tried
@@ -243,9 +288,14 @@ class Tuner:
         Settings with trees, several drafts or beams are simulated on up to `SEARCH_PROMPTS` prompts, evenly spread over all.
         """
         deadline, prompts = self.request.deadline, len(simulator.references)
+        heads = further_heads(simulator.pair)
         chains = {name: grid(name) for name in names if name in SIMPLE}
         shapes = {name: combinations(METHODS[name].searched_grids) for name in chains if METHODS[name].searched_grids}
-        shapes |= {name: grid(name) for name in names if name in SEARCHED}
+        shapes |= {
+            name: [{**more, **each} for each in grid(name) for more in ({}, *heads.get(METHODS[name].head, ()))]
+            for name in names
+            if name in SEARCHED
+        }
         tried = self.search(simulator, chains, deadline.share(SIMULATION), is_needed=True)
         self._report(tried, "setting", "simulated")
         numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]

@@ -330,6 +330,9 @@ def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, 
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
+    pair = outcome.pair
+    if pair is not None and pair.draft is not None and pair.found and METHODS[outcome.chosen.name].uses_draft_model:
+        details.append(("drafted by", one_line(pair.draft.name)))
     if path is not None:
         use = "used from now on" if is_default else f"use it with --profile {shlex.quote(str(path.parent))}"
         details.append(("saved", f"{path.parent}, {use}"))

@@ -1,4 +1,4 @@
-"""EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858) and EAGLE-3 (arXiv:2503.01840).
+"""EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858), EAGLE-3 (arXiv:2503.01840) and EAGLE-3.1 (arXiv:2605.09992).
 
 Features are hidden states of the target. Pair i of a text joins the target's feature at token i with the embedding of token i +
 1, and has position i. The head's layers turn pairs into predicted features: the one of pair i imitates the target's feature at
@@ -8,10 +8,12 @@ token i + 1, and its logits predict token i + 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
@@ -40,6 +42,13 @@ from specgen.engine.penalties import PenaltyProcessor
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"
 FIRST_NORM = "layers.0.input_layernorm.weight"
+INPUT_NORMS = "input_norm.weight", *(f"fc_norm.{number}.weight" for number in range(3))  # before `fc`: all but the first, or it
+TRIAL_TEXT = (  # for `_feeds_normed`
+    "The museum opens at nine in the morning and closes at six in the evening. On the first floor you will find paintings from"
+    " the nineteenth century, and on the second floor there is a collection of musical instruments.\n\ndef mean(numbers):\n"
+    "    total = 0\n    for number in numbers:\n        total += number\n    return total / len(numbers)\n"
+)
+_TRIAL_DEPTH = 4  # tokens
 
 
 class FirstLayer(NativeLayer):
@@ -116,33 +125,45 @@ class EagleLayers:
 
         self._is_third = is_third
         self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights, which products contain
+        self._eps, norms = architecture.norm_eps, [take(name) for name in INPUT_NORMS if name in weights.tensors]
+        self._input_norms = len(norms)
         bias = take(bias_of(FC)).to(dtype) if bias_of(FC) in weights.tensors else None
-        self.fc = make_product(take(FC).to(dtype), bias, 1.0)
-        self._feature_norm: Tensor | None = None
+        fc = take(FC).float() * torch.cat(norms).float() if norms else take(FC)
+        self._fc = make_product(fc.to(dtype), bias, 1.0)
+        self._feature_norm = self._output_norm = None
         if weights.norm_before_residual:
             self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
+        if weights.norm_output:
+            self._output_norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         own = layer_weights(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
         self._first = first_layer(architecture, 0, kind, own, make_product, gain=norm_gain)
         self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
 
+    def joined(self, features: Tensor) -> Tensor:
+        """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width] that three [n, 3 * target
+        width] are joined to."""
+        if self._input_norms:
+            parts = features.view(len(features), self._input_norms, -1)
+            features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1)
+        return self._fc(features)
+
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
         """Runs the layers on pairs (see the module), and returns the hidden states [n, width] after them: the predicted features.
 
-        `embeddings` and `features` are [n, width]; for EAGLE-3 the features have gone through `fc`, which joins three of them to
-        one.
+        `embeddings` and `features` are [n, width]; for EAGLE-3 the features are `joined` ones.
         """
         if self._is_third:
             pairs = self.normed(torch.stack((embeddings, features), dim=1))
             attended = pairs.flatten(1)
             hidden = features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
         else:
-            attended = self.fc(torch.cat((embeddings, features), dim=-1))
+            attended = self.joined(torch.cat((embeddings, features), dim=-1))
             hidden = attended.to(features.dtype, copy=True)  # in training, products are in bfloat16 and sums in float32
         hidden = self._first.run(hidden, attended, inputs)
         for layer in self._others:
             hidden = layer(hidden, inputs)
-        return hidden
+        return hidden if self._output_norm is None else self.normed(hidden) * self._output_norm
 
 
 class EagleRunner(DecoderRunner):
@@ -185,15 +206,17 @@ class EagleRunner(DecoderRunner):
             self._stages.append(layers)
             if weights.version == 3:
                 norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
-                self._lm_head = self.products((head * (norm * self.gain)).to(model.dtype))
+                self._lm_head = self.products((head if weights.norm_output else head * (norm * self.gain)).to(model.dtype))
                 taps = list(weights.feature_layers)
-                reduce = layers.fc
+                reduce = layers.joined
             if weights.vocabulary is not None:
                 self._vocabulary = weights.vocabulary.to(self.device)
         if len(self._stages) > 1:
             self.longest_draft = len(self._stages)
         self._rows = [KeptRows() for _ in self._stages]
-        self._normed = norm_function(self.architecture.norm_eps, self.gain)
+        self._normed: Callable[[Tensor], Tensor] | None = None  # of the LM head's input
+        if not getattr(weights, "norm_output", False):
+            self._normed = norm_function(self.architecture.norm_eps, self.gain)
         self._token_penalties = penalties
         self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
         self._context = Context(())  # the last call's
@@ -269,7 +292,8 @@ class EagleRunner(DecoderRunner):
         kept = predicted[0][-logits_to_keep:]
         if self._lm_head is None:
             return ModelOutput(self.target_model.head_logits(kept), kept)
-        return ModelOutput(of_all_tokens(self._lm_head(self._normed(kept)), self._vocabulary, self.vocab_size), kept)
+        logits = self._lm_head(kept if self._normed is None else self._normed(kept))
+        return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
 
 
 def _before(forward_pass: ForwardPass) -> Tensor:
@@ -290,5 +314,25 @@ def make_runners(
     `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError if the model's layers cannot
     be run one by one.
     """
+    if isinstance(weights, EagleWeights) and weights.trial_ids:
+        weights = replace(weights, norm_output=_feeds_normed(weights, model), trial_ids=())
     draft = EagleRunner(weights, model, penalties(), penalties())
     return PartRunners(draft.target, draft)
+
+
+def _feeds_normed(weights: EagleWeights, model: Model) -> bool:
+    """Whether the head predicts better from its own states after the final norm (EAGLE-3.1) than from those before it (EAGLE-3).
+
+    Measured on the text `weights.trial_ids` by the probabilities of the target's likeliest next tokens, after drafts of the
+    text's tokens. For files whose `norm_output` may mean either (SpecForge before its pull request 879).
+    """
+    ids, found = list(weights.trial_ids), list[float]()
+    likeliest = ModelRunner(model).logits(Context(ids[:1]), ids[1:]).logits.argmax(-1)
+    for norm_output in (True, False):
+        runner, total = EagleRunner(replace(weights, norm_output=norm_output), model, None, None), 0.0
+        for start in range(_TRIAL_DEPTH, len(ids) - _TRIAL_DEPTH, _TRIAL_DEPTH):
+            end = start + _TRIAL_DEPTH
+            probs = runner.logits(Context(ids[:start]), ids[start:end], start=1).logits.softmax(-1)
+            total += float(probs.gather(1, likeliest[start:end, None]).sum())
+        found.append(total)
+    return found[0] >= found[1]

@@ -71,12 +71,19 @@ class EagleWeights(DecoderWeights):
     transformers' `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of
     each of the head's ids, ascending; None: they are equal. `norm_before_residual`: the residual stream starts with the feature
     after its norm, not before.
+
+    Also only for version 3, what EAGLE-3.1 adds (arXiv:2605.09992): `fc_norm.{0,1,2}.weight`, a norm of each of the three
+    features before `fc`, or `input_norm.weight`, one norm of all three. `norm_output`: predicted features are states after the
+    final norm, which the LM head reads as they are. `trial_ids`: the tokens of a text on which to measure whether that is so;
+    empty if it is known.
     """
 
     version: Literal[1, 3] = 3
     feature_layers: tuple[int, ...] = ()
     vocabulary: torch.Tensor | None = None
     norm_before_residual: bool = False
+    norm_output: bool = False
+    trial_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the authors' (the config of a Llama), SGLang's (the
 same under another architecture), vLLM's first (the Llama's config under `model`) and the early one of speculators (`fusion_fc`,
-`transformer`). EAGLE-3: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
+`transformer`). EAGLE-3 and 3.1: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
 DFlash and DSpark are in `block_layouts`.
 
@@ -29,9 +29,10 @@ from specgen.engine.native.config_reading import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.parts.block import CONTEXT_NORM
 from specgen.engine.parts.block_layouts import published_block, read_block
-from specgen.engine.parts.eagle import FC, FEATURE_NORM, FIRST_NORM
+from specgen.engine.parts.eagle import FC, FEATURE_NORM, FIRST_NORM, INPUT_NORMS, TRIAL_TEXT
 from specgen.engine.parts.head_files import (
     MEDUSA_FILE,
+    OTHER_HEAD,
     are_rising,
     check_size,
     check_vocabulary,
@@ -61,7 +62,6 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _LAYER_TYPES = ("llama", "qwen2", "qwen3")  # of speculators' layers; those of other types compute something else
 _UNSUPPORTED = {
-    "norm_before_fc": True,
     "layernorms": True,
     "use_remap": True,
     "use_sliding_window": True,
@@ -92,6 +92,9 @@ class HeadFields(BaseModel):
     block_size: Size = 5  # the default of GliDe's authors
     tie_word_embeddings: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
 
 
@@ -168,6 +171,11 @@ def _read_eagle(
         shapes[attention] = shapes[attention][0], 2 * width
     expect(files, shapes, {"t2d": (shape.vocab_size,)})
     expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
+    whole, *single = INPUT_NORMS
+    expect(files, shapes, {whole: (fused,)}, are_needed=fields.norm_before_fc)
+    expect(files, shapes, dict.fromkeys(single, (shape.hidden_size,)), are_needed=fields.fc_norm or single[0] in files)
+    if whole in shapes and shapes.keys() & set(single):
+        raise files.refuse("it has norms of each feature and one of all (fc_norm and norm_before_fc)", OTHER_HEAD)
     tensors = take_exactly(files, shapes)
     warning = drop_copies(files, tensors, [EMBEDDING], target)
     count, layers = shape.num_layers, fields.eagle_aux_hidden_state_layer_ids
@@ -176,7 +184,10 @@ def _read_eagle(
         problem = f"its feature layers {layers} ({FEATURES}) do not fit {target.name} with its {count} layers"
         raise files.refuse(problem, "Correct its config.json")
     vocabulary = target_ids(files, tensors, target)
-    return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, fields.norm_before_residual), warning
+    is_known = not fields.norm_output or "transformer_layer_config" in config  # SpecForge's true had the other meaning too
+    trial = [] if is_known else target.tokenizer.encode(TRIAL_TEXT)
+    options = fields.norm_before_residual, fields.norm_output, trial
+    return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, *options), warning
 
 
 def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields) -> GlideWeights:
@@ -214,10 +225,9 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
     layers = fields.eagle_aux_hidden_state_layer_ids
     if layers is not None and layers[0] == 1 and flat.get(FEATURES) != config.get(FEATURES):
         fields = fields.model_copy(update={FEATURES: [each + 1 for each in layers]})
-    refused = _UNSUPPORTED | {"norm_output": layer is not None}  # to SpecForge, True is as if it were missing
-    for name in refused:
-        if flat.get(name) is refused[name]:
-            raise unsupported(files, name, flat[name])
+    for name, value in _UNSUPPORTED.items():
+        if flat.get(name) is value:
+            raise unsupported(files, name, value)
     if isinstance(layer, dict) and layer.get("model_type", "llama") not in _LAYER_TYPES:
         raise unsupported(files, "model_type", layer["model_type"])
     return flat, fields
