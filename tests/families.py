@@ -213,9 +213,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 # the native decoder runs these families
 NATIVE = tuple(
-    name
-    for name in FAMILIES
-    if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
+    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
 )
 MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_text")
 BACKENDS = ("native", "transformers")

@@ -90,8 +90,8 @@ class LayerKind:
     layer mixes tokens, and `mlp` the kind of its MLP. Not `causal`: in a chain, the tokens of one pass see
     each other whatever their order is (block drafters).
 
-    `kv_heads`, `head_size` and `inner` (the width of the MLP) are the layer's sizes; None: those of the `Architecture`. `owner` is
-    the index of the earlier layer whose keys and values the layer reads, as it has none of its own; None: it has its own.
+    `kv_heads`, `head_size` and `inner` (the width of the MLP) are the layer's sizes; None: those of the `Architecture`. `owner`
+    is the index of the earlier layer whose keys and values the layer reads, as it has none of its own; None: it has its own.
     """
 
     window: int | None = None

@@ -91,28 +91,35 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
-    count, shared = plain["num_layers"], fields.integer("num_kv_shared_layers", 0, minimum=0)
-    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in range(count)])[:-1], False]
-    window, first = fields.integer("sliding_window", 512), count - shared
-    if not set(types[first:]) <= set(types[: max(first, 0)]):
-        raise fields.refuse("num_kv_shared_layers")
+    every = range(plain["num_layers"])
+    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in every])[:-1], False]
+    window = fields.integer("sliding_window", 512)
     has_shared_projection = fields.flag("attention_k_eq_v", False)
     kv_heads, size = _full_layers(fields, plain, types, has_shared_projection=has_shared_projection)
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
-    owners = {slides: first - 1 - types[:first][::-1].index(slides) for slides in set(types[first:])}
-    layers = []
+    sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
+    layers: list[LayerKind] = []
+    last: dict[bool, int] = {}  # layers of each type that have keys and values
+    numbers = 0
     for index, slides in enumerate(types):
-        kind = LayerKind(window, SLIDING) if slides else LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
-        layers.append(kind if index < first else replace(kind, owner=owners[slides], inner=wide))
-    own = [kind for kind in layers if kind.owner is None]
-    sizes = [(kind.kv_heads or plain["num_kv_heads"]) * (kind.head_size or plain["head_size"]) for kind in own]
+        kind = LayerKind(window, SLIDING)
+        if not slides:
+            kind = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+        if index < sharing:
+            last[slides] = index
+            numbers += 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
+        elif slides not in last:
+            raise fields.refuse("num_kv_shared_layers")
+        else:
+            kind = replace(kind, owner=last[slides], inner=wide)
+        layers.append(kind)
     per_layer = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
     fields.integer("vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0)
     rotary = read_rotary(fields, _GEMMA4_ROPE, size, plain["context_limit"])[0]
     changes = {
         **_biases(fields),
         "layers": tuple(layers),
-        "kv_numbers": 2 * sum(sizes),
+        "kv_numbers": numbers,
         "rotary": {**plain["rotary"], FULL: rotary[FULL]},
         "post_norms": True,
         "qk_norm": "values",
@@ -142,11 +149,13 @@ def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool], *, has_s
     fields.ignore("num_global_key_value_heads")
     listed = fields.raw("per_layer_config")
     if listed is not None:
-        full, found = {index for index, slides in enumerate(types) if not slides}, fields.section("per_layer_config")
-        sections = [] if found is None else [*listed.values()]
-        if {int(name) if name.isdecimal() else -1 for name in listed} != full or any(each != sections[0] for each in sections):
+        fields.section("per_layer_config")
+        full = {index for index, slides in enumerate(types) if not slides}
+        found = {int(name) if name.isdecimal() else -1 for name in listed}
+        of_full: object = next(iter(listed.values()), {})
+        if found != full or not isinstance(of_full, dict) or any(each != of_full for each in listed.values()):
             raise fields.refuse("per_layer_config")
-        section = Fields({"per_layer_config": sections[0]}).section("per_layer_config") or Fields({})
+        section = Fields(of_full, "per_layer_config.")
         size = section.integer("head_dim", plain["head_size"])
         kv_heads = section.optional(section.integer, "num_key_value_heads")
         section.refuse_unknown()

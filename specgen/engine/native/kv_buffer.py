@@ -29,13 +29,13 @@ class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros.
 
     `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer for each of these and each
-    device. `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-value heads
-    of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the model of
-    the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers with a
-    sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used before they
-    are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners` has for each
-    layer the index, from `first_layer` on, of the one whose entries it gets (None: all have their own). `recurrent` has the
-    records of recurrent layers.
+    device. `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-
+    value heads of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
+    model of the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers
+    with a sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used
+    before they are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners`
+    has for each layer the index, from `first_layer` on, of the one whose entries it gets (None: all have their own). `recurrent`
+    has the records of recurrent layers.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class KVBuffer:
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
         """Drops all sequences but those with the indices `kept`, which are ascending."""
-        of_each = [data.unflatten(2, (-1, heads)) for data, heads in zip(self.parts, self._kv_heads, strict=True)]
+        parts = zip(self.parts, self._kv_heads, strict=True)
+        of_each = [data.view(*data.shape[:2], -1, heads, *data.shape[3:]) for data, heads in parts]
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:

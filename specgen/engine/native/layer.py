@@ -77,9 +77,14 @@ class Attention:
         is_wide: bool = False,
     ) -> None:
         self._index, self._kind, self._is_wide = index, kind, is_wide
-        self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
-        self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
-        self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
+        self._heads = architecture.num_heads
+        self._kv_heads = architecture.num_kv_heads
+        self._size = architecture.head_size
+        self._score_cap = architecture.score_cap
+        self._eps = architecture.norm_eps
+        self._qk_norm = weights.qk_norm
+        self._norm_over = architecture.qk_norm
+        self._sinks = weights.sinks
         self._is_gated = architecture.gated_attention
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
@@ -130,7 +135,7 @@ class Attention:
             written, all_keys, all_values = entries[self._index - inputs.first_layer]
             if self._kv_heads:
                 written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
-            keys, values = (part.unflatten(0, (inputs.batch, -1)) for part in (all_keys, all_values))
+            keys, values = (part.view(inputs.batch, -1, *part.shape[1:]) for part in (all_keys, all_values))
         return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -232,7 +237,9 @@ class NativeLayer:
         device: torch.device | None = None,
         wide_attention: bool = False,
     ) -> None:
-        self.device, self._index, self._scalar = device, index, weights.scalar
+        self.device = device
+        self._index = index
+        self._scalar = weights.scalar
         architecture = architecture.of_layer(index)
         self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden

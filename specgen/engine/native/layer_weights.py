@@ -40,8 +40,9 @@ class LayerTensors(NamedTuple):
 
     `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
     those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
-    all their rows in this order (a layer without keys of its own has queries alone); `gate_up` those of gate and up projection,
-    or one with the rows of both. `scalar` is the factor of the layer's output. `per_layer` names the weights of `PerLayerWeights`.
+    all their rows in this order (without keys of its own, a layer has queries alone); `gate_up` those of gate and up
+    projection, or one with the rows of both. `scalar` is the factor of the layer's output. `per_layer` names the
+    weights of `PerLayerWeights`.
     """
 
     attention_norm: str | None
@@ -277,14 +278,16 @@ def layer_weights(
     else:
         assert mlp_gain is not None
         mlp = _expert_weights(architecture, index, take, dtype, mlp_gain, gain)
-    after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
+    after = norm(names.attention_post_norm), norm(names.mlp_post_norm)
+    own = [take(name).to(dtype) for name in names.per_layer]
     make_mixer = _attention_weights if architecture.layers[index].mixer == "attention" else partial(_recurrent_weights, index)
     return LayerWeights(
         make_mixer(architecture, names, take, dtype, attention_gain),
         mlp,
-        *(None if weight is None else weight.to(dtype) for weight in after),
-        per_layer=PerLayerWeights(*(take(name).to(dtype) for name in names.per_layer)) if names.per_layer else None,
-        scalar=1.0 if names.scalar is None else float(take(names.scalar).to(dtype)),
+        None if after[0] is None else after[0].to(dtype),
+        None if after[1] is None else after[1].to(dtype),
+        PerLayerWeights(*own) if own else None,
+        1.0 if names.scalar is None else float(take(names.scalar).to(dtype)),
     )
 
 

@@ -41,19 +41,26 @@ from specgen.engine.weights import WeightFiles, model_files
 class OwnEmbeddings:
     """The embeddings of tokens for each layer (Gemma 4): (`norm` RMSNorm(M x / sqrt(width)) + sqrt(size) E[token]) / sqrt(2).
 
-    x is the model's embedding of the token. `table` [vocabulary, layers * size] is E, in any dtype; `projection` computes M x, and
-    `norm` is [size].
+    x is the model's embedding of the token. `table` [vocabulary, layers * size] is E, in any dtype; `projection` computes
+    M x / sqrt(width), and `norm` is [size].
     """
 
     def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
-        self._shape = architecture.num_layers, architecture.per_layer_size
-        self._table, self._projection, self._scale = table, projection, (architecture.per_layer_size / 2) ** 0.5
-        self._norm, self._eps = norm * 0.5**0.5, architecture.norm_eps
+        size = architecture.per_layer_size
+        self._shape = architecture.num_layers, size
+        self._table = table
+        self._projection = projection
+        self._scale = (size / 2) ** 0.5
+        self._norm = norm * 0.5**0.5
+        self._eps = architecture.norm_eps
 
     def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
-        own = self._table.index_select(0, move(ids, self._table.device)).to(embeddings.dtype).view(-1, *self._shape)
-        mixed = self._projection(move(embeddings, self._table.device)).view(-1, *self._shape)
+        device = self._table.device
+        own = self._table.index_select(0, move(ids, device))
+        own = own.to(embeddings.dtype).view(-1, *self._shape)
+        mixed = self._projection(move(embeddings, device))
+        mixed = mixed.view(-1, *self._shape)
         mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
         return mixed.add_(own, alpha=self._scale)
 
@@ -92,9 +99,11 @@ class NativeModel:
         exact: bool = False,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        self.architecture, self.parts, self.layers = architecture, parts, layers
-        self.shape = architecture
-        self.dtype, self.device = dtype, parts.norm.device
+        self.architecture = self.shape = architecture
+        self.parts = parts
+        self.layers = layers
+        self.dtype = dtype
+        self.device = parts.norm.device
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.exact = exact
@@ -108,12 +117,14 @@ class NativeModel:
         layers = range(len(self.layer_devices)) if layers is None else layers
         made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
         options: dict[str, int] = {"first_layer": layers.start, "sequences": sequences}
-        kinds, first = made.layers[layers.start : layers.stop], layers.start
+        kinds = made.layers[layers.start : layers.stop]
         sizes = [(kind.kv_heads or made.num_kv_heads, kind.head_size or made.head_size) for kind in kinds]
         # recurrent layers get entries of any layer
         any_owner = next((index for index, kind in enumerate(kinds) if kind.mixer == "attention"), 0)
-        owners = [index if kind.owner is None else kind.owner - first for index, kind in enumerate(kinds)]
-        owners = [owner if kinds[owner].mixer == "attention" else any_owner for owner in owners]
+        owners = []
+        for index, kind in enumerate(kinds):
+            own = index if kind.mixer == "attention" else any_owner
+            owners.append(own if kind.owner is None else kind.owner - layers.start)
         return KVBuffer(devices, sizes, self.dtype, reader=self.device, owners=owners, **options)
 
     def batch_cache(self, sequences: int) -> KVBuffer:

@@ -73,6 +73,10 @@ def known_architecture(model: Model, feature: str) -> Architecture:
         raise SpecgenError(
             f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
         )
+    if not model.shape.is_uniform:
+        raise SpecgenError(
+            f"{feature} needs a target whose layers have one size, unlike {model.shape.model_type}", "Take -m svip"
+        )
     return model.shape
 
 
