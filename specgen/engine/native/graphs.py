@@ -83,8 +83,13 @@ class StaticPass:
 
     def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
         model = forward.model
-        size, device, inputs = model.architecture.hidden_size, model.device, model.inputs
-        self._width, self._forward, self._first_layer, self._count = width, forward, cache.first_layer, 0
+        size = model.architecture.hidden_size
+        device = model.device
+        inputs = model.inputs
+        self._width = width
+        self._forward = forward
+        self._first_layer = cache.first_layer
+        self._count = 0
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
             self._base, self._first, self.ids, self._bits, self._depths = torch.split(self._input, [1, 1, width, width, SPAN + 1])

@@ -95,18 +95,16 @@ class InputMaker:
     ) -> None:
         self.kinds, _ = layer_kinds(architecture, devices)
         self.groups = [architecture.num_heads // (kind.kv_heads or architecture.num_kv_heads) for kind, _ in self.kinds]
-        self._dtype, self._exact, self._is_recurrent = (
-            dtype,
-            exact,
-            any(kind.mixer != "attention" for kind in architecture.layers),
-        )
+        self._dtype = dtype
+        self._exact = exact
+        self._is_recurrent = any(kind.mixer != "attention" for kind in architecture.layers)
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        fits = architecture.score_cap is None and not architecture.sinks and not exact
-        sizes = [(kind.head_size or architecture.head_size, on) for kind, on in self.kinds]
-        self._has_causal = fits and all(has_causal_kernel(on, dtype, size) for size, on in sizes)
+        self._has_causal = architecture.score_cap is None and not architecture.sinks and not exact
+        for kind, on in self.kinds:
+            self._has_causal &= has_causal_kernel(on, dtype, kind.head_size or architecture.head_size)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
         """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""

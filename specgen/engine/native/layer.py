@@ -241,9 +241,11 @@ class NativeLayer:
         self._index = index
         self._scalar = weights.scalar
         architecture = architecture.of_layer(index)
-        self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
+        self._eps = architecture.norm_eps
+        self._scale = architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
-        self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
+        self._attention_post_norm = weights.attention_post_norm
+        self._mlp_post_norm = weights.mlp_post_norm
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)

@@ -183,8 +183,10 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     pre, post, is_fused = architecture.pre_norms, architecture.post_norms, architecture.model_type == "phi3"
     mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     qkv, output = tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))), "o_proj"
-    mixer, has_keys = architecture.layers[index].mixer, architecture.layers[index].owner is None
-    if architecture.shared_projection and architecture.layers[index].window is None:
+    kind = architecture.layers[index]
+    mixer = kind.mixer
+    has_keys = kind.owner is None
+    if architecture.shared_projection and kind.window is None:
         qkv = *qkv[:2], qkv[1]
     if mixer != "attention":
         attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"

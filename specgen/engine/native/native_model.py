@@ -254,7 +254,10 @@ class NativeForward:
         *,
         with_head: bool = True,
     ) -> None:
-        self.model, self.parts, self.inputs, self.taps = model, model.parts if with_head else None, inputs, tuple(taps)
+        self.model = model
+        self.parts = model.parts if with_head else None
+        self.inputs = inputs
+        self.taps = tuple(taps)
         parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
         self._layers = [(model.layers[part.layer], part) for part in parts]
 
