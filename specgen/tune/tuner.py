@@ -88,9 +88,9 @@ def tune(
     return replace(found, pair=simulator.pair, draft_dtype=None if simulator.pair is pair or draft is None else draft.quantise)
 
 
-def further_heads(pair: Pair) -> dict[str, list[GivenSettings]]:
+def further_heads(pair: Pair) -> Mapping[str, Sequence[GivenSettings]]:
     """Returns the settings that name the heads that were found for the target, by kind, but for the default ones."""
-    found = defaultdict[str, list[GivenSettings]](list)
+    found = defaultdict[str, list[dict[str, str]]](list)
     for each in pair.found:
         if each.kind in HEADS and each.folder != pair.parts.beside[each.kind]:
             found[each.kind].append({"head": str(each.folder)})
