@@ -149,7 +149,9 @@ class Runner:
         for traced, run in sorted(recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE):
             start = traced.start
             self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
-            spec, prompt, repeat = specs.get(start["spec"]), prompts.get(start["prompt_index"]), start["repeat"]
+            spec = specs.get(start["spec"])
+            prompt = prompts.get(start["prompt_index"])
+            repeat = start["repeat"]
             if spec is None or prompt is None or repeat >= self.config.repeats:
                 continue
             if start["prompt_ids"] != self.prompt_ids(prompt):
@@ -192,7 +194,9 @@ class Runner:
         the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
         runs, if no method but plain decoding can run."""
         todo = self._missing(self.config.specs)
-        prompts, new, encode = self.config.prompts, min(self.config.sampling.max_new_tokens, RESERVED), self.pair.tokenizer.encode
+        prompts = self.config.prompts
+        new = min(self.config.sampling.max_new_tokens, RESERVED)
+        encode = self.pair.tokenizer.encode
         lengths = [len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns]
         for prompt in prompts:  # later turns follow answers that are not known yet
             if prompt.previous_turns:
