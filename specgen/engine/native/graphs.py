@@ -202,7 +202,8 @@ class StaticForward:
         outputs, first, end = [], forward_pass.first, forward_pass.last
         while first < end:  # all tokens of a piece have the same bucket
             last = min(first + self._widths[0], end, bucket_of(first + 1))
-            piece, kept = forward_pass._replace(first=first, last=last), max(0, logits_to_keep - (end - last))
+            piece = forward_pass._replace(first=first, last=last)
+            kept = max(0, logits_to_keep - (end - last))
             entering = None if hidden is None else hidden[first - forward_pass.first : last - forward_pass.first]
             found = self._run(piece, entering, min(kept, last - first))
             outputs.append([None if part is None else part.clone() for part in found])
@@ -316,7 +317,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work, state: Sequence[torch.Tensor]) -> Work:
-        graph, stream, saved = torch.cuda.CUDAGraph(), self._stream, [tensor.clone() for tensor in state]
+        graph = torch.cuda.CUDAGraph()
+        stream = self._stream
+        saved = [tensor.clone() for tensor in state]
 
         def restore() -> None:
             for tensor, value in zip(state, saved, strict=True):

@@ -207,7 +207,8 @@ class NativeModel:
         forward = NativeForward(self, parts, taps=taps)
         inputs = forward.with_own_embeddings(self.inputs.batched(batch), hidden, batch.ids)
         hidden, features = forward.run_layers(hidden, inputs)
-        hidden, features = hidden.view(*shape, -1), None if features is None else features.view(*shape, -1)
+        hidden = hidden.view(*shape, -1)
+        features = None if features is None else features.view(*shape, -1)
         if not with_head:
             return ModelOutput(hidden, hidden, features=features)
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
@@ -221,7 +222,8 @@ class NativeModel:
 
         Raises SpecgenError if they cannot be read from the model's files in `folder`.
         """
-        files, first = model_files(folder, str(folder), self.device), len(self.layer_devices) - count
+        files = model_files(folder, str(folder), self.device)
+        first = len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
             names = layer_shapes(self.architecture, index), layer_shapes(self.architecture, first + index)
