@@ -46,23 +46,17 @@ class OwnEmbeddings:
     """
 
     def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
-        size = architecture.per_layer_size
-        self._shape = architecture.num_layers, size
-        self._table = table
-        self._projection = projection
-        self._scale = (size / 2) ** 0.5
-        self._norm = norm * 0.5**0.5
-        self._eps = architecture.norm_eps
+        self._shape = architecture.num_layers, architecture.per_layer_size
+        self._table, self._projection = table, projection
+        self._norm, self._eps = norm * 0.5**0.5, architecture.norm_eps
 
     def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
         device = self._table.device
-        own = self._table.index_select(0, move(ids, device))
-        own = own.to(embeddings.dtype).view(-1, *self._shape)
-        mixed = self._projection(move(embeddings, device))
-        mixed = mixed.view(-1, *self._shape)
+        own = self._table.index_select(0, move(ids, device)).to(embeddings.dtype).view(-1, *self._shape)
+        mixed = self._projection(move(embeddings, device)).view(-1, *self._shape)
         mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
-        return mixed.add_(own, alpha=self._scale)
+        return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
 
 
 class NativeParts(NamedTuple):
@@ -256,10 +250,8 @@ class NativeForward:
         *,
         with_head: bool = True,
     ) -> None:
-        self.model = model
-        self.parts = model.parts if with_head else None
-        self.inputs = inputs
-        self.taps = tuple(taps)
+        self.model, self.parts = model, model.parts if with_head else None
+        self.inputs, self.taps = inputs, tuple(taps)
         parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
         self._layers = [(model.layers[part.layer], part) for part in parts]
 

@@ -271,14 +271,15 @@ class AssistantRunner:
         self._model = model
         self._penalties = penalties
         self._layers_read = made.layers
-        self._inputs = InputMaker(made, model.dtype, [self.device] * made.num_layers)
+        devices = [self.device] * made.num_layers
+        self._tables = InputMaker(made, model.dtype, devices).tables
         self._groups = weights.groups
         make_product, gain = ProductFactory(self.device, model.dtype), norm_gain(made, model.dtype, self.device)
 
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(self.device)
 
-        _, kinds = layer_kinds(made, [self.device] * made.num_layers)
+        _, kinds = layer_kinds(made, devices)
         self._layers = native_layers(made, kinds, take, model.dtype, make_product, gain)
         self._norm = final_norm(made, take, model.dtype, gain)
         self._normed = norm_function(made.norm_eps, gain)
@@ -309,11 +310,10 @@ class AssistantRunner:
         tokens, above = nodes.tokens, list(nodes.parents)
         done = 0
         if self._known is None or self._known[0] is not context or self._known[1] != len(context):
-            last, length = context.ids[-1:], len(context)
-            self.target.share_prefix(context)
-            before = ForwardPass(context, NO_NODES, length - 2, length - 1, self.target.cache)
-            self._pass = self._pass_after(length)
-            self._rows = self._run(last, self.target.features(before))
+            cached, _ = self.target.share_prefix(context)
+            before = ForwardPass(context, NO_NODES, cached - 1, cached, self.target.cache)
+            self._pass = self._pass_after(cached)
+            self._rows = self._run(context.ids[-1:], self.target.features(before))
         else:
             pairs = zip(tokens, above, self._known[2].tokens, self._known[2].parents, strict=False)
             while (pair := next(pairs, None)) is not None and pair[:2] == pair[2:]:
@@ -332,19 +332,18 @@ class AssistantRunner:
         found = ModelOutput(logits[start:], states[start:])
         return penalised(found, self._penalties, context, draft, parents, start)
 
-    def _pass_after(self, length: int) -> PassInputs:
-        """Returns the layers' inputs for a context of `length` tokens: what they read of the target, and the rotations.
+    def _pass_after(self, cached: int) -> PassInputs:
+        """Returns the layers' inputs behind `cached` tokens of the target: what they read of it, and the rotations.
 
         A layer with a sliding window of w tokens sees the last w + 1 of the target's.
         """
         entries = []
         for kind in self._layers_read:
             assert kind.owner is not None
-            keys, values = self.target.cache.keys_and_values(kind.owner, length - 1)
-            first = 0 if kind.window is None else max(0, length - 2 - kind.window)
+            keys, values = self.target.cache.keys_and_values(kind.owner, cached)
+            first = 0 if kind.window is None else max(0, cached - 1 - kind.window)
             entries.append(LayerEntries(keys, keys[:, first:], values[:, first:]))
-        tables = self._inputs.tables
-        rotations = [None if table is None else table.rows(length - 1, length)[:, None] for table in tables]
+        rotations = [None if table is None else table.rows(cached, cached + 1)[:, None] for table in self._tables]
         return PassInputs(1, 1, [KindInputs(rotation, None, entries) for rotation in rotations])
 
     def _run(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
