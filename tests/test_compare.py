@@ -138,8 +138,9 @@ def test_a_cut_trace_is_resumed_where_it_ended(compare: Compare, tmp_path: Path,
     seeds = {run["start"]["sampling"]["seed"] for by in runs_of(trace).values() for runs in by.values() for run in runs}
     kept = complete[: len(complete) - cut if cut < 400 else len(complete) // 2]
     trace.write_bytes(kept)
-    code, out, err = compare(*options[2 if not cut else 0 :], "--resume", str(trace))  # methods are those of the trace
-    assert (code, err) == (0, "")
+    again = ("--resume" if cut != 20 else "--trace", str(trace))
+    code, out, err = compare(*options[2 if not cut else 0 :], *again)  # methods are those of the trace
+    assert (code, err) == (0, "" if cut != 20 else f"continuing {trace}, which has 11 runs\n")
     assert trace.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     runs = runs_of(trace)
     assert list(runs) == ["ar", "sd:k=3", "beta-ts"]
@@ -179,6 +180,8 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert all(text in err for text in named), err
     assert trace.read_text() == before
+    assert compare(*options, "--trace", str(trace))[2] == "", "it was complete: a new one"
+    assert json.loads(trace.read_text().splitlines()[-1])["seconds"] != parsed(before)[-1]["seconds"]
     *lines, last = parsed(before)
     trace.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last | {"finish_reason": "interrupted"}]))
     assert len(read_comparison(trace).runs) == 3, "an interrupted run is made again"
@@ -475,7 +478,7 @@ def test_an_interrupted_comparison_prints_its_results_and_can_be_resumed(
     assert process.returncode == 130
     assert b"Traceback" not in err
     table = out.decode()
-    assert f"continue with --resume {trace}." in " ".join(table.split())
+    assert "; the same command continues it." in " ".join(table.split())
     assert re.search(r"^sd:k=2 +same ", table, flags=re.MULTILINE)
     assert all(run["finish_reason"] == "length" for by in runs_of(trace).values() for runs in by.values() for run in runs)
     kept = trace.read_bytes()

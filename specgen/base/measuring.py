@@ -145,7 +145,8 @@ class EnergyMeter:
 
     def stop(self) -> Energy:
         """Returns the energy used since `start`: in all, and without what the idle devices would have used."""
-        spans, source = self._since(self._begin), ", ".join(counter.name for counter in self.counters)
+        spans = self._since(self._begin)
+        source = ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
         gross, idle = sum(joules for _, joules in spans), self._idle or []

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -95,11 +95,28 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
                 err.print(Text(f"tuned: {taken}"), soft_wrap=True)
         runner = Runner(pair, config, trace)
         runner.check()
-        runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         if recorded is not None and trace is not None:
             runner.resume(recorded)
             trace.keep = recorded.end
+        elif trace is not None and path is not None and path.is_file():
+            runner = _continued(runner, trace, path)
+            if trace.keep is not None and not output.quiet:
+                err.print(Text(f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"), soft_wrap=True)
+        runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         Comparison(runner, output).run()
+
+
+def _continued(runner: Runner, trace: TraceWriter, path: Path) -> Runner:
+    """Returns the runner, with the finished runs in the trace if it is that of the same comparison, interrupted. Any other file
+    is written anew."""
+    new = Runner(runner.pair, runner.config, trace)
+    with suppress(SpecgenError):
+        recorded = read_comparison(path)
+        runner.resume(recorded)
+        if runner.is_interrupted(recorded):
+            trace.keep = recorded.end
+            return runner
+    return new
 
 
 def fastest_specs(pair: Pair, profile: Profile | None, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
@@ -177,7 +194,7 @@ class Comparison:
         path = self._output.trace_path
         hint = "with --trace FILE.jsonl a comparison can be resumed after its first run"
         if path is not None and path.exists():
-            hint = f"continue with --resume {shlex.quote(str(path))}"
+            hint = "the same command continues it"
         return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:

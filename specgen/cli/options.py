@@ -75,6 +75,7 @@ GENERATE_ROWS: Rows = {
     "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
 }
 COMPARE_ROWS: Rows = {
+    "trace": ("FILE.jsonl", "Write every round to this file, as JSON lines, or continue the interrupted comparison in it."),
     "methods": (
         "-m LIST",
         "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
@@ -89,7 +90,7 @@ COMPARE_ROWS: Rows = {
     "by_category": ("", "Show one row for each category as well."),
     "phases": ("", "Show the time for drafting, the length policy, verification and sampling."),
     "predict": ("", "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes."),
-    "resume": ("FILE.jsonl", "Continue an interrupted comparison from its trace, and append to it."),
+    "resume": ("FILE.jsonl", "As --trace, and refuse the trace of another comparison."),
     "csv": ("FILE", "Write all figures to a CSV file."),
     "svg": ("FILE", "Write the table as an SVG image."),
     "html": ("FILE", "Write a self-contained page with all figures and an example of each method."),

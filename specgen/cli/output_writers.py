@@ -45,7 +45,12 @@ class OutputWriter:
     ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        self._pair, self._request, self._run, self._output, self._tuned, self._where = pair, request, run, output, tuned, where
+        self._pair = pair
+        self._request = request
+        self._run = run
+        self._output = output
+        self._tuned = tuned
+        self._where = where
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
@@ -78,7 +83,8 @@ class OutputWriter:
         """
         from specgen.pair.pair import capture_seconds  # imports torch
 
-        progress, captured = Progress(self._err, quiet=self._output.quiet), capture_seconds(self._pair)
+        progress = Progress(self._err, quiet=self._output.quiet)
+        captured = capture_seconds(self._pair)
         interruption = None
         with interrupts.caught():
             try:
@@ -160,7 +166,10 @@ class OutputWriter:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> Iterator[str]:
-        method, run, energy, costs = self._request.method, self._run, self._figures.energy, self._run.costs
+        method = self._request.method
+        run = self._run
+        energy = self._figures.energy
+        costs = self._run.costs
         draft = self._pair.draft if method.uses_draft_model else None
         if not method.lossless:
             yield "lossy"

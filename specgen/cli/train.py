@@ -215,7 +215,8 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
     if asked.tuning.chat:
         corpus, ids = None, _conversations(training.corpus, prompts, target, 3 * window // 4)
     else:
-        corpus, ids = _corpus(asked, target), [target.tokenizer.encode(prompt.text) for prompt in prompts]
+        corpus = _corpus(asked, target)
+        ids = [target.tokenizer.encode(prompt.text) for prompt in prompts]
     share = part.self_text if training.self_text is None else training.self_text
     has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # a predictor needs none
     recipe = Recipe(

@@ -149,7 +149,9 @@ class Runner:
         for traced, run in sorted(recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE):
             start = traced.start
             self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
-            spec, prompt, repeat = specs.get(start["spec"]), prompts.get(start["prompt_index"]), start["repeat"]
+            spec = specs.get(start["spec"])
+            prompt = prompts.get(start["prompt_index"])
+            repeat = start["repeat"]
             if spec is None or prompt is None or repeat >= self.config.repeats:
                 continue
             if start["prompt_ids"] != self.prompt_ids(prompt):
@@ -191,14 +193,10 @@ class Runner:
         """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
         the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
         runs, if no method but plain decoding can run."""
-        todo = [
-            (spec, prompt, repeat)
-            for repeat in range(self.config.repeats)
-            for prompt in self.config.prompts
-            for spec in self.config.specs
-            if (spec.written, prompt.index, repeat) not in self.results.runs
-        ]
-        prompts, new, encode = self.config.prompts, min(self.config.sampling.max_new_tokens, RESERVED), self.pair.tokenizer.encode
+        todo = self._missing(self.config.specs)
+        prompts = self.config.prompts
+        new = min(self.config.sampling.max_new_tokens, RESERVED)
+        encode = self.pair.tokenizer.encode
         lengths = [len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns]
         for prompt in prompts:  # later turns follow answers that are not known yet
             if prompt.previous_turns:
@@ -228,6 +226,22 @@ class Runner:
                     self._add(spec, prompt, repeat, Run.of(finished), finished)
                     self._write(finished)  # last: if it fails, the results have the run nevertheless
         yield step(len(todo))
+
+    def is_interrupted(self, recorded: RecordedComparison) -> bool:
+        """Whether the `recorded` runs, which were added, are those of this comparison, and some runs of their methods are
+        missing."""
+        known = {spec.written for spec in recorded.specs()}
+        specs = [spec for spec in self.config.specs if spec.written in known]
+        return len(self.results.runs) == len(recorded.runs) and bool(self._missing(specs))
+
+    def _missing(self, specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, Prompt, int]]:
+        return [
+            (spec, prompt, repeat)
+            for repeat in range(self.config.repeats)
+            for prompt in self.config.prompts
+            for spec in specs
+            if (spec.written, prompt.index, repeat) not in self.results.runs
+        ]
 
     def _check_that_one_can_run(self) -> None:
         """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""

@@ -119,7 +119,10 @@ class HostChain:
     def __init__(self, setup: Setup, generator: torch.Generator, read: Signals, candidates: int) -> None:
         self.tokens: list[int] = []
         self.statistics: list[tuple[float, float]] = []
-        self._setup, self._generator, self._read, self._candidates = setup, generator, read, candidates
+        self._setup = setup
+        self._generator = generator
+        self._read = read
+        self._candidates = candidates
         self._logits: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
         self._likeliest: list[torch.Tensor] = []

@@ -62,11 +62,15 @@ class DeviceChain:
     def __init__(
         self, runner: ModelRunner, setup: Setup, generator: torch.Generator, context: Context, unverified: Sequence[int]
     ) -> None:
-        sampling, width = SamplingParams(**setup.sampling.warping), min(runner.vocab_size, setup.vocab_size)
+        sampling = SamplingParams(**setup.sampling.warping)
+        width = min(runner.vocab_size, setup.vocab_size)
         self._rule = sampling, width  # equal rules share a chooser and its graphs
         chooser = runner.chooser(self._rule, partial(DeviceChooser, sampling, width, runner.device))
         assert isinstance(chooser, DeviceChooser)
-        self._runner, self._setup, self._chooser, self._generator = runner, setup, chooser, generator
+        self._runner = runner
+        self._setup = setup
+        self._chooser = chooser
+        self._generator = generator
         self._context, self._unverified = context, list(unverified)
         self._read_rows: list[list[float]] = []  # token, entropy and top probability
         self._probs: list[torch.Tensor] = []

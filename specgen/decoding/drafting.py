@@ -132,7 +132,9 @@ class DraftModelUser:
         assert setup.draft is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.draft
         self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.draft)
-        self._sampling, self._eos_ids, self._vocab_size = setup.sampling, setup.eos_ids, setup.vocab_size
+        self._sampling = setup.sampling
+        self._eos_ids = setup.eos_ids
+        self._vocab_size = setup.vocab_size
         self._generator = token_sampling.make_generator(setup.draft.device, derive_seed(setup.seed, "draft"))
 
     def _room(self, context: Context, limit: int) -> int:

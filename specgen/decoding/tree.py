@@ -83,7 +83,8 @@ class DraftTree(Tree):
         """
         first = sum(map(len, self._logits)) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
-        logits, own = output.logits[:, : self._setup.vocab_size], output.unpenalised_part(self._setup.vocab_size)
+        logits = output.logits[:, : self._setup.vocab_size]
+        own = output.unpenalised_part(self._setup.vocab_size)
         self._logits.append((logits if own is None else own).clone())  # valid until the runner's next call
         hidden, rows = output.hidden_states, [node - first for node in nodes]
         if rows != list(range(len(logits))):

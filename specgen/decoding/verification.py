@@ -68,7 +68,8 @@ class RejectionSampling:
     def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> tuple[int, int]:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them."""
         target, length = token_sampling.warp(logits, self._sampling), len(drafted)
-        tokens, draft_probs = upload(torch.tensor(drafted), logits.device), move(probs, logits.device)
+        tokens = upload(torch.tensor(drafted), logits.device)
+        draft_probs = move(probs, logits.device)
         p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
         fresh = torch.rand(length, generator=self._generator, device=logits.device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()

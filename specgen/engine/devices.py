@@ -150,7 +150,10 @@ class DeviceTimer:
 
         The time is in seconds on the clock of `time.perf_counter`.
         """
-        origin, started, event, marked = self._origin, self._started, self._event(), time.perf_counter()
+        origin = self._origin
+        started = self._started
+        event = self._event()
+        marked = time.perf_counter()
 
         def ended() -> float:
             event.synchronize()

@@ -182,7 +182,8 @@ def _product(model: PreparedModel, kind: torch.dtype | str, width: int) -> Calla
 
     `kind` is the dtype, or `int8` for rounded weights. Tokens are run by different experts where there are as many.
     """
-    columns, dtype = model.shape.hidden_size, kind if isinstance(kind, torch.dtype) else torch.float32
+    columns = model.shape.hidden_size
+    dtype = kind if isinstance(kind, torch.dtype) else torch.float32
     if model.architecture is not None and (mixture := model.architecture.mixture) is not None:
         experts = min(mixture.count, width * mixture.per_token)
         rows = max(8, min(2 * mixture.size, _NUMBERS // (columns * experts) // 8 * 8))

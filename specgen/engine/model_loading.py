@@ -121,7 +121,8 @@ class PreparedModel:
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        found, penalty = read_generation_config(self.folder, self.raw), self.source.repetition_penalty
+        found = read_generation_config(self.folder, self.raw)
+        penalty = self.source.repetition_penalty
         return found if penalty is None else replace(found, repetition_penalty=penalty)
 
     @cached_property
@@ -257,12 +258,19 @@ class LoadedModel:
         layer_devices: Sequence[torch.device] | None = None,
         load: Loader | None = None,
     ) -> None:
-        self.prepared, self.dtype, self.layer_devices, self._device = prepared, dtype, layer_devices, device
+        self.prepared = prepared
+        self.dtype = dtype
+        self.layer_devices = layer_devices
+        self._device = device
         self.translation, self.refusal, self.warning = translation, refusal, warning
         source = prepared.source
         self.name, self.folder, self.backend = prepared.name, prepared.folder, prepared.backend
-        self.exact, self.quantise, self.context_limit = source.exact, source.quantise, prepared.context_limit
-        self.tokenizer, self.generation, self.eos_ids = prepared.tokenizer, prepared.generation, prepared.eos_ids
+        self.exact = source.exact
+        self.quantise = source.quantise
+        self.context_limit = prepared.context_limit
+        self.tokenizer = prepared.tokenizer
+        self.generation = prepared.generation
+        self.eos_ids = prepared.eos_ids
         self.dtype_name = source.quantise or str(dtype).removeprefix("torch.")
         self._model: Model | None = None
         self._load, self._lock = load or load_weights, Lock()

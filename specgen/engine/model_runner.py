@@ -191,7 +191,8 @@ class ModelRunner:
             self._feeding.choosers[rule](self.logits(context, draft, start=len(draft)).logits)
         else:
             assert isinstance(self.cache, KVBuffer)
-            position, is_long = len(context) + len(draft) + chosen - 1, self._cached.uses_long_rope(context)
+            position = len(context) + len(draft) + chosen - 1
+            is_long = self._cached.uses_long_rope(context)
             self._feeding.feed(rule, self.cache, position, long_rope=is_long)
 
     def count_chosen(self, tokens: Sequence[int]) -> None:
@@ -268,7 +269,8 @@ def time_passes(runner: Any, widths: Sequence[int], context_length: int) -> dict
     `context_length` tokens, whose other tokens are cached, and w - 1 distinct drafted tokens.
     """
     synchronize = synchronizer(runner.device) or (lambda: None)
-    context, draft = Context([1] * context_length), distinct_ids(max(widths) - 1, runner.vocab_size)
+    context = Context([1] * context_length)
+    draft = distinct_ids(max(widths) - 1, runner.vocab_size)
     runner.reserve(context_length + max(widths))
     runner.logits(context)
 

@@ -69,7 +69,9 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     If there is no such file, the same fields are taken from `config`, the content of config.json, where old models keep them.
     Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
     """
-    path, found, hint = folder / _FILE, _with_nested(config), "Download or save it again: it may hold penalties"
+    path = folder / _FILE
+    found = _with_nested(config)
+    hint = "Download or save it again: it may hold penalties"
     if path.is_file() or path.is_symlink():
         found = parse_json(read_text(path, "generation config", hint), str(path), hint, finite=False)
         if not isinstance(found, dict):

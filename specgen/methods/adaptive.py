@@ -102,7 +102,9 @@ class Adaptive(LengthPolicy):
     def __init__(self, draft_cost: Value, verify_cost: Value, exploration: float, max_draft: int, inputs: AdaptiveInputs) -> None:
         drafting, verification = (None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost))
         self._given = 0.0 if inputs.in_parallel else drafting, verification
-        self._in_parallel, self._timed, self.learned = inputs.in_parallel, inputs.timed, inputs.learned
+        self._in_parallel = inputs.in_parallel
+        self._timed = inputs.timed
+        self.learned = inputs.learned
         self._costs = inputs.costs.with_values(*self._given)
         self._exploration, self.max_draft = exploration, max_draft
         self.signals = self.preferred_signals
@@ -146,7 +148,10 @@ class Adaptive(LengthPolicy):
         The copied tokens cost nothing to draft, and the acceptance of each is predicted before: from the number of tokens before
         it that equal those before the token that it copies.
         """
-        copied, gain, survival, cost = list[float](), -self._costs.verify_start, 1.0, self._costs.verify
+        copied = list[float]()
+        gain = -self._costs.verify_start
+        survival = 1.0
+        cost = self._costs.verify
         self.reason = f"limit {self.max_draft}"
         while len(copied) < self.max_draft:
             acceptance = self.learned.lookup.predict(_copied_score(match_length + len(copied)))

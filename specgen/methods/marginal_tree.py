@@ -154,7 +154,8 @@ class MarginalTreeDrafter(DraftModelUser):
         `names` are the signals that the policy reads. Raises RunError if the logits hold a NaN.
         """
         output = self._runner.logits(context, draft, start=start)
-        logits, unpenalised = output.logits[:, : self._vocab_size], output.unpenalised_part(self._vocab_size)
+        logits = output.logits[:, : self._vocab_size]
+        unpenalised = output.unpenalised_part(self._vocab_size)
         ranks = min(self._ranks, logits.shape[1])
         values, tokens = logits.float().topk(ranks, dim=-1)
         possible = tokens.masked_fill(values == -torch.inf, -1)

@@ -196,7 +196,10 @@ class SuffixDrafter:
     """
 
     def __init__(self, min_prob: float, factor: float, eos_ids: Collection[int], history: SuffixHistory | None = None) -> None:
-        self._min_prob, self._factor, self._eos_ids, self._history = min_prob, factor, eos_ids, history
+        self._min_prob = min_prob
+        self._factor = factor
+        self._eos_ids = eos_ids
+        self._history = history
         self._context: Context | None = None
         self._index = SuffixIndex()
         self._last: Continuation | None = None

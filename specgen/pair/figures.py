@@ -102,7 +102,8 @@ class Figures:
         self._add_joules(_or_nan(energy.joules), _or_nan(energy.gross_joules))
 
     def _add_joules(self, joules: float, gross: float) -> None:
-        self.joules, self.gross_joules = (self.joules or 0.0) + joules, (self.gross_joules or 0.0) + gross
+        self.joules = (self.joules or 0.0) + joules
+        self.gross_joules = (self.gross_joules or 0.0) + gross
 
     @property
     def new_tokens(self) -> int:

@@ -136,7 +136,8 @@ def _judged(name: str, folder: Path, target: PreparedModel, size: int) -> Found 
                 )
         model = describe(folder, ModelSource(name))
         if same_tokens(target.tokenizer, model.tokenizer):
-            is_related, cost = model.shape.model_type == target.shape.model_type, _bytes(folder) / size
+            is_related = model.shape.model_type == target.shape.model_type
+            cost = _bytes(folder) / size
             why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
             return Found(DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why)
     return None

@@ -226,7 +226,9 @@ def with_found(pair: Pair, found: Found, dtypes: tuple[str, str | None], process
 
 def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
     other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
-    other.parts, other.found, other.measurements.threads = pair.parts, pair.found, pair.measurements.threads
+    other.parts = pair.parts
+    other.found = pair.found
+    other.measurements.threads = pair.measurements.threads
     return other
 
 

@@ -86,7 +86,8 @@ def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str)
     def figures(group: list[Judged]) -> Bin:
         count, accepted = len(group), sum(is_accepted for _, is_accepted in group)
         rate, square = accepted / count, _Z95**2 / count
-        middle, half = rate + square / 2, _Z95 * math.sqrt(rate * (1 - rate) / count + square / (4 * count))
+        middle = rate + square / 2
+        half = _Z95 * math.sqrt(rate * (1 - rate) / count + square / (4 * count))
         return {
             "judged": count,
             "accepted": accepted,
@@ -250,7 +251,9 @@ class TraceStatistics:
 
         The rejected children of a node of a draft tree share one distribution, so only the first of them counts as verified.
         """
-        draft, path, statuses = traced.round.draft, traced.round.verdict.path, traced.round.statuses
+        draft = traced.round.draft
+        path = traced.round.verdict.path
+        statuses = traced.round.statuses
         self.branches |= not draft.is_chain
         self.predictions += judged_predictions(traced.round)
         if not draft.entropies:

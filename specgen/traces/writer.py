@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
 
-    The constructor locks the file, and the first line opens it. With `resumes`, an existing file is cut off after its first
-    `keep` bytes (set `keep` before the first line), and lines are added there, after a line feed if it is missing. Raises
+    The constructor locks the file, and the first line opens it. If `keep` is set before the first line, an existing file is cut
+    off after its first `keep` bytes, and lines are added there, after a line feed if it is missing; `resumes`: it is 0. Raises
     SpecgenError if another process of this user writes to the file, or if there is no file to resume.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
-        self.keep = 0
-        self._path, self._resumes = path, resumes
+        self.keep = 0 if resumes else None
+        self._path = path
         self._file: FileIO | None = None
         self._lock: FileLock | None = None
         is_file = path.is_file()
@@ -50,7 +50,7 @@ class TraceWriter:
             raise RunError(f"cannot write the trace {self._path}: the disk is full")
 
     def _opened(self) -> FileIO:
-        if not self._resumes:
+        if self.keep is None:
             return own_stream(self._path) or FileIO(self._path, "w")
         file = FileIO(self._path, "r+")
         file.truncate(self.keep)

@@ -58,7 +58,9 @@ class ExitObjective(Objective):
         count = self.model.shape.num_layers
         self.model.check_layers("early exit")
         exit_architecture(self.model)
-        self.after, self.layers, self.own_head = default_exit_depth(count) if after is None else after, layers, own_head
+        self.after = default_exit_depth(count) if after is None else after
+        self.layers = layers
+        self.own_head = own_head
         check_exit(self.model, self.after, layers)
         self.settings = {"--layer": self.after, "--exit-layers": layers, "--exit-head": "own" if own_head else "target"}
 
@@ -164,7 +166,8 @@ class PredictorObjective(ExitObjective):
         if not has_predictor:
             raise SpecgenError("there is too little text to train a predictor", "Give a larger --corpus or more --prompts")
         made_with = {name: value for name, value in self.task.made_with().items() if name not in _UNUSED}
-        figures, made_with = {**self._before.figures, **figures}, {**self._before.made_with, "predictor": made_with}
+        figures = {**self._before.figures, **figures}
+        made_with = {**self._before.made_with, "predictor": made_with}
         return replace(self._before, predictor=True, figures=figures, made_with=made_with)
 
 

@@ -350,12 +350,15 @@ class GlideObjective(LayerObjective):
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         super().__init__(task, target)
         self._theirs = theirs = known_architecture(target.model, "training glide")
-        rotary, rounded = theirs.layers[-1].rotary, None if theirs.rotary_in_float32 else self.dtype
+        rotary = theirs.layers[-1].rotary
+        rounded = None if theirs.rotary_in_float32 else self.dtype
         self._rotations = None if rotary is None else RotaryTable(theirs.rotary[rotary], self.device, rounded)
 
     def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
         """Returns the initial weights by their names in `GlideWeights`. The output of the cross-attention is zero."""
-        made, cross, width = super().initial_weights(texts, generator), "layers.0.cross_attn.", self.width
+        made = super().initial_weights(texts, generator)
+        cross = "layers.0.cross_attn."
+        width = self.width
         query = made[layer_tensors(self.architecture, 0).qkv[0]]
         return {**made, f"{cross}q_proj.weight": query.clone(), f"{cross}o_proj.weight": torch.zeros(width, len(query))}
 

@@ -133,7 +133,9 @@ class Objective(ABC):
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in the task's folder."""
         self.task, self.target, self.model = task, target, target.model
-        self.device, self.dtype, self.vocabulary = self.model.device, self.model.dtype, self.model.shape.vocab_size
+        self.device = self.model.device
+        self.dtype = self.model.dtype
+        self.vocabulary = self.model.shape.vocab_size
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
@@ -360,7 +362,8 @@ def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_o
         result = result + rest * (rest.log() - on_overlap.log() - rest_total + overlap_total)
     if len(off_overlap):
         outside_total = logits.index_select(-1, off_overlap).logsumexp(dim=-1)
-        all_total, outside = torch.logaddexp(overlap_total, outside_total), (1 - on_overlap).clamp_min(tiny)
+        all_total = torch.logaddexp(overlap_total, outside_total)
+        outside = (1 - on_overlap).clamp_min(tiny)
         result = result + on_overlap * (on_overlap.log() - overlap_total + all_total)
         result = result + outside * (outside.log() - outside_total + all_total)
     return result

@@ -39,7 +39,8 @@ def layer_config(target: LoadedModel, layers: int = 1) -> dict[str, Any]:
     if isinstance(shape, Architecture):
         biased_qkv = shape.qkv_bias and not shape.output_bias
         config["model_type"] = "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
-        config["hidden_act"], config["rms_norm_eps"] = _ACTIVATIONS[shape.activation], shape.norm_eps
+        config["hidden_act"] = _ACTIVATIONS[shape.activation]
+        config["rms_norm_eps"] = shape.norm_eps
         config["attention_bias"] = shape.output_bias
         theirs = read_config(target.folder, target.name)
         rope = {name: theirs[name] for name in _ROPE_FIELDS if theirs.get(name) is not None}

@@ -72,7 +72,8 @@ class TrainingTask:
     def begin(self, target: LoadedModel, settings: dict[str, Any]) -> None:
         """Stores the settings of the run in its folder. Raises SpecgenError if the folder has unfinished work of a run with other
         settings."""
-        path, now = self.folder / "settings.json", {**asdict(self.recipe), **settings, "dtype": target.dtype_name}
+        path = self.folder / "settings.json"
+        now = {**asdict(self.recipe), **settings, "dtype": target.dtype_name}
         now["corpus"], now["prompts"] = (text and text.digest() for text in (self.corpus, self.prompts))
         now["the target model"] = weights_fingerprint(target.folder)
         hint = f"Give the same options, or delete {self.folder} to start again"

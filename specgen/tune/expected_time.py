@@ -94,7 +94,10 @@ class PricedDrafter(LearningDrafter):
     """
 
     def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
-        self._drafter, self._runner, self._clock, self._prefill_seconds = drafter, runner, clock, prefill_seconds
+        self._drafter = drafter
+        self._runner = runner
+        self._clock = clock
+        self._prefill_seconds = prefill_seconds
         self.learns = isinstance(drafter, LearningDrafter)
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -119,7 +122,11 @@ class PricedParallelDrafter:
     """
 
     def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
-        self._drafter, self.policy, self._target, self._clock, self.seconds = drafter, policy, target, clock, 0.0
+        self._drafter = drafter
+        self.policy = policy
+        self._target = target
+        self._clock = clock
+        self.seconds = 0.0
 
     def prefill(self, context: Context) -> None: ...
 

@@ -138,7 +138,9 @@ def _transformers(method: ExportedMethod) -> str:
             "num_assistant_tokens_schedule": "heuristic" if method.name == "heuristic" else "constant",
             "assistant_confidence_threshold": settings.get("threshold", 0.0),
         }
-    target, draft, tokens = method.target, method.draft, {"max_new_tokens": 128, "do_sample": False}
+    target = method.target
+    draft = method.draft
+    tokens = {"max_new_tokens": 128, "do_sample": False}
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({target!r})"]
     lines += [f'model = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto")']
@@ -181,12 +183,15 @@ def _vllm(method: ExportedMethod) -> str:
 
 
 def _sglang(method: ExportedMethod) -> str:
-    command, steps = f"sglang serve --model-path {quote(method.target)} --speculative-algorithm", method.length
+    command = f"sglang serve --model-path {quote(method.target)} --speculative-algorithm"
+    steps = method.length
     if method.name == "lookup":
         return f"{command} NGRAM --speculative-num-draft-tokens {steps}"
     algorithm, model, width, tokens = "STANDALONE", str(method.draft), 1, steps
     if method.head is not None:
-        algorithm, model, width = method.head.kind.upper(), method.head.folder, int(method.settings["width"])
+        algorithm = method.head.kind.upper()
+        model = method.head.folder
+        width = int(method.settings["width"])
         tokens = steps if width == 1 else int(method.settings["nodes"])
     return (
         f"{command} {algorithm} --speculative-draft-model-path {quote(model)} --speculative-num-steps {steps} "

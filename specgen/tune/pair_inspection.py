@@ -366,7 +366,8 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
         if kind == EXIT and parts is not None:
             missing[kind] = Readiness(False, f"the target has {parts}, which cannot be trained", "take a draft model, or lookup")
         elif store.find(kind) is None:
-            why, hint = f"no {'exit layer' if kind == EXIT else 'head'}", f"train one with {training_command(kind, location)}"
+            why = f"no {'exit layer' if kind == EXIT else 'head'}"
+            hint = f"train one with {training_command(kind, location)}"
             if kind == MTP:
                 why, hint = "no drafting layers in the target's own files", ""
             error = store.refusal(kind)

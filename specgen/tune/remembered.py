@@ -86,7 +86,11 @@ class DrawnRunner:
     def __init__(
         self, draft: MemoisedRunner, target: MemoisedRunner, reference: ReferenceOutput, sampling: SamplingParams, seed: int
     ) -> None:
-        self._draft, self._target, self._reference, self._sampling, self._seed = draft, target, reference, sampling, seed
+        self._draft = draft
+        self._target = target
+        self._reference = reference
+        self._sampling = sampling
+        self._seed = seed
         self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +100,8 @@ class DrawnRunner:
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
     ) -> ModelOutput:
         assert parents is None, "only chains are drawn, token by token"
-        output, key = self._draft.logits(context, draft, start=start), self._draft.key(context, draft)
+        output = self._draft.logits(context, draft, start=start)
+        key = self._draft.key(context, draft)
         if key not in self._drawn:
             self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
         token, probability = self._drawn[key]

@@ -71,7 +71,9 @@ def _measure(target: LoadedModel) -> RoundingCost:
 
 def _predictions(model: Model, ids: list[int]) -> tuple[float, torch.Tensor]:
     """Returns the mean loss of the tokens after the first in nats, and the most likely token after each but the last."""
-    logits, labels, losses = model.reference_logits(ids)[:-1], torch.tensor(ids[1:], device=model.device), []
+    logits = model.reference_logits(ids)[:-1]
+    labels = torch.tensor(ids[1:], device=model.device)
+    losses = []
     for rows, expected in zip(torch.split(logits, _ROWS), torch.split(labels, _ROWS), strict=True):
         losses.append(torch.nn.functional.cross_entropy(rows.float(), expected, reduction="none"))
     return float(torch.cat(losses).mean()), logits.argmax(1)

@@ -134,7 +134,9 @@ class Simulator:
 
     def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:
         """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""
-        reference, clock, models = self.references[number], SimulatedClock(costs), self._models_of(method, number)
+        reference = self.references[number]
+        clock = SimulatedClock(costs)
+        models = self._models_of(method, number)
         setup = replace(models.setup, sampling=self._sampling, seed=run_seed(number, self._sampling.seed or 0))
         if models.drawn is not None and method.verifier is None and not method.drafts_trees(settings):
             drawn: Any = models.drawn

@@ -82,7 +82,8 @@ def tune(
         simulator, acceptance = tuner.best_draft(simulator, acceptance, others, names)
     candidates = tuner.confirm(simulator.pair, tuner.choose(simulator, names))
     tuner.check_named()
-    found, draft = outcome_of(simulator, candidates, request, tuner.left_out, acceptance), simulator.pair.draft
+    found = outcome_of(simulator, candidates, request, tuner.left_out, acceptance)
+    draft = simulator.pair.draft
     return replace(found, pair=simulator.pair, draft_dtype=None if simulator.pair is pair or draft is None else draft.quantise)
 
 
@@ -198,7 +199,8 @@ class Tuner:
     ) -> tuple[Simulator, float | None]:
         """Returns the simulator with the draft with which decoding is expected to be the fastest, of the one in `best` and those
         in `others` (see `tune`), and the share of its tokens that the target accepts; `acceptance` is that of the first one's."""
-        limit, one_by_one = self.request.deadline.share(DRAFTS), [name for name in names if METHODS[name].cost_kind == "model"]
+        limit = self.request.deadline.share(DRAFTS)
+        one_by_one = [name for name in names if METHODS[name].cost_kind == "model"]
         for number, make in enumerate(others):
             if limit.left < 0:
                 self.left_out["other drafts"] = TIME_WAS_SHORT

@@ -220,7 +220,10 @@ class RoundsView:
         parallel: bool = False,
         branches: bool = False,
     ) -> None:
-        self._console, self._text_of, self._eos_ids, self._prompt_length = console, text_of, eos_ids, prompt_length
+        self._console = console
+        self._text_of = text_of
+        self._eos_ids = eos_ids
+        self._prompt_length = prompt_length
         self._parallel, self._branches = parallel, branches
         self._lead = LEAD + MODE * parallel
 

@@ -156,7 +156,9 @@ def _compared(report: Report) -> dict[str, Any]:
     Where requested, a line for each category of prompts follows its method. Methods that could not run come last, with the
     reason.
     """
-    shown, top, lines = ranked_rows(report.made, by_category=report.by_category), best_result(report.made), []
+    shown = ranked_rows(report.made, by_category=report.by_category)
+    top = best_result(report.made)
+    lines = []
     for entry in shown:
         kind = "ar" if entry.is_reference else "" if entry.spec.lossless else "lossy"
         kind += " cat" if entry.category else " best" if entry is top else ""

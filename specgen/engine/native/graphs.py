@@ -84,7 +84,10 @@ class StaticPass:
     def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
         model = forward.model
         size, device, inputs = model.architecture.hidden_size, model.device, model.inputs
-        self._width, self._forward, self._first_layer, self._count = width, forward, cache.first_layer, 0
+        self._width = width
+        self._forward = forward
+        self._first_layer = cache.first_layer
+        self._count = 0
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
             self._input = torch.zeros(2 + 2 * width + SPAN + 1, dtype=torch.int64, device=device)
             self._base, self._first, self.ids, self._bits, self._depths = torch.split(self._input, [1, 1, width, width, SPAN + 1])
@@ -197,7 +200,8 @@ class StaticForward:
         outputs, first, end = [], forward_pass.first, forward_pass.last
         while first < end:  # all tokens of a piece have the same bucket
             last = min(first + self._widths[0], end, bucket_of(first + 1))
-            piece, kept = forward_pass._replace(first=first, last=last), max(0, logits_to_keep - (end - last))
+            piece = forward_pass._replace(first=first, last=last)
+            kept = max(0, logits_to_keep - (end - last))
             entering = None if hidden is None else hidden[first - forward_pass.first : last - forward_pass.first]
             found = self._run(piece, entering, min(kept, last - first))
             outputs.append([None if part is None else part.clone() for part in found])
@@ -311,7 +315,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work, state: Sequence[torch.Tensor]) -> Work:
-        graph, stream, saved = torch.cuda.CUDAGraph(), self._stream, [tensor.clone() for tensor in state]
+        graph = torch.cuda.CUDAGraph()
+        stream = self._stream
+        saved = [tensor.clone() for tensor in state]
 
         def restore() -> None:
             for tensor, value in zip(state, saved, strict=True):

@@ -159,7 +159,8 @@ class NativeModel:
         parts = None if layers is None else [LayerPart(index) for index in range(layers)]
         hidden, shape = self._embedded(batch.ids), batch.ids.shape
         hidden, features = NativeForward(self, parts, taps=taps).run_layers(hidden, self.inputs.batched(batch))
-        hidden, features = hidden.view(*shape, -1), None if features is None else features.view(*shape, -1)
+        hidden = hidden.view(*shape, -1)
+        features = None if features is None else features.view(*shape, -1)
         if not with_head:
             return ModelOutput(hidden, hidden, features=features)
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
@@ -173,7 +174,8 @@ class NativeModel:
 
         Raises SpecgenError if they cannot be read from the model's files in `folder`.
         """
-        files, first = model_files(folder, str(folder), self.device), len(self.layer_devices) - count
+        files = model_files(folder, str(folder), self.device)
+        first = len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
             names = layer_shapes(self.architecture, index), layer_shapes(self.architecture, first + index)
@@ -206,7 +208,10 @@ class NativeForward:
         *,
         with_head: bool = True,
     ) -> None:
-        self.model, self.parts, self.inputs, self.taps = model, model.parts if with_head else None, inputs, tuple(taps)
+        self.model = model
+        self.parts = model.parts if with_head else None
+        self.inputs = inputs
+        self.taps = tuple(taps)
         parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
         self._layers = [(model.layers[part.layer], part) for part in parts]
 

@@ -93,7 +93,8 @@ class WidenedProduct(DenseProduct):
             return super().__call__(x)
         weight, x_wide = self._transposed.t(), x.float()
         rows = max(1, _AT_ONCE // weight.shape[1])
-        total, part = x_wide.new_empty(x.shape[0], weight.shape[0]), x_wide.new_empty(rows, weight.shape[1])
+        total = x_wide.new_empty(x.shape[0], weight.shape[0])
+        part = x_wide.new_empty(rows, weight.shape[1])
         for first in range(0, weight.shape[0], rows):
             stored = weight[first : first + rows]
             part[: len(stored)] = stored

@@ -74,7 +74,9 @@ class UnrolledAttention(Attention):
         self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
 
     def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
-        mask, batch, group = inputs.kinds[self._kind].mask, inputs.batch, self._heads // self._kv_heads
+        mask = inputs.kinds[self._kind].mask
+        batch = inputs.batch
+        group = self._heads // self._kv_heads
         assert batch is not None
         assert mask is not None
         heads = heads.view(batch, inputs.rows, *heads.shape[1:])
@@ -125,7 +127,8 @@ class EagleLayers:
 
         self._is_third = is_third
         self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights, which products contain
-        self._eps, norms = architecture.norm_eps, [take(name) for name in INPUT_NORMS if name in weights.tensors]
+        self._eps = architecture.norm_eps
+        norms = [take(name) for name in INPUT_NORMS if name in weights.tensors]
         self._input_norms = len(norms)
         bias = take(bias_of(FC)).to(dtype) if bias_of(FC) in weights.tensors else None
         fc = take(FC).float() * torch.cat(norms).float() if norms else take(FC)
@@ -329,7 +332,8 @@ def _feeds_normed(weights: EagleWeights, model: Model) -> bool:
     ids, found = list(weights.trial_ids), list[float]()
     likeliest = ModelRunner(model).logits(Context(ids[:1]), ids[1:]).logits.argmax(-1)
     for norm_output in (True, False):
-        runner, total = EagleRunner(replace(weights, norm_output=norm_output), model, None, None), 0.0
+        runner = EagleRunner(replace(weights, norm_output=norm_output), model, None, None)
+        total = 0.0
         for start in range(_TRIAL_DEPTH, len(ids) - _TRIAL_DEPTH, _TRIAL_DEPTH):
             end = start + _TRIAL_DEPTH
             probs = runner.logits(Context(ids[:start]), ids[start:end], start=1).logits.softmax(-1)

@@ -60,7 +60,8 @@ class CrossAttention:
         self._heads, self._size = architecture.num_heads, architecture.head_size
         order = head_order(architecture, q_proj.device)
         query = q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1) * self._size**-0.5
-        self._query, self._output = make_product(query.to(dtype), None, 1.0), make_product(o_proj.to(dtype), None, 1.0)
+        self._query = make_product(query.to(dtype), None, 1.0)
+        self._output = make_product(o_proj.to(dtype), None, 1.0)
         self._key_order = None if isinstance(target, NativeModel) else order.argsort()
 
     def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
@@ -164,7 +165,9 @@ class GlideRunner(DecoderRunner):
             sight.hidden[:, 0] = False
             group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
             mask = sight.mask(None, self.target_model.dtype, group)
-        at, boundary, made = upload(torch.tensor(positions(forward_pass)), self.device), self._theirs.rope_boundary, []
+        at = upload(torch.tensor(positions(forward_pass)), self.device)
+        boundary = self._theirs.rope_boundary
+        made = []
         is_long = boundary is not None and forward_pass.context.prompt_length > boundary
         count = len(self._theirs.layers)
         for layer in range(count - len(self.devices), count):

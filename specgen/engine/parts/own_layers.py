@@ -218,7 +218,8 @@ class ExitAcceptancePredictor:
         `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted. `begin` has to be called
         before.
         """
-        weights, offset = self.predictor.draft_weights, self._offsets[min(position, len(self._offsets)) - 1]
+        weights = self.predictor.draft_weights
+        offset = self._offsets[min(position, len(self._offsets)) - 1]
         return torch.sigmoid(draft_hidden.to(weights.dtype) @ weights + offset)
 
 

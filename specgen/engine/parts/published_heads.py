@@ -192,7 +192,8 @@ def _read_eagle(
 
 def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields) -> GlideWeights:
     shape, (rows, width) = target.model.shape, matrix_shape(files, _QUERY)
-    crossed, is_tied = shape.num_heads * shape.head_size, fields.tie_word_embeddings and HEAD not in files
+    crossed = shape.num_heads * shape.head_size
+    is_tied = fields.tie_word_embeddings and HEAD not in files
     check_size(files, _QUERY, "attention of a width of", rows, target, crossed)
     check_vocabulary(files, EMBEDDING, target, fields.vocab_size)
     weights, shapes = _decoder(files, config, fields, target, width)
@@ -328,7 +329,8 @@ def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tu
         return config, {f"model.{name}": each for name, each in weights.tensors.items()}, SINGLE_FILE
     if config["model_type"] == "qwen2":
         config |= {"model_type": "llama", "qkv_bias": True}
-    rows, features = len(weights.tensors[HEAD]), {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
+    rows = len(weights.tensors[HEAD])
+    features = {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": rows, "eagle_config": features}
     config |= {"target_hidden_size": sizes["hidden_size"]}
     ids = torch.arange(rows) if weights.vocabulary is None else weights.vocabulary.cpu()

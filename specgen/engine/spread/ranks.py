@@ -144,7 +144,9 @@ class Group:
         `kind` is the type of the devices (`cpu`, `cuda`), of which each rank has one. Called on all ranks: if it fails on one,
         all raise an error.
         """
-        device, own, made = torch.device(kind, self._local_rank) if kind == "cuda" else torch.device(kind), None, None
+        device = torch.device(kind, self._local_rank) if kind == "cuda" else torch.device(kind)
+        own = None
+        made = None
         if kind == "cuda":
             torch.cuda.set_device(device)
         try:

@@ -79,7 +79,8 @@ class Shard:
         own_kv = _part(kv_heads, rank, size) if copies == 1 else range(rank // copies, rank // copies + 1)
         group = heads // kv_heads
         own = range(own_kv.start * group, own_kv.stop * group) if copies == 1 else _part(heads, rank, size)
-        neurons, tokens = _part(architecture.intermediate_size, rank, size), range(rank * rows, (rank + 1) * rows)
+        neurons = _part(architecture.intermediate_size, rank, size)
+        tokens = range(rank * rows, (rank + 1) * rows)
         return cls(architecture, rank, size, own, own_kv, neurons, tokens, copies)
 
     @property

@@ -92,7 +92,8 @@ class TransformersModel:
             return self._grow
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            ids, sight = torch.tensor([forward_pass.ids], device=self.device), sight_of_pass(forward_pass, self.device)
+            ids = torch.tensor([forward_pass.ids], device=self.device)
+            sight = sight_of_pass(forward_pass, self.device)
             mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
             output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
