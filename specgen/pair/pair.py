@@ -355,6 +355,8 @@ def draft_worker(pair: Pair) -> DraftWorker:
     if pair._worker is None:
         draft = runners(pair)[1]
         assert draft is not None
+        if pair.draft is not None and pair.draft.drafts_blocks:
+            draft = pair.draft.runner(pair._penalties(pair.draft.device))
         pair._worker = DraftWorker.in_this_process(draft, pair.target.device)
     return pair._worker
 

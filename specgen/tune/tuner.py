@@ -11,7 +11,7 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -256,8 +256,8 @@ class Tuner:
         (None: all).
 
         Methods take turns. Lossy methods (whose output can differ from the target's) are tried with their first settings, and
-        with others at the end, because they are never chosen automatically. With `is_needed`, the first settings of each method are simulated even after the deadline. Returns what was
-        tried, by method; its expected speed is scaled to all prompts.
+        with others at the end, because they are never chosen automatically. With `is_needed`, the first settings of each method
+        are simulated even after the deadline. Returns what was tried, by method; its expected speed is scaled to all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         failed = set[tuple[str, Value | None]]()  # methods with policies
