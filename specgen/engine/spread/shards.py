@@ -291,7 +291,8 @@ class SharedCache(KVBuffer):
 
     def __init__(self, model: ShardedModel, layers: range) -> None:
         local, devices = model.shard.local, [model.device] * len(layers)
-        super().__init__(devices, local.num_kv_heads, local.head_size, model.dtype, first_layer=layers.start)
+        sizes = [(local.num_kv_heads, local.head_size)] * len(layers)
+        super().__init__(devices, sizes, model.dtype, first_layer=layers.start)
         self._model = model
 
     def gather(self, indices: Sequence[int], start: int) -> None:
