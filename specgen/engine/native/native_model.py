@@ -162,10 +162,11 @@ class NativeModel:
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
-        return final_logits(self.architecture, self.parts.head(padded))[: hidden.shape[0]]
+        logits = self.parts.head(padded)[: hidden.shape[0]]
+        return logits if is_raw else final_logits(self.architecture, logits)
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
