@@ -26,9 +26,6 @@ from specgen.engine.native.layer_weights import (
     EXIT_HEAD,
     FINAL_NORM,
     HEAD,
-    OWN_EMBEDDING,
-    OWN_NORM,
-    OWN_PROJECTION,
     final_norm,
     layer_shapes,
     layer_weights,
@@ -57,6 +54,9 @@ class OwnEmbeddings:
         mixed = self._projection(move(embeddings, device)).view(-1, *self._shape)
         mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
         return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
+
+
+_OWN = tuple(f"{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
 
 
 class NativeParts(NamedTuple):
@@ -390,9 +390,8 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     if size := architecture.per_layer_size:
         columns = architecture.num_layers * size
-        rows = files.shape(OWN_EMBEDDING)[0]  # the config's number, which is at least that of the model's tokens
-        shapes = (max(rows, architecture.vocab_size), columns), (columns, architecture.hidden_size), (size,)
-        expected |= zip((OWN_EMBEDDING, OWN_PROJECTION, OWN_NORM), shapes, strict=True)
+        rows = max(files.shape(_OWN[0])[0], architecture.vocab_size)  # there may be more than the model has tokens
+        expected |= zip(_OWN, ((rows, columns), (columns, architecture.hidden_size), (size,)), strict=True)
     files.check(expected)
     # layers without keys of their own may have unused weights in the files
     sharing = [index for index, kind in enumerate(architecture.layers) if kind.owner is not None]
@@ -440,8 +439,8 @@ def _parts(
     own = None
     if architecture.per_layer_size:
         files.use_device(devices[0])
-        table, norm = files.take(OWN_EMBEDDING), files.take(OWN_NORM).to(dtype)
-        projection = files.take(OWN_PROJECTION).float() * architecture.hidden_size**-0.5
-        own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm)
+        table, projection, norm = map(files.take, _OWN)
+        projection = projection.float() * architecture.hidden_size**-0.5
+        own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm.to(dtype))
         files.use_device(devices[1])
     return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head, own)

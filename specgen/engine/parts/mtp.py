@@ -264,27 +264,21 @@ class AssistantRunner:
         if not isinstance(model, NativeModel):
             raise SpecgenError("an assistant of Gemma 4 needs its target on the native backend", "Take --backend auto or native")
         made = weights.architecture
-        self.device = model.device
-        self.context_limit = model.shape.context_limit
+        self.device, self.context_limit = model.device, model.shape.context_limit
         self.num_embeddings = self.vocab_size = model.shape.vocab_size
         self.target = FeatureRunner(model, model.forward(taps=[model.shape.num_layers]), model.new_cache(), target_penalties)
-        self._model = model
-        self._penalties = penalties
-        self._layers_read = made.layers
-        devices = [self.device] * made.num_layers
+        self._model, self._penalties, self._kinds = model, penalties, made.layers
+        devices, self._groups = [self.device] * made.num_layers, weights.groups
         self._tables = InputMaker(made, model.dtype, devices).tables
-        self._groups = weights.groups
         make_product, gain = ProductFactory(self.device, model.dtype), norm_gain(made, model.dtype, self.device)
 
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(self.device)
 
-        _, kinds = layer_kinds(made, devices)
-        self._layers = native_layers(made, kinds, take, model.dtype, make_product, gain)
+        self._layers = native_layers(made, layer_kinds(made, devices)[1], take, model.dtype, make_product, gain)
         self._norm = final_norm(made, take, model.dtype, gain)
         self._normed = norm_function(made.norm_eps, gain)
-        self._join = make_product(take(JOIN).to(model.dtype))
-        self._post = make_product(take(POST).to(model.dtype))
+        self._join, self._post = (make_product(take(name).to(model.dtype)) for name in (JOIN, POST))
         self._table = take(EMBEDDING).to(model.dtype)
         self._head = make_product(self._table)
         if self._groups:
@@ -306,17 +300,18 @@ class AssistantRunner:
 
         The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the states of the next tokens.
         """
-        nodes = draft_nodes(list(draft), parents)
-        tokens, above = nodes.tokens, list(nodes.parents)
+        tokens, above = nodes = draft_nodes(list(draft), parents)
         done = 0
-        if self._known is None or self._known[0] is not context or self._known[1] != len(context):
+        known, self._known = self._known, None
+        if known is None or known[0] is not context or known[1] != len(context):
             cached, _ = self.target.share_prefix(context)
             before = ForwardPass(context, NO_NODES, cached - 1, cached, self.target.cache)
             self._pass = self._pass_after(cached)
             self._rows = self._run(context.ids[-1:], self.target.features(before))
         else:
-            pairs = zip(tokens, above, self._known[2].tokens, self._known[2].parents, strict=False)
-            while (pair := next(pairs, None)) is not None and pair[:2] == pair[2:]:
+            for own, other in zip(zip(*nodes, strict=True), zip(*known[2], strict=True), strict=False):
+                if own != other:
+                    break
                 done += 1
         logits, states = (rows[: done + 1] for rows in self._rows)
         while done < len(tokens):
@@ -327,8 +322,7 @@ class AssistantRunner:
             level = self._run(tokens[done:end], states.index_select(0, at))
             logits, states = (torch.cat(rows) for rows in zip((logits, states), level, strict=True))
             done = end
-        self._known = context, len(context), TreeNodes(tokens, above)
-        self._rows = logits, states
+        self._known, self._rows = (context, len(context), nodes), (logits, states)
         found = ModelOutput(logits[start:], states[start:])
         return penalised(found, self._penalties, context, draft, parents, start)
 
@@ -338,7 +332,7 @@ class AssistantRunner:
         A layer with a sliding window of w tokens sees the last w + 1 of the target's.
         """
         entries = []
-        for kind in self._layers_read:
+        for kind in self._kinds:
             assert kind.owner is not None
             keys, values = self.target.cache.keys_and_values(kind.owner, cached)
             first = 0 if kind.window is None else max(0, cached - 1 - kind.window)
@@ -351,8 +345,7 @@ class AssistantRunner:
 
         Returns the logits and the states of the next tokens.
         """
-        embeddings = self._model.embeddings(torch.tensor(tokens))
-        hidden = self._join(torch.cat((embeddings, states), dim=1))
+        hidden = self._join(torch.cat((self._model.embeddings(torch.tensor(tokens)), states), dim=1))
         inputs = self._pass._replace(rows=len(tokens), written=len(tokens))
         for layer in self._layers:
             hidden = layer(hidden, inputs)
