@@ -102,7 +102,8 @@ class LayerKind:
 class Recurrent:
     """The sizes of recurrent mixers: of a gated delta rule after a short convolution ("delta"), or of one alone ("conv").
 
-    `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the projections have one.
+    `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the projections have one. `by_head`:
+    the files store what is projected for each key head and its value heads together (Qwen3-Next).
     """
 
     kernel_size: int
@@ -111,6 +112,7 @@ class Recurrent:
     key_size: int = 0
     value_size: int = 0
     bias: bool = False
+    by_head: bool = False
 
     @property
     def channels(self) -> int:
