@@ -249,11 +249,9 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 # the native decoder runs these families
 NATIVE = tuple(
-    name
-    for name in FAMILIES
-    if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text", "gemma4_text")
+    name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
 )
-MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss")
+MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_text")
 BACKENDS = ("native", "transformers")
 
 
@@ -270,6 +268,8 @@ def make_model(family: str, seed: int = 0, *, shape: Mapping[str, Any] | None = 
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.normal_(std=0.2)
+        if name.endswith("layer_scalar"):
+            bias.uniform_(0.5, 1.5)
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
     return model

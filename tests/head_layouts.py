@@ -43,6 +43,7 @@ class Sizes:
     qk_norm: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    scales: tuple[float, float, float] | None = None
     own_embedding: bool = False
     tables: bool = True
     lm_head: torch.Tensor | None = None
@@ -261,7 +262,9 @@ def block_config(sizes: Sizes, **more: Any) -> Config:
 
 def block_zlab(sizes: Sizes) -> tuple[Config, Tensors]:
     """DFlash's authors' layout; the last of several layers has a sliding window. Layers are named by their outputs."""
-    own = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
+    own: Config = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
+    if sizes.scales:
+        own |= zip(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), sizes.scales, strict=True)
     config = block_config(sizes, architectures=["DFlashDraftModel"], block_size=5, num_target_layers=4, dflash_config=own)
     if sizes.head_layers > 1:
         types = ["full_attention"] * (sizes.head_layers - 1) + ["sliding_attention"]

@@ -27,7 +27,7 @@ _TINY = {
     "pad_token_id": 0,
 }
 # families whose head size does not follow from hidden_size
-_OWN_HEAD = ("gemma", "gemma2", "gemma3_text", "qwen3", "glm4_moe", "minimax_m2", "gpt_oss")
+_OWN_HEAD = ("gemma", "gemma2", "gemma3_text", "qwen3", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_text")
 _TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _SLIDING_LAST = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -39,6 +39,12 @@ _OLMOE = {"num_experts": 8, "num_experts_per_tok": 2}
 _GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 _MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _OSS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+_GEMMA4 = {"global_head_dim": 16, "sliding_window": 7, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0}
+_GEMMA4 |= {"vocab_size_per_layer_input": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+_EDGE = {**_GEMMA4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 3}
+_EDGE |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True}
+_LARGE = {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16}
 _GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 7.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -128,6 +134,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {**_ONE, **_OSS, "sliding_window": 12, "layer_types": _TYPES, "swiglu_alpha": 1.1, "swiglu_limit": 0.7},
         {**_EQUAL, **_OSS, "attention_bias": False, "sliding_window": 5},
     ],
+    "gemma4_text": [_EDGE, {**_SIX, **_LARGE}, {**_LARGE, **_GEMMA4_MOE}, {**_EDGE, **_GEMMA4_MOE, "attention_bias": True}],
     "granite": [
         {**_SIX, **_BIASES, **_GRANITE, "rope_scaling": _LLAMA3},
         {**_ONE, **_GRANITE, "tie_word_embeddings": True},
@@ -138,6 +145,7 @@ _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "
 _VISION |= {"image_size": 16, "patch_size": 8}
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {  # the family of the text part, and the other parts of the config
     "gemma3": ("gemma3_text", {"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 95}),
+    "gemma4": ("gemma4_text", {"vision_config": None, "audio_config": None}),
 }
 
 
@@ -166,6 +174,8 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
         for name, weight in module.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.4, 1.8).mul_(torch.randint(0, 2, weight.shape) * 2 - 1.0)
+                if "q_norm" in name and "gemma4" in config["model_type"]:
+                    weight.mul_(0.3)  # its scores have no factor: larger ones make rounding errors of 5e-4 in transformers too
             elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
             else:
@@ -173,6 +183,8 @@ def make(config: dict[str, Any], seed: int = 0) -> Any:
         for name, bias in module.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.normal_(std=0.3)
+            if name.endswith("layer_scalar"):
+                bias.uniform_(0.5, 1.5)
     return module.requires_grad_(False)
 
 

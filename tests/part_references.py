@@ -281,7 +281,8 @@ def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
     states = part.states(ids) if known else [torch.zeros(1, 1, part.module.config.hidden_size)] * 9
     features = torch.cat([states[tap][0, :known] for tap in weights.feature_layers], dim=-1)
     context = layer.norm(features @ weights.tensors["fc.weight"].T, "hidden_norm")
-    hidden = part.embedded([ids[-1], *[weights.mask_id] * (count - 1)])
+    module = part.module
+    hidden = module.get_input_embeddings().weight[[ids[-1], *[weights.mask_id] * (count - 1)]] * weights.embedding_scale
     types = weights.config.get("layer_types") or ["full_attention"] * weights.config["num_hidden_layers"]
     rows = torch.arange(known + count)
     for index, kind in enumerate(types):
@@ -295,7 +296,10 @@ def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
         hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides)[known:], index)
     state = layer.norm(hidden[len(path) + (not weights.from_anchor)], "norm")
     head = weights.tensors.get("lm_head.weight")
-    logits = part.of_all_tokens(part.model.head_logits(state[None])[0] if head is None else head @ state)
+    logits = (module.lm_head.weight if head is None else head) @ state * weights.logit_scale
+    if weights.logit_cap is not None:
+        logits = weights.logit_cap * torch.tanh(logits / weights.logit_cap)
+    logits = part.of_all_tokens(logits)
     if "markov_head.markov_w1.weight" in weights.tensors:
         first, second = (weights.tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
         logits = logits + second @ first[[*ids, *path][-1]]

@@ -17,7 +17,6 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.skip_search import search_skips
 
-
 SHAPED = [
     (number, backend) for number, backend in product(range(len(SHAPES)), BACKENDS) if (SHAPES[number][0], backend) in HYBRID
 ]

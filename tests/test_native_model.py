@@ -189,7 +189,9 @@ def check_rotary(found: Architecture, reference: Any) -> None:
         own = module(reference)
         options = {} if key == "all" else {"layer_type": key}
         prefix = "" if key == "all" else f"{key}_"
-        assert list(rotary.inverse_frequencies) == getattr(own, f"{prefix}inv_freq").tolist()
+        theirs, pairs = getattr(own, f"{prefix}inv_freq").tolist(), len(rotary.inverse_frequencies)
+        assert list(rotary.inverse_frequencies) == theirs[:pairs]
+        assert not any(theirs[pairs:])  # Gemma 4's further pairs are not rotated
         assert rotary.factor == getattr(own, f"{prefix}attention_scaling")
         boundary = rotary.long_boundary
         runs = [(torch.tensor([0, 1, 30]), False), (torch.tensor([0, 127, 9_000]), boundary is not None)]
@@ -197,8 +199,7 @@ def check_rotary(found: Architecture, reference: Any) -> None:
             table = RotaryTable(rotary, "cpu", None if found.rotary_in_float32 else dtype)
             for positions, long in runs[: 1 if "dynamic" in str(reference.rope_parameters) else 2]:
                 cos, sin = own(torch.zeros(1, dtype=dtype), positions[None], **options)
-                half = slice(0, found.rotary_size // 2)
-                expected = torch.complex(cos[0, :, half].float(), sin[0, :, half].float())
+                expected = torch.complex(cos[0, :, :pairs].float(), sin[0, :, :pairs].float())
                 atol = 1e-7 if dtype == torch.float32 else 0
                 torch.testing.assert_close(table.gather(positions, long, int(positions.max()) + 1), expected, rtol=0, atol=atol)
 

@@ -59,7 +59,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glide", {"head_layers": 2, "tables": False, "backend": "transformers"}),
     ("block-zlab", {"head_layers": 2, "qk_norm": True}),
     ("block-deepspec", {"head_layers": 2, "qk_norm": True}),
-    ("block-deepspec", {"family": "qwen3", "backend": "transformers"}),
+    ("block-deepspec", {"family": "gemma2", "backend": "transformers"}),
+    ("block-zlab", {"family": "gemma2", "scales": (3.0, 0.5, 2.0)}),
+    ("block-zlab", {"family": "granite"}),
     ("block-specforge", {"qkv_bias": True}),
     ("block-speculators", {"qk_norm": True}),
 ]

@@ -87,7 +87,7 @@ def bytes_per_token(runner: ModelRunner) -> int:
 
 # that transformers computes something between a model's layers shows only when they are run
 @pytest.mark.parametrize(
-    ("family", "backend"), quick(pair for pair in RUN_BY if pair in LAYERED or pair[0] not in (*NATIVE, "cohere", "gemma4_text"))
+    ("family", "backend"), quick(pair for pair in RUN_BY if pair in LAYERED or pair[0] not in (*NATIVE, "cohere"))
 )
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)

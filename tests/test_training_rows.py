@@ -70,7 +70,7 @@ CASES: list[Any] = [
     ("eagle", "qwen2", "native"),
     *(("block", "llama", backend) for backend in BACKENDS),
     ("block", "qwen3", "native"),
-    ("block", "qwen2", "native"),
+    ("block", "gemma2", "native"),
     *(("glide", "llama", backend) for backend in BACKENDS),
     ("glide", "qwen3", "native"),
     pytest.param("glide", "gemma2", "native", marks=pytest.mark.slow),

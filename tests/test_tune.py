@@ -270,6 +270,13 @@ def test_settings_of_lossy_methods_are_chosen_by_speed_and_perplexity() -> None:
     assert [best("speed", bound, *tried) for bound in bounds] == [3, 1, 1, 3, 0, 0]
 
 
+def test_each_method_is_tried_before_the_further_settings_of_lossless_ones_and_then_of_lossy_ones() -> None:
+    first, second, third = ({"k": number} for number in (1, 2, 3))
+    tried = {"mtad": [first, second], "sd": [first, second, third], "eagle": [first], "fly": [first]}
+    before, later = [(name, first) for name in tried], [("sd", second), ("sd", third), ("mtad", second)]
+    assert tuner._in_turn(tried) == before + later
+
+
 def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None:
     """Its output's perplexity is below the bound, and its speed far above plain decoding's."""
     task = request(200, ["mtad"], objective=Objective.parse("speed", "1000000%"))

@@ -177,8 +177,11 @@ class Model(Protocol):
         """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the first layer."""
         ...
 
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
+    def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
+
+        `is_raw`: without the factor and the cap that some models apply to them.
+        """
         ...
 
     def check_layers(self, feature: str) -> None:

@@ -81,7 +81,7 @@ BLOCK = Method(
     defaults={"fixed": {"k": 7}},
     drafts_blocks=True,
     drafts="block",
-    grids=({"k": (2, 3, 4, 5, 6, 7, 8)}, {"nodes": (8, 16, 32), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID),
+    grids=({"k": (2, 3, 4, 5, 7)}, {"nodes": (8, 24), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID),
 )
 
 _CHAIN: Grid = {"width": (1,)}

@@ -4,6 +4,9 @@ Pre-verify: the target verifies a draft's first token while the rest is drafted.
 while the target verifies the tokens before. The window is the number of tokens drafted during one target pass. A fixed window is
 the ratio of both models' pass times (section 4.1), so that both finish together; in a flexible window, drafting ends when the
 target pass does.
+
+A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place of the tokens that are being
+verified: measured with one that was trained for the bundled target, 0.93 to 1.02 times plain decoding, against 1.50 to 1.56.
 """
 
 from __future__ import annotations

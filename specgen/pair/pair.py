@@ -135,9 +135,6 @@ class Pair:
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
-        if chosen.is_parallel and self.draft is not None and self.draft.drafts_blocks:
-            problem = f"{chosen.name} drafts token by token, and {self.draft.name} (PARD) drafts in one pass"
-            raise SpecgenError(problem, "Take -m sd, or another draft model")
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
     def prepare(self, request: Request) -> Run:
@@ -358,6 +355,8 @@ def draft_worker(pair: Pair) -> DraftWorker:
     if pair._worker is None:
         draft = runners(pair)[1]
         assert draft is not None
+        if pair.draft is not None and pair.draft.drafts_blocks:
+            draft = pair.draft.runner(pair._penalties(pair.draft.device))
         pair._worker = DraftWorker.in_this_process(draft, pair.target.device)
     return pair._worker
 

@@ -135,7 +135,9 @@ class BlockObjective(LayerObjective):
 
     def _weights(self) -> BlockWeights:
         tensors = self.parameters if torch.is_grad_enabled() else {name: each.detach() for name, each in self.parameters.items()}
-        return BlockWeights(self.config, tensors, BLOCK, self._mask, tuple(self.taps), True, False)
+        names = "embedding_scale", "logit_scale", "logit_cap"  # in training, the head reads what the target computes with these
+        scales = {name: getattr(self.model.shape, name) for name in names if hasattr(self.model.shape, name)}
+        return BlockWeights(self.config, tensors, BLOCK, self._mask, tuple(self.taps), True, False, **scales)
 
     def _anchors(
         self,

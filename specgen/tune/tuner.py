@@ -11,9 +11,8 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from specgen.base.errors import SpecgenError
@@ -256,16 +255,14 @@ class Tuner:
         """Simulates the settings in `grids` (method: settings to try) until the deadline, on the prompts with these `numbers`
         (None: all).
 
-        Methods take turns. Lossy methods (whose output can differ from the target's) come last, because they are never chosen
-        automatically. With `is_needed`, the first settings of each method are simulated even after the deadline. Returns what was
-        tried, by method; its expected speed is scaled to all prompts.
+        Methods take turns. Lossy methods (whose output can differ from the target's) are tried with their first settings, and
+        with others at the end, because they are never chosen automatically. With `is_needed`, the first settings of each method
+        are simulated even after the deadline. Returns what was tried, by method; its expected speed is scaled to all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
-        lossless = {name: settings for name, settings in grids.items() if METHODS[name].lossless}
-        lossy = {name: settings for name, settings in grids.items() if name not in lossless}
         failed = set[tuple[str, Value | None]]()  # methods with policies
         plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
-        for name, settings in chain(_in_turn(lossless), _in_turn(lossy)):
+        for name, settings in _in_turn(grids):
             if deadline.left < 0 and (tried[name] or not is_needed):
                 self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
                 break
@@ -381,10 +378,14 @@ class Tuner:
         return [], 0.0
 
 
-def _in_turn(grids: Grids) -> Iterator[tuple[str, GivenSettings]]:
-    """Yields (method, settings): the first settings of every method, then the second of every method, and so on."""
-    for turn in zip_longest(*grids.values()):
-        yield from ((name, settings) for name, settings in zip(grids, turn, strict=True) if settings is not None)
+def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
+    """Returns (method, settings): the first settings of every method, then the second of every lossless method, and so on.
+
+    Further settings of lossy methods come last.
+    """
+    numbered = [(number, name, settings) for name, tried in grids.items() for number, settings in enumerate(tried)]
+    numbered.sort(key=lambda each: (each[0] > 0 and not METHODS[each[1]].lossless, each[0]))  # stable
+    return [(name, settings) for _, name, settings in numbered]
 
 
 def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers: Sequence[int] | None = None) -> Candidate:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import Repr
 from typing import Any, Literal, TypeVar
 
 from specgen.engine.model import ModelShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-QKNorm = Literal[None, "head", "all"]
+QKNorm = Literal[None, "head", "all", "values"]
 Mixer = Literal["attention", "delta", "conv"]
 MLP = Literal["dense", "experts"]
 Scores = Literal["softmax", "sigmoid", "logits"]
@@ -89,6 +89,9 @@ class LayerKind:
     sees all keys up to p. `rotary` is a key of `Architecture.rotary`; None: the layer has no rotary embedding. `mixer` is how the
     layer mixes tokens, and `mlp` the kind of its MLP. Not `causal`: in a chain, the tokens of one pass see
     each other whatever their order is (block drafters).
+
+    `kv_heads`, `head_size` and `inner` (the width of the MLP) are the layer's sizes; None: those of the `Architecture`. `owner`
+    is the index of the earlier layer whose keys and values the layer reads, as it has none of its own; None: it has its own.
     """
 
     window: int | None = None
@@ -96,6 +99,10 @@ class LayerKind:
     mixer: Mixer = "attention"
     mlp: MLP = "dense"
     causal: bool = True
+    kv_heads: int | None = None
+    head_size: int | None = None
+    inner: int | None = None
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,9 @@ class Mixture:
     `layout` says how the files store the experts' matrices. "separate": each on its own. "fused": one tensor with the gate and up
     matrices of all experts [count, 2 size, width]. "interleaved" (gpt-oss): one tensor [count, width, 2 size], in which gate and
     up take turns; there are also biases, and an activation with the parameters `alpha` and `limit` (gates are clamped).
+
+    With `own_norms` (Gemma 4), router, experts and shared MLP each have a norm of their own before them, the latter two also one
+    after them, and a learned factor scales each expert's output.
     """
 
     count: int
@@ -153,6 +163,7 @@ class Mixture:
     layout: ExpertLayout = "separate"
     alpha: float = 1.702
     limit: float = 7.0
+    own_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,7 @@ class Architecture(ModelShape):
     Norms: all are RMSNorm. `pre_norms` are applied to the input of attention and MLP, `post_norms` to their outputs before these
     are added to the residual stream. A norm multiplies by its weight plus `norm_weight_offset`. `qk_norm` says how queries and
     keys are normed before the rotary embedding: "head" is a norm over each head with one weight [head_size], "all" is a norm over
-    all heads together.
+    all heads together, "values" is as "head", with a norm without weight over each head of the values too.
 
     Scales: `attention_scale` multiplies the products of queries and keys; `score_cap` c replaces them by c tanh(score / c), and
     `logit_cap` does so with the logits, after these were multiplied by `logit_scale`. `embedding_scale` multiplies the
@@ -173,7 +184,9 @@ class Architecture(ModelShape):
 
     `mixture` describes the MLPs of the kind "experts". `sinks`: each head has a learned logit that takes part in the softmax of
     its scores, and has no value (gpt-oss). `gated_attention`: the attention's output is multiplied by the sigmoid of a gate.
-    `recurrent` describes the mixers that are no attention.
+    `recurrent` describes the mixers that are no attention. `shared_projection`: layers without a window compute their values by
+    the projection of their keys. `layer_scalars`: each layer's output is multiplied by a learned number. `per_layer_size` is the
+    number of numbers that a second embedding of each token has for each layer (Gemma 4's per-layer embeddings); 0: there is none.
     """
 
     intermediate_size: int
@@ -200,12 +213,35 @@ class Architecture(ModelShape):
     sinks: bool = False
     gated_attention: bool = False
     recurrent: Recurrent | None = None
+    shared_projection: bool = False
+    layer_scalars: bool = False
+    per_layer_size: int = 0
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same sizes, and keys and values of their own."""
+        return all(kind.kv_heads is kind.head_size is kind.inner is kind.owner is None for kind in self.layers)
+
+    def of_layer(self, index: int) -> Architecture:
+        """Returns the architecture with the sizes of one layer. A layer without keys of its own has no key-value heads."""
+        kind = self.layers[index]
+        if self.is_uniform:
+            return self
+        return replace(
+            self,
+            num_kv_heads=0 if kind.owner is not None else kind.kv_heads or self.num_kv_heads,
+            head_size=kind.head_size or self.head_size,
+            rotary_size=kind.head_size or self.rotary_size,
+            intermediate_size=kind.inner or self.intermediate_size,
+        )
 
     @property
     def fixed_parts(self) -> str | None:
         """What the layers have that is neither trained nor split over processes; None: nothing."""
         if self.mixture is not None:
             return "experts"
+        if self.per_layer_size or not self.is_uniform:
+            return "layers of several sizes"
         return None if self.recurrent is None else "recurrent layers"
 
 

@@ -19,7 +19,7 @@ from specgen.engine.native.architecture import (
     Mixture,
     Recurrent,
 )
-from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults
+from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
 _SLIDING_TYPE = "sliding_attention"
@@ -87,6 +87,83 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
     changes = _late_gemma(fields, plain, types, final_cap=None)
     layers = tuple(LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"])
     return {**changes, "layers": layers, "qk_norm": "head"}
+
+
+def _gemma4(fields: Fields, plain: Changes) -> Changes:
+    if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
+        raise fields.refuse("use_bidirectional_attention")
+    every = range(plain["num_layers"])
+    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in every])[:-1], False]
+    window = fields.integer("sliding_window", 512)
+    has_shared_projection = fields.flag("attention_k_eq_v", False)
+    kv_heads, size = _full_layers(fields, plain, types, has_shared_projection=has_shared_projection)
+    wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
+    sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
+    layers: list[LayerKind] = []
+    last: dict[bool, int] = {}  # layers of each type that have keys and values
+    numbers = 0
+    for index, slides in enumerate(types):
+        kind = LayerKind(window, SLIDING)
+        if not slides:
+            kind = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+        if index < sharing:
+            last[slides] = index
+            numbers += 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
+        elif slides not in last:
+            raise fields.refuse("num_kv_shared_layers")
+        else:
+            kind = replace(kind, owner=last[slides], inner=wide)
+        layers.append(kind)
+    per_layer = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+    fields.integer("vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0)
+    rotary = read_rotary(fields, _GEMMA4_ROPE, size, plain["context_limit"])[0]
+    changes = {
+        **_biases(fields),
+        "layers": tuple(layers),
+        "kv_numbers": numbers,
+        "rotary": {**plain["rotary"], FULL: rotary[FULL]},
+        "post_norms": True,
+        "qk_norm": "values",
+        "attention_scale": 1.0,
+        "embedding_scale": plain["hidden_size"] ** 0.5,
+        "logit_cap": fields.optional(fields.positive, "final_logit_softcapping"),
+        "shared_projection": has_shared_projection,
+        "layer_scalars": True,
+        "per_layer_size": per_layer,
+    }
+    experts = "num_experts", "top_k_experts", "moe_intermediate_size"
+    fields.ignore(*experts)
+    if fields.flag("enable_moe_block", False):
+        number, chosen, inner = map(fields.integer, experts)
+        parts: Changes = {"layout": "fused", "shared_size": plain["intermediate_size"], "own_norms": True}
+        changes |= _experts(fields, {**plain, **changes}, Mixture(number, chosen, inner, **parts))
+    return changes
+
+
+def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool], *, has_shared_projection: bool) -> tuple[int, int]:
+    """Returns the number of key-value heads and the head size of Gemma 4's layers without a window (false in `types`).
+
+    Files have them in fields of their own, or in `per_layer_config` for each of these layers.
+    """
+    kv_heads = fields.optional(fields.integer, "num_global_key_value_heads") if has_shared_projection else None
+    size = fields.integer("global_head_dim", 512)
+    fields.ignore("num_global_key_value_heads")
+    listed = fields.raw("per_layer_config")
+    if listed is not None:
+        fields.section("per_layer_config")
+        full = {index for index, slides in enumerate(types) if not slides}
+        found = {int(name) if name.isdecimal() else -1 for name in listed}
+        of_full: object = next(iter(listed.values()), {})
+        if found != full or not isinstance(of_full, dict) or any(each != of_full for each in listed.values()):
+            raise fields.refuse("per_layer_config")
+        section = Fields(of_full, "per_layer_config.")
+        size = section.integer("head_dim", plain["head_size"])
+        kv_heads = section.optional(section.integer, "num_key_value_heads")
+        section.refuse_unknown()
+    kv_heads = kv_heads or plain["num_kv_heads"]
+    if plain["num_heads"] % kv_heads or size > 1 << 16:
+        raise fields.refuse("num_global_key_value_heads" if plain["num_heads"] % kv_heads else "global_head_dim")
+    return kv_heads, size
 
 
 def _late_gemma(fields: Fields, plain: Changes, types: Sequence[bool], final_cap: float | None) -> Changes:
@@ -385,6 +462,9 @@ _EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
+_GEMMA4_FULL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+_GEMMA4_TYPES = {"default": "default", "proportional": "proportional"}
+_GEMMA4_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0, aliases=_GEMMA4_TYPES, settings={FULL: _GEMMA4_FULL})
 _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 FAMILIES = {
@@ -397,6 +477,7 @@ FAMILIES = {
     "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),
     "gemma2": Family(_gemma2, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION),
     "gemma3_text": Family(_gemma3, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA3_ROPE),
+    "gemma4_text": Family(_gemma4, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA4_ROPE),
     "olmo2": Family(_olmo2, 50_279, (), eps=1e-5),
     "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
     "granite": Family(_granite, 2, ()),

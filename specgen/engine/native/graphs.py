@@ -25,7 +25,7 @@ from specgen.engine.devices import inference, pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.native.attention import Sight, ancestry
 from specgen.engine.native.inputs import KindInputs, PassInputs
-from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
+from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeForward
 
 WIDTHS = (1, 2, 4, 8, 16)
@@ -83,7 +83,9 @@ class StaticPass:
 
     def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
         model = forward.model
-        size, device, inputs = model.architecture.hidden_size, model.device, model.inputs
+        size = model.architecture.hidden_size
+        device = model.device
+        inputs = model.inputs
         self._width = width
         self._forward = forward
         self._first_layer = cache.first_layer
@@ -95,7 +97,7 @@ class StaticPass:
             rows = bucket + width
             self._rotations = [None if table is None else table.rows(0, rows, long_rope) for table in inputs.tables]
             self._entering = torch.zeros(width, size, dtype=model.dtype, device=device)
-            self._entries = [LayerEntries(layer, *layer[:, :, :bucket].unbind(0)) for layer in cache.parts[0].unbind(0)]
+            self._entries = cache.entries(0, cache.parts[0].shape[3], 0, bucket)
             self._output: ModelOutput | None = None
 
     def load(self, forward_pass: ForwardPass, hidden: torch.Tensor | None) -> None:
@@ -130,7 +132,7 @@ class StaticPass:
         forward = self._forward
         hidden = forward.model.embeddings(self.ids) if forward.inputs is None else self._entering.clone()
         with sdpa_kernel(_ATTENTION) if self.ids.is_cuda else nullcontext():
-            output = forward.run(hidden, self._inputs())
+            output = forward.run(hidden, forward.with_own_embeddings(self._inputs(), hidden, self.ids))
         if self._output is None:
             with torch.inference_mode(False):
                 self._output = ModelOutput(*(None if part is None else torch.zeros_like(part) for part in output))  # type: ignore[arg-type]
@@ -161,11 +163,11 @@ class StaticPass:
         hidden = ((self._bits[:, None] >> bit) & 1 == 0) & ~before
         key_positions = torch.where(before, offsets, self._depths.index_select(0, bit)) + self._base
         sight, kinds = Sight(hidden, positions, key_positions), []
-        windows = {kind.window for kind, _ in maker.kinds}
-        masks = {window: sight.mask(window, dtype, maker.group) for window in windows}
-        for (kind, _), rotations in zip(maker.kinds, self._rotations, strict=True):
+        windows = [(kind.window, group) for (kind, _), group in zip(maker.kinds, maker.groups, strict=True)]
+        masks = {seen: sight.mask(seen[0], dtype, seen[1]) for seen in dict.fromkeys(windows)}
+        for seen, rotations in zip(windows, self._rotations, strict=True):
             rotation = None if rotations is None else rotations.index_select(0, positions)[:, None]
-            kinds.append(KindInputs(rotation, masks[kind.window], self._entries))
+            kinds.append(KindInputs(rotation, masks[seen], self._entries))
         return PassInputs(self._width, self._width, kinds, first_layer=self._first_layer, slots=slots)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class PassInputs(NamedTuple):
     others are padding. `first_layer` is the index of the cache's first layer. `fused`: attention always takes the same kernel, so
     that results do not depend on the number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
     `entries` are the whole buffer. None: each layer's `entries` say where to write. `steps` and `states` are for recurrent
-    layers; None: there are none.
+    layers; None: there are none. `per_layer` [rows, layers, size] has the tokens' embeddings for each layer, where there are any.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class PassInputs(NamedTuple):
     slots: torch.Tensor | None = None
     steps: Steps | None = None
     states: RecurrentStates | None = None
+    per_layer: torch.Tensor | None = None
 
     @property
     def recurrent_inputs(self) -> tuple[Steps, RecurrentStates]:
@@ -74,7 +76,7 @@ def layer_kinds(
     attentions = []
     for kind in architecture.layers:
         read = kind if kind.mixer == "attention" else attention  # other mixers read no masks
-        attentions.append(LayerKind(read.window, read.rotary, causal=read.causal))
+        attentions.append(replace(read, mlp="dense", inner=None, owner=None))
     of_layers = list(zip(attentions, devices, strict=True))
     kinds = list(dict.fromkeys([*of_layers, *((kind, devices[-1]) for kind in attentions)]))
     return kinds, [kinds.index(pair) for pair in of_layers]
@@ -84,26 +86,25 @@ class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
     `devices` are those of the layers; `kinds` are the pairs that `layer_kinds` returns. `exact`: pads passes so that a token's
-    results have the same bits however many tokens a pass has. `tables` has the rotations for each of `kinds`, `group` is the
-    number of query heads per key-value head.
+    results have the same bits however many tokens a pass has. `tables` has the rotations for each of `kinds`, `groups`
+    the number of query heads per key-value head.
     """
 
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, devices: Sequence[torch.device], *, exact: bool = False
     ) -> None:
         self.kinds, _ = layer_kinds(architecture, devices)
-        self.group = architecture.num_heads // architecture.num_kv_heads
-        self._dtype, self._exact, self._is_recurrent = (
-            dtype,
-            exact,
-            any(kind.mixer != "attention" for kind in architecture.layers),
-        )
+        self.groups = [architecture.num_heads // (kind.kv_heads or architecture.num_kv_heads) for kind, _ in self.kinds]
+        self._dtype = dtype
+        self._exact = exact
+        self._is_recurrent = any(kind.mixer != "attention" for kind in architecture.layers)
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        fits = architecture.score_cap is None and not architecture.sinks and not exact
-        self._has_causal = fits and all(has_causal_kernel(on, dtype, architecture.head_size) for _, on in self.kinds)
+        self._has_causal = architecture.score_cap is None and not architecture.sinks and not exact
+        for kind, on in self.kinds:
+            self._has_causal &= has_causal_kernel(on, dtype, kind.head_size or architecture.head_size)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
         """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""
@@ -122,11 +123,11 @@ class InputMaker:
         rows, made = last - first, []
         sights = {device: sight_of_pass(forward_pass, device) for _, device in self.kinds}
         entries = cache.entries(first, last, 0, last)
-        for (kind, device), table in zip(self.kinds, self.tables, strict=True):
+        for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
             sight, rotation = sights[device], None
             if table is not None:
                 rotation = table.gather(sight.positions, forward_pass.long_rope, last)[:, None]
-            mask = sight.mask(kind.window, self._dtype, self.group if rows < WIDE else 1)
+            mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
@@ -137,7 +138,7 @@ class InputMaker:
         if exact:
             rows = self.padded(rows)
             end = -(-(first + rows) // KEY_BLOCK) * KEY_BLOCK
-        for (kind, device), table in zip(self.kinds, self.tables, strict=True):
+        for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
             start = 0 if kind.window is None or exact or cache is None else max(0, first + 1 - kind.window)
             rotation = None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
             sees_all = rows == 1 or not (kind.causal or (kind.window is not None and last > kind.window))
@@ -149,7 +150,7 @@ class InputMaker:
                 sight = sight_of_chain(first, rows, start, end, device)
                 if not kind.causal:
                     sight.hidden.zero_()
-                mask = sight.mask(kind.window, self._dtype, self.group if rows < WIDE else 1)
+                mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -27,36 +26,42 @@ class LayerEntries(NamedTuple):
 
 
 class KVBuffer:
-    """The KV cache of some layers of a model, in buffers of zeros, one for each device that layers are on.
+    """The KV cache of some layers of a model, in buffers of zeros.
 
-    `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-value heads
-    of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the model of
-    the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers with a
-    sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used before they
-    are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners` says which
-    layers have keys and values (None: all); the others get views of some layer. `recurrent` has the records of recurrent layers.
+    `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer for each of these and each
+    device. `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-
+    value heads of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
+    model of the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers
+    with a sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used
+    before they are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners`
+    has for each layer the index, from `first_layer` on, of the one whose entries it gets (None: all have their own). `recurrent`
+    has the records of recurrent layers.
     """
 
     def __init__(
         self,
         devices: Sequence[torch.device],
-        kv_heads: int,
-        head_size: int,
+        sizes: Sequence[tuple[int, int]],
         dtype: torch.dtype,
         *,
         first_layer: int = 0,
         sequences: int = 1,
         reader: torch.device | None = None,
-        owners: Sequence[bool] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:
         self.length, self.capacity, self.first_layer = 0, 64, first_layer
-        self._kv_heads, self._reader, self.recurrent = kv_heads, reader or devices[0], RecurrentStates()
-        owning = [True] * len(devices) if owners is None else owners
-        self._slots = [max(0, sum(owning[: index + 1]) - 1) for index in range(len(owning))]
-        devices = [device for device, owns in zip(devices, owning, strict=True) if owns] or devices[:1]
-        runs = ((device, len(list(run))) for device, run in groupby(devices))
-        shape = 2, sequences * kv_heads, 0, head_size
-        self.parts = [torch.zeros(layers, *shape, dtype=dtype, device=device) for device, layers in runs]
+        self._reader, self.recurrent = reader or devices[0], RecurrentStates()
+        owners = range(len(devices)) if owners is None else owners
+        of_parts: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
+        for layer in dict.fromkeys(owners):
+            of_parts.setdefault((devices[layer], sizes[layer]), []).append(layer)
+        order = [layer for part in of_parts.values() for layer in part]
+        self._slots = [order.index(owner) for owner in owners]
+        self._is_in_order = self._slots == list(range(len(order)))
+        self._kv_heads = [kv_heads for _, (kv_heads, _) in of_parts]
+        self.parts = []
+        for (device, (kv_heads, size)), layers in of_parts.items():
+            self.parts.append(torch.zeros(len(layers), 2, sequences * kv_heads, 0, size, dtype=dtype, device=device))
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1 and reads `start` to `end` - 1.
@@ -69,7 +74,7 @@ class KVBuffer:
         for data in self.parts:
             keys, values = data[:, :, :, start:end].unbind(1)
             made += map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0))
-        return made if len(made) == len(self._slots) else [made[slot] for slot in self._slots]
+        return made if self._is_in_order else [made[slot] for slot in self._slots]
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
@@ -99,7 +104,8 @@ class KVBuffer:
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
         """Drops all sequences but those with the indices `kept`, which are ascending."""
-        of_each = [data.view(*data.shape[:2], -1, self._kv_heads, *data.shape[3:]) for data in self.parts]
+        parts = zip(self.parts, self._kv_heads, strict=True)
+        of_each = [data.view(*data.shape[:2], -1, heads, *data.shape[3:]) for data, heads in parts]
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:

@@ -18,7 +18,7 @@ from specgen.engine.native.architecture import MLP, Architecture, Mixer
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, RecurrentWeights
-from specgen.engine.native.mlp import DenseMLP, Experts
+from specgen.engine.native.mlp import ACTIVATIONS, DenseMLP, Experts
 from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.recurrence import unit_length
 from specgen.engine.native.rotary import rotate
@@ -77,9 +77,14 @@ class Attention:
         is_wide: bool = False,
     ) -> None:
         self._index, self._kind, self._is_wide = index, kind, is_wide
-        self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
-        self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
-        self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
+        self._heads = architecture.num_heads
+        self._kv_heads = architecture.num_kv_heads
+        self._size = architecture.head_size
+        self._score_cap = architecture.score_cap
+        self._eps = architecture.norm_eps
+        self._qk_norm = weights.qk_norm
+        self._norm_over = architecture.qk_norm
+        self._sinks = weights.sinks
         self._is_gated = architecture.gated_attention
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
@@ -105,6 +110,7 @@ class Attention:
             keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
         else:
             written, keys, values = entries[self._index - inputs.first_layer]
+        if entries is not None and self._kv_heads:  # otherwise another layer writes the keys and values that this one reads
             if inputs.written != inputs.rows:
                 new = new.narrow(0, 0, inputs.written)
             new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
@@ -127,21 +133,21 @@ class Attention:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if entries is not None:
             written, all_keys, all_values = entries[self._index - inputs.first_layer]
-            written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
-            keys, values = (part.view(inputs.batch, self._kv_heads, *part.shape[1:]) for part in (all_keys, all_values))
+            if self._kv_heads:
+                written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
+            keys, values = (part.view(inputs.batch, -1, *part.shape[1:]) for part in (all_keys, all_values))
         return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2)."""
-        rotated = self._heads + self._kv_heads
-        part = heads.narrow(1, 0, rotated)
-        if self._norm_over == "head":
+        """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2), or value heads too (Gemma 4)."""
+        part = heads.narrow(1, 0, weight.shape[0])
+        if self._norm_over != "all":
             found = functional.rms_norm(part, part.shape[-1:], None, self._eps)
         else:  # over all query heads at once, and over all key heads
             both = torch.split(part, [self._heads, self._kv_heads], dim=1)
             found = torch.cat([functional.rms_norm(one, one.shape[-2:], None, self._eps) for one in both], dim=1)
         if torch.is_grad_enabled():
-            return torch.cat((found * weight, heads.narrow(1, rotated, self._kv_heads)), dim=1)
+            return torch.cat((found * weight, heads[:, weight.shape[0] :]), dim=1)
         torch.mul(found, weight, out=part)
         return heads
 
@@ -232,12 +238,21 @@ class NativeLayer:
         wide_attention: bool = False,
     ) -> None:
         self.device = device
-        self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
+        self._index = index
+        self._scalar = weights.scalar
+        architecture = architecture.of_layer(index)
+        self._eps = architecture.norm_eps
+        self._scale = architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
-        self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
+        self._attention_post_norm = weights.attention_post_norm
+        self._mlp_post_norm = weights.mlp_post_norm
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)
+        self._own: tuple[Product, Product, torch.Tensor] | None = None
+        if (own := weights.per_layer) is not None:
+            self._own = make_product(own.gate, None, 1.0), make_product(own.projection, None, 1.0), own.norm
+            self._activation = ACTIVATIONS[architecture.activation]
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> torch.Tensor:
         """Returns the residual stream `hidden` [batch * rows, width] with the outputs of the mixer and of the MLP added.
@@ -250,7 +265,11 @@ class NativeLayer:
             hidden = self._added(hidden, self.mixer, inputs, self._attention_post_norm)
         if mlp:
             hidden = self._added(hidden, self.mlp, inputs, self._mlp_post_norm)
-        return hidden
+        if self._own is not None and inputs.per_layer is not None:
+            gate, projection, norm = self._own
+            gated = self._activation(gate(hidden)) * move(inputs.per_layer[:, self._index], hidden.device)
+            hidden = hidden.add_(functional.rms_norm(projection(gated), norm.shape, norm, self._eps))
+        return hidden if self._scalar == 1.0 else hidden.mul_(self._scalar)
 
     def _added(self, hidden: torch.Tensor, branch: Branch, inputs: PassInputs, post_norm: torch.Tensor | None) -> torch.Tensor:
         x = branch(self._norm(hidden), inputs)

@@ -17,8 +17,18 @@ from specgen.engine.native.architecture import Architecture, Recurrent
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "lm_head.weight"
+OWN_EMBEDDING = "embed_tokens_per_layer.weight"
+OWN_PROJECTION = "per_layer_model_projection.weight"
+OWN_NORM = "per_layer_projection_norm.weight"
 EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 
+_EXPERT_NORMS = (  # of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
+    "router.scale",
+    "pre_feedforward_layernorm_2.weight",
+    "post_feedforward_layernorm_1.weight",
+    "post_feedforward_layernorm_2.weight",
+)
+_PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
 _EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
     "minimax_m2": ("block_sparse_moe", "e_score_correction_bias"),
@@ -34,7 +44,9 @@ class LayerTensors(NamedTuple):
 
     `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
     those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
-    all their rows in this order; `gate_up` those of gate and up projection, or one with the rows of both.
+    all their rows in this order (without keys of its own, a layer has queries alone); `gate_up` those of gate and up
+    projection, or one with the rows of both. `scalar` is the factor of the layer's output. `per_layer` names the
+    weights of `PerLayerWeights`.
     """
 
     attention_norm: str | None
@@ -48,13 +60,16 @@ class LayerTensors(NamedTuple):
     output: str
     gate_up: tuple[str, ...]
     down: str
+    scalar: str | None
+    per_layer: tuple[str, ...]
 
 
 class AttentionWeights(NamedTuple):
     """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
     heads, then gates, if there are any.
 
-    `qk_norm` [heads + kv heads, head size] has the weights of the norms of queries and keys; None: there are none.
+    `qk_norm` [n, head size] has the weights of the norms of the first n heads, of queries and keys, or of values too; None: there
+    are none.
     """
 
     qkv: torch.Tensor
@@ -97,7 +112,8 @@ class ExpertNames(NamedTuple):
     """The names of the weights of a mixture of experts.
 
     `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
-    names of the two tensors. `choice_bias`, `shared` (gate, up, down) and `shared_gate` are empty where there are none.
+    names of the two tensors. `choice_bias`, `shared` (gate, up, down), `shared_gate`, `norms` (those of `_EXPERT_NORMS`) and
+    `scales` are empty where there are none.
     """
 
     router: str
@@ -105,6 +121,8 @@ class ExpertNames(NamedTuple):
     experts: Sequence[tuple[str, ...]]
     shared: tuple[str, ...]
     shared_gate: str
+    norms: tuple[str, ...]
+    scales: str
 
 
 class ExpertWeights(NamedTuple):
@@ -114,7 +132,8 @@ class ExpertWeights(NamedTuple):
     the gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
     `router` [count, width], its bias and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
     `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the norm before the MLP: they are
-    already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`.
+    already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`. Gemma 4's mixtures also have the factors
+    `scales` [count] of the experts' outputs, and `post_norms`, the norms [width] of the outputs of `shared` and of all experts.
     """
 
     norm: torch.Tensor
@@ -127,15 +146,33 @@ class ExpertWeights(NamedTuple):
     down_bias: torch.Tensor | None
     shared: MLPWeights | None
     shared_gate: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    post_norms: tuple[torch.Tensor, ...] = ()
+
+
+class PerLayerWeights(NamedTuple):
+    """What adds a layer's own embedding e of the token to its output x: x + `norm` RMSNorm(`projection` (act(`gate` x) e)).
+
+    `gate` is [size of e, width], `projection` its transpose's shape, `norm` [width].
+    """
+
+    gate: torch.Tensor
+    projection: torch.Tensor
+    norm: torch.Tensor
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none)."""
+    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none).
+
+    `per_layer` None: the layer has no embedding of its own. `scalar` is the factor of the layer's output.
+    """
 
     mixer: AttentionWeights | RecurrentWeights
     mlp: MLPWeights | ExpertWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
+    per_layer: PerLayerWeights | None = None
+    scalar: float = 1.0
 
 
 def bias_of(weight: str) -> str:
@@ -150,7 +187,11 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     pre, post, is_fused = architecture.pre_norms, architecture.post_norms, architecture.model_type == "phi3"
     mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     qkv, output = tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))), "o_proj"
-    mixer = architecture.layers[index].mixer
+    kind = architecture.layers[index]
+    mixer = kind.mixer
+    has_keys = kind.owner is None
+    if architecture.shared_projection and kind.window is None:
+        qkv = *qkv[:2], qkv[1]
     if architecture.recurrent is not None and mixer != "attention":
         attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"
         of_delta = ("_qkvz", "_ba") if architecture.recurrent.by_head else ("_qkv", "_z", "_b", "_a")
@@ -162,18 +203,21 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
         mlp_norm=f"{layer}{mlp_norm}.weight" if pre else None,
         attention_post_norm=f"{layer}post_attention_layernorm.weight" if post else None,
         mlp_post_norm=f"{layer}post_feedforward_layernorm.weight" if post else None,
-        qkv=qkv,
+        qkv=qkv if has_keys else qkv[:1],
         q_norm=f"{attention}q_norm.weight" if has_qk_norm else None,
-        k_norm=f"{attention}k_norm.weight" if has_qk_norm else None,
+        k_norm=f"{attention}k_norm.weight" if has_qk_norm and has_keys else None,
         sinks=f"{attention}sinks" if architecture.sinks else None,
         output=f"{attention}{output}.weight",
         gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
         down=f"{mlp}down_proj.weight",
+        scalar=f"{layer}layer_scalar" if architecture.layer_scalars else None,
+        per_layer=tuple(f"{layer}{name}.weight" for name in _PER_LAYER) if architecture.per_layer_size else (),
     )
 
 
 def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor of layer `index` by name, biases included."""
+    architecture = architecture.of_layer(index)
     names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
     heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
     query_rows = heads * (2 if architecture.gated_attention else 1)
@@ -210,6 +254,10 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
         shapes |= {name: (count, columns) for name, count in zip(products, rows, strict=True)}
         if has_bias:
             shapes |= {bias_of(name): (count,) for name, count in zip(products, rows, strict=True)}
+    if names.scalar is not None:
+        shapes[names.scalar] = (1,)
+    if size := architecture.per_layer_size:
+        shapes |= zip(names.per_layer, ((size, width), (width, size), (width,)), strict=True)
     norms = names.attention_norm, names.mlp_norm, names.attention_post_norm, names.mlp_post_norm
     shapes |= {name: (width,) for name in norms if name is not None}
     for norm, size in ((names.q_norm, heads), (names.k_norm, kv_heads)):
@@ -226,6 +274,7 @@ def layer_weights(
     `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms before attention and MLP (see
     `layer.norm_gain`). `is_normed` False: the attention's input has no norm.
     """
+    architecture = architecture.of_layer(index)
     names = layer_tensors(architecture, index)
 
     def norm(name: str | None) -> torch.Tensor | None:
@@ -237,13 +286,17 @@ def layer_weights(
         mlp: MLPWeights | ExpertWeights = _mlp_weights(architecture, names, take, dtype, mlp_gain)
     else:
         assert mlp_gain is not None
-        mlp = _expert_weights(architecture, index, take, dtype, mlp_gain)
-    after = (norm(name) for name in (names.attention_post_norm, names.mlp_post_norm))
+        mlp = _expert_weights(architecture, index, take, dtype, mlp_gain, gain)
+    after = norm(names.attention_post_norm), norm(names.mlp_post_norm)
+    own = [take(name).to(dtype) for name in names.per_layer]
     make_mixer = _attention_weights if architecture.layers[index].mixer == "attention" else partial(_recurrent_weights, index)
     return LayerWeights(
         make_mixer(architecture, names, take, dtype, attention_gain),
         mlp,
-        *(None if weight is None else weight.to(dtype) for weight in after),
+        None if after[0] is None else after[0].to(dtype),
+        None if after[1] is None else after[1].to(dtype),
+        PerLayerWeights(*own) if own else None,
+        1.0 if names.scalar is None else float(take(names.scalar).to(dtype)),
     )
 
 
@@ -262,13 +315,18 @@ def _attention_weights(
         qkv = qkv * gain
     output, output_bias = _stacked((names.output,), take, architecture.output_bias)
     qk_norm = None
-    if names.q_norm is not None and names.k_norm is not None:
-        size, shared = architecture.head_size, architecture.qk_norm == "head"
-        query, key = (take(name).float() + architecture.norm_weight_offset for name in (names.q_norm, names.k_norm))
-        query = query.expand(architecture.num_heads, size) if shared else query.view(-1, size)
-        key = key.expand(architecture.num_kv_heads, size) if shared else key.view(-1, size)
-        qk_norm = torch.cat((query * architecture.attention_scale, key))
-        qk_norm = qk_norm[:, head_order(architecture, qk_norm.device)]
+    if names.q_norm is not None:
+        size, kv_heads = architecture.head_size, architecture.num_kv_heads
+        counts = (architecture.num_heads, kv_heads) if architecture.qk_norm != "all" else (-1, -1)
+        norms = []
+        for name, count in zip((names.q_norm, names.k_norm), counts, strict=True):
+            if name is not None:
+                weight = take(name).float() + architecture.norm_weight_offset
+                norms.append(weight.view(-1, size) if count < 0 else weight.expand(count, size))
+        norms[0] = norms[0] * architecture.attention_scale
+        qk_norm = torch.cat(norms)[:, head_order(architecture, norms[0].device)]
+        if architecture.qk_norm == "values":
+            qk_norm = torch.cat((qk_norm, qk_norm.new_ones(kv_heads, size)))
     sinks = None if names.sinks is None else take(names.sinks)
     optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
@@ -347,17 +405,21 @@ def expert_names(architecture: Architecture, index: int) -> ExpertNames:
     def of(part: str) -> tuple[str, ...]:
         return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
 
+    if mixture.own_norms:
+        block = f"layers.{index}."
     experts = [of(f"experts.{number}") for number in range(mixture.count)]
     if mixture.layout != "separate":
         experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
-    router = "router" if mixture.layout == "interleaved" else "gate"
-    shared = of("shared_expert" if mixture.shared_gate else "shared_experts")
+    router = "router.proj" if mixture.own_norms else "router" if mixture.layout == "interleaved" else "gate"
+    shared = of("mlp" if mixture.own_norms else "shared_expert" if mixture.shared_gate else "shared_experts")
     return ExpertNames(
         router=f"{block}{router}.weight",
         choice_bias=choice_bias if mixture.choice_bias else "",
         experts=experts,
         shared=shared if mixture.shared_size else (),
         shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
+        norms=tuple(f"{block}{name}" for name in _EXPERT_NORMS) if mixture.own_norms else (),
+        scales=f"{block}router.per_expert_scale" if mixture.own_norms else "",
     )
 
 
@@ -389,15 +451,20 @@ def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int
         shapes[names.choice_bias] = (count,)
     if names.shared:
         gate, up, down = names.shared
-        shapes[gate] = shapes[up] = (mixture.shared_size, width)
-        shapes[down] = (width, mixture.shared_size)
+        inner = architecture.intermediate_size if mixture.own_norms else mixture.shared_size
+        shapes[gate] = shapes[up] = (inner, width)
+        shapes[down] = (width, inner)
+    if mixture.own_norms:
+        shapes |= dict.fromkeys(names.norms, (width,)) | {names.scales: (count,)}
     if names.shared_gate:
         shapes[names.shared_gate] = (1, width)
     return shapes
 
 
-def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor) -> ExpertWeights:
-    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it.
+def _expert_weights(
+    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor, norm_gain: float
+) -> ExpertWeights:
+    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it; without its weights: `norm_gain`.
 
     Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
     """
@@ -426,9 +493,14 @@ def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: t
         shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
     if names.shared_gate:
         gate = (take(names.shared_gate).float() * gain).to(dtype)
+    before, scales, after = (gain, gain), None, []
+    if names.norms:
+        own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
+        before = own_gains[0] * norm_gain, own_gains[1] * norm_gain
+        scales, after = take(names.scales).float(), [take(name).to(dtype) for name in names.norms[2:]]
     return ExpertWeights(
-        gain.to(dtype),
-        take(names.router).float() * gain,
+        before[1].to(dtype),
+        take(names.router).float() * before[0],
         take(bias_of(names.router)).float() if mixture.layout == "interleaved" else None,
         take(names.choice_bias).float() if names.choice_bias else None,
         gate_up,
@@ -437,6 +509,8 @@ def _expert_weights(architecture: Architecture, index: int, take: Take, dtype: t
         down_bias,
         shared,
         gate,
+        scales,
+        tuple(after),
     )
 
 

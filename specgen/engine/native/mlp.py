@@ -77,6 +77,7 @@ class Experts:
     def __init__(self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct) -> None:
         assert architecture.mixture is not None
         self._mixture = architecture.mixture
+        self._eps = architecture.norm_eps
         self._weights = weights
         self._activation = ACTIVATIONS[architecture.activation]
         self._router = weights.router.t().contiguous()
@@ -91,10 +92,15 @@ class Experts:
         if weights.router_bias is not None:
             logits += weights.router_bias
         ids, scores = route(self._mixture, logits, weights.choice_bias)
+        if weights.scales is not None:
+            scores = scores * weights.scales[ids]
         mixed = self._mixed(x * weights.norm, ids, scores).to(x.dtype)
         if self._shared is None:
             return mixed
         shared = self._shared.output(self._shared(x, inputs))
+        if weights.post_norms:
+            outputs = zip((shared, mixed), weights.post_norms, strict=True)
+            shared, mixed = (functional.rms_norm(output, norm.shape, norm, self._eps) for output, norm in outputs)
         if weights.shared_gate is not None:
             shared *= (x @ weights.shared_gate.t()).sigmoid_()
         return mixed.add_(shared)

@@ -26,6 +26,9 @@ from specgen.engine.native.layer_weights import (
     EXIT_HEAD,
     FINAL_NORM,
     HEAD,
+    OWN_EMBEDDING,
+    OWN_NORM,
+    OWN_PROJECTION,
     final_norm,
     layer_shapes,
     layer_weights,
@@ -33,6 +36,33 @@ from specgen.engine.native.layer_weights import (
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
+
+
+class OwnEmbeddings:
+    """The embeddings of tokens for each layer (Gemma 4): (`norm` RMSNorm(M x / sqrt(width)) + sqrt(size) E[token]) / sqrt(2).
+
+    x is the model's embedding of the token. `table` [vocabulary, layers * size] is E, in any dtype; `projection` computes
+    M x / sqrt(width), and `norm` is [size].
+    """
+
+    def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
+        size = architecture.per_layer_size
+        self._shape = architecture.num_layers, size
+        self._table = table
+        self._projection = projection
+        self._scale = (size / 2) ** 0.5
+        self._norm = norm * 0.5**0.5
+        self._eps = architecture.norm_eps
+
+    def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
+        device = self._table.device
+        own = self._table.index_select(0, move(ids, device))
+        own = own.to(embeddings.dtype).view(-1, *self._shape)
+        mixed = self._projection(move(embeddings, device))
+        mixed = mixed.view(-1, *self._shape)
+        mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
+        return mixed.add_(own, alpha=self._scale)
 
 
 class NativeParts(NamedTuple):
@@ -45,6 +75,7 @@ class NativeParts(NamedTuple):
     embedding: torch.Tensor
     norm: torch.Tensor
     head: Product
+    own_embeddings: OwnEmbeddings | None = None
 
 
 class NativeModel:
@@ -68,9 +99,11 @@ class NativeModel:
         exact: bool = False,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
-        self.architecture, self.parts, self.layers = architecture, parts, layers
-        self.shape = architecture
-        self.dtype, self.device = dtype, parts.norm.device
+        self.architecture = self.shape = architecture
+        self.parts = parts
+        self.layers = layers
+        self.dtype = dtype
+        self.device = parts.norm.device
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.exact = exact
@@ -84,8 +117,15 @@ class NativeModel:
         layers = range(len(self.layer_devices)) if layers is None else layers
         made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
         options: dict[str, int] = {"first_layer": layers.start, "sequences": sequences}
-        owners = [made.layers[index].mixer == "attention" for index in layers]
-        return KVBuffer(devices, made.num_kv_heads, made.head_size, self.dtype, reader=self.device, owners=owners, **options)
+        kinds = made.layers[layers.start : layers.stop]
+        sizes = [(kind.kv_heads or made.num_kv_heads, kind.head_size or made.head_size) for kind in kinds]
+        # recurrent layers get entries of any layer
+        any_owner = next((index for index, kind in enumerate(kinds) if kind.mixer == "attention"), 0)
+        owners = []
+        for index, kind in enumerate(kinds):
+            own = index if kind.mixer == "attention" else any_owner
+            owners.append(own if kind.owner is None else kind.owner - layers.start)
+        return KVBuffer(devices, sizes, self.dtype, reader=self.device, owners=owners, **options)
 
     def batch_cache(self, sequences: int) -> KVBuffer:
         return self.new_cache(sequences=sequences)
@@ -128,10 +168,11 @@ class NativeModel:
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
-        return final_logits(self.architecture, self.parts.head(padded))[: hidden.shape[0]]
+        logits = self.parts.head(padded)[: hidden.shape[0]]
+        return logits if is_raw else final_logits(self.architecture, logits)
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""
@@ -139,11 +180,15 @@ class NativeModel:
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
         boundary = self.shape.rope_boundary
-        inputs = self.inputs.of_chain(0, len(ids), None, boundary is not None and len(ids) > boundary)
+        # layers that share keys and values do so in a cache
+        cache = None if self.architecture.is_uniform else self.new_cache()
+        inputs = self.inputs.of_chain(0, len(ids), cache, boundary is not None and len(ids) > boundary)
         if self.architecture.recurrent is not None:
             whole = ForwardPass(Context(ids), NO_NODES, 0, len(ids), None)
             inputs = self.inputs.with_steps(inputs, whole, RecurrentStates())
-        return self.norm_and_head(NativeForward(self).run_layers(self.embed(ids), inputs)[0], self.parts).logits
+        forward, hidden = NativeForward(self), self.embed(ids)
+        inputs = forward.with_own_embeddings(inputs, hidden, torch.tensor(ids))
+        return self.norm_and_head(forward.run_layers(hidden, inputs)[0], self.parts).logits
 
     def batch(
         self,
@@ -158,7 +203,11 @@ class NativeModel:
         `engine.model.Model.batch`."""
         parts = None if layers is None else [LayerPart(index) for index in range(layers)]
         hidden, shape = self._embedded(batch.ids), batch.ids.shape
-        hidden, features = NativeForward(self, parts, taps=taps).run_layers(hidden, self.inputs.batched(batch))
+        if batch.cache is None and not self.architecture.is_uniform:
+            batch = batch._replace(cache=self.batch_cache(shape[0]))
+        forward = NativeForward(self, parts, taps=taps)
+        inputs = forward.with_own_embeddings(self.inputs.batched(batch), hidden, batch.ids)
+        hidden, features = forward.run_layers(hidden, inputs)
         hidden = hidden.view(*shape, -1)
         features = None if features is None else features.view(*shape, -1)
         if not with_head:
@@ -218,13 +267,28 @@ class NativeForward:
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model, count = self.model, forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
+        hidden = self._hidden(forward_pass, inputs.rows)
+        if self.model.parts.own_embeddings is not None:
+            ids = forward_pass.ids + [0] * (inputs.rows - count)
+            inputs = self.with_own_embeddings(inputs, hidden, torch.tensor(ids))
         first = 0  # of the rows that the LM head runs
         if self.parts is not None:
             first = max(0, inputs.rows - model.inputs.padded(inputs.rows - count + logits_to_keep))
-        logits, states, _, features, _ = self.run(self._hidden(forward_pass, inputs.rows), inputs, first)
+        logits, states, _, features, _ = self.run(hidden, inputs, first)
         assert states is not None
         kept = slice(0 if self.parts is None else count - logits_to_keep - first, count - first)
         return ModelOutput(logits[kept], states[kept], features=None if features is None else features[:count])
+
+    def with_own_embeddings(self, inputs: PassInputs, hidden: torch.Tensor, ids: torch.Tensor) -> PassInputs:
+        """Returns the inputs of a pass over token `ids` with their embeddings for each layer, if the model has such embeddings.
+
+        `hidden` [n, width] enters the first of the layers that are run.
+        """
+        own = self.model.parts.own_embeddings
+        if own is None:
+            return inputs
+        embeddings = hidden if self.inputs is None else self.model.embeddings(ids)
+        return inputs._replace(per_layer=own(ids.flatten(), embeddings))
 
     def run(self, hidden: torch.Tensor, inputs: PassInputs, first: int = 0) -> ModelOutput:
         """Runs the layers on the hidden states [rows, width] that enter them, and norm and head on the rows from `first` on.
@@ -332,8 +396,16 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
         expected |= layer_shapes(architecture, index)
     tables = {EMBEDDING, HEAD} if not architecture.tied else {*table_names(files)}
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
+    if size := architecture.per_layer_size:
+        columns = architecture.num_layers * size
+        rows = files.shape(OWN_EMBEDDING)[0]  # the config's number, which is at least that of the model's tokens
+        shapes = (max(rows, architecture.vocab_size), columns), (columns, architecture.hidden_size), (size,)
+        expected |= zip((OWN_EMBEDDING, OWN_PROJECTION, OWN_NORM), shapes, strict=True)
     files.check(expected)
-    files.check_no_others(expected, len(architecture.layers))
+    # layers without keys of their own may have unused weights in the files
+    sharing = [index for index, kind in enumerate(architecture.layers) if kind.owner is not None]
+    unused = {f"layers.{index}.self_attn.{name}.weight" for index in sharing for name in ("k_proj", "v_proj", "k_norm")}
+    files.check_no_others({*expected, *unused}, len(architecture.layers))
     return files, architecture
 
 
@@ -373,4 +445,11 @@ def _parts(
         embedding = files.take(embedding_name)
         embedding = embedding.to(dtype) if files.are_copied else embedding
         files.use_device(devices[1])
-    return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head)
+    own = None
+    if architecture.per_layer_size:
+        files.use_device(devices[0])
+        table, norm = files.take(OWN_EMBEDDING), files.take(OWN_NORM).to(dtype)
+        projection = files.take(OWN_PROJECTION).float() * architecture.hidden_size**-0.5
+        own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm)
+        files.use_device(devices[1])
+    return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head, own)

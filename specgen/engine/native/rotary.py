@@ -33,6 +33,7 @@ _NUMBERS = [
     "mscale_all_dim",
 ]
 _OTHER_KEYS = f"rope_type type rope_theta partial_rotary_factor short_factor long_factor truncate {_ORIGINAL}".split()
+_PROPORTIONAL = "proportional"
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -83,7 +84,7 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
         return [(ALL_LAYERS, scaling or parameters or Fields(defaults.settings or {}, "rope_parameters."), theta)]
     if scaling is not None and (parameters is not None or "rope_type" not in scaling):
         raise fields.refuse("rope_scaling")
-    nested = parameters or Fields({})
+    nested = parameters or Fields(defaults.settings or {})
     full, sliding = (nested.section(key) or Fields({}, f"rope_parameters.{key}.") for key in (FULL, SLIDING))
     nested.refuse_unknown()
     full = scaling or full
@@ -94,7 +95,12 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
 
 
 def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_size: int) -> int:
-    """Returns how many numbers of each head are rotated."""
+    """Returns how many numbers of each head are rotated, those by an angle of 0 included (Gemma 4)."""
+    if section.raw("rope_type") == _PROPORTIONAL:
+        share = section.positive("partial_rotary_factor", 1.0)
+        if head_size % 2 or not 1 <= int(share * head_size // 2) <= head_size // 2:
+            raise section.refuse("partial_rotary_factor")
+        return head_size
     default = defaults.partial or 1.0
     if defaults.partial is not None and "rotary_dim" in fields:  # MiniMax
         default = fields.integer("rotary_dim") / head_size
@@ -119,10 +125,11 @@ def _rotary(
     kind = section.raw("rope_type", section.raw("type", "default"))
     if aliases is not None:
         kind = aliases.get(kind, "") if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in (_TYPES if aliases is None else aliases.values()):
         raise section.refuse("rope_type" if "rope_type" in section else "type")
     settings: dict[str, Any] = {name: section.optional(section.positive, name) for name in _NUMBERS}
     settings |= {"rope_theta": theta, _ORIGINAL: original, "truncate": section.flag("truncate", True)}
+    settings["share"] = section.positive("partial_rotary_factor", 1.0)
     is_long = kind == "longrope"
     if is_long:
         settings |= {name: section.numbers(name, size // 2) for name in ("short_factor", "long_factor")}
@@ -144,6 +151,8 @@ def _frequencies(
     plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)  # arXiv:2104.09864
     if kind == "default":
         return plain.tolist(), 1.0
+    if kind == _PROPORTIONAL:  # the pairs after these are not rotated
+        return (plain[: int(settings["share"] * size // 2)] / (settings["factor"] or 1.0)).tolist(), 1.0
     if kind == "llama3":
         return _llama3(plain, settings).tolist(), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -24,7 +24,8 @@ from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, AttentionWeights, layer_weights
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, AttentionWeights, layer_weights
+from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.eagle import FC
@@ -151,6 +152,8 @@ class BlockPass(DecoderRunner):
         super().__init__(weights, model, self._run)
         self.layers = BlockLayers(weights, self.device, model.dtype, self.products, self.gain)
         self._masks = [weights.mask_id] * (weights.block_size - 1)
+        scale = 1.0 if EMBEDDING in weights.tensors else getattr(model.shape, "embedding_scale", 1.0)  # of `embed`
+        self._embedding_scale = weights.embedding_scale / scale
         forward = model.forward(taps=weights.feature_layers)
         self.target = FeatureRunner(model, forward, model.new_cache(), target_penalties, self.layers.reduced)
         self._whole = Context(())  # the last call's context, with its last token
@@ -180,7 +183,7 @@ class BlockPass(DecoderRunner):
             return ModelOutput(self._no_rows)
         cache.length = known
         block = forward_pass._replace(first=known)
-        states = self.layers(self.embed(block), self.inputs(block))
+        states = self.layers(self.embed(block) * self._embedding_scale, self.inputs(block))
         return ModelOutput(states, states)
 
     def _write(
@@ -214,6 +217,7 @@ class BlockHeadRunner(BlockRunner):
         self._first = 0 if weights.from_anchor else 1
         super().__init__(self._pass, weights.block_size - self._first, penalties)
         self.target, self._model = self._pass.target, model
+        self._architecture = weights.architecture
         self._lm_head = self._successors = self._successor_head = None
 
         def take(name: str) -> Tensor:
@@ -233,7 +237,8 @@ class BlockHeadRunner(BlockRunner):
         count: int,
     ) -> ModelOutput:
         states = self._pass.states(context)[self._first :]
-        return ModelOutput(self._model.head_logits(states) if self._lm_head is None else self._lm_head(states), states)
+        logits = self._model.head_logits(states, is_raw=True) if self._lm_head is None else self._lm_head(states)
+        return ModelOutput(final_logits(self._architecture, logits), states)
 
     def after(
         self,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from specgen.base import schema
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import IRRELEVANT, Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import IRRELEVANT, UnsupportedConfig
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.parts.block import CONFIDENCE, CONFIDENCE_BIAS, CONTEXT_NORM, SUCCESSOR_HEAD, SUCCESSORS
 from specgen.engine.parts.eagle import FC
@@ -44,13 +44,10 @@ _TRAINING = (  # fields that concern training or the file itself
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_swa": (False,),
     "swa_window_size": (),
-    "input_embedding_scale": (1.0, 1),
-    "output_multiplier": (1.0, 1),
-    "final_logit_softcapping": (),
     "markov_head_type": ("vanilla",),
 }
 
-Count = Annotated[int, Field(ge=1, le=1024)]
+Factor = Annotated[float, Field(gt=0, lt=1e6)]
 
 
 class BlockFields(BaseModel):
@@ -71,6 +68,9 @@ class BlockFields(BaseModel):
     markov_rank: Annotated[int, Field(ge=0)] | None = None
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
+    input_embedding_scale: Factor = 1.0
+    output_multiplier: Factor = 1.0
+    final_logit_softcapping: Factor | None = None
 
     @property
     def from_anchor(self) -> bool:
@@ -90,7 +90,6 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
     shape, width = target.model.shape, matrix_shape(files, FC)[0]
     check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
     check_vocabulary(files, "t2d", target, fields.vocab_size)
-    _check_target(files, target)
     try:
         weights = BlockWeights(
             layers | {"hidden_size": width, "vocab_size": shape.vocab_size, "max_position_embeddings": target.context_limit},
@@ -99,6 +98,9 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
             fields.mask_token_id,
             from_anchor=fields.from_anchor,
             causal=fields.causal if fields.is_causal is None else fields.is_causal,
+            embedding_scale=fields.input_embedding_scale,
+            logit_scale=fields.output_multiplier,
+            logit_cap=fields.final_logit_softcapping,
         )
         taps = _taps(files, fields, target, weights.architecture.num_layers)
         shapes: dict[str, Shape] = {FC: (width, len(taps) * width), CONTEXT_NORM: (width,), FINAL_NORM: (width,)}
@@ -178,21 +180,13 @@ def default_layers(count: int, taps: int) -> list[int]:
     return [round(1 + index * (count - 4) / (taps - 1)) for index in range(taps)]
 
 
-def _check_target(files: WeightFiles, target: LoadedModel) -> None:
-    """Raises SpecgenError for targets that scale embeddings or logits: a head reads the tables as they are."""
-    shape = target.model.shape
-    if not isinstance(shape, Architecture):
-        return
-    if (shape.embedding_scale, shape.logit_scale, shape.logit_cap) != (1.0, 1.0, None):
-        problem = f"block heads of targets that scale embeddings or logits are not supported, and {target.name} does"
-        raise files.refuse(problem, "Take -m eagle with an EAGLE head, or -m svip")
-
-
 def published_block(weights: BlockWeights, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the content of config.json in DeepSpec's dialect, for a DSpark head that specgen trained."""
     config = {**weights.config, "vocab_size": sizes["vocab_size"], "architectures": ["Qwen3DSparkModel"]}
     config |= {"block_size": weights.block_size, "mask_token_id": weights.mask_id, "markov_head_type": "vanilla"}
     config |= {"target_layer_ids": [tap - 1 for tap in weights.feature_layers]}
     config |= {"markov_rank": weights.tensors[SUCCESSORS].shape[1], "is_causal": weights.causal}
+    config |= {"input_embedding_scale": weights.embedding_scale, "output_multiplier": weights.logit_scale}
+    config |= {"final_logit_softcapping": weights.logit_cap}
     config |= {"enable_confidence_head": CONFIDENCE in weights.tensors, "confidence_head_with_markov": True}
     return config

@@ -73,6 +73,10 @@ def known_architecture(model: Model, feature: str) -> Architecture:
         raise SpecgenError(
             f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
         )
+    if not model.shape.is_uniform:
+        raise SpecgenError(
+            f"{feature} needs a target whose layers have one size, unlike {model.shape.model_type}", "Take -m svip"
+        )
     return model.shape
 
 
@@ -118,7 +122,7 @@ class ExitLayers:
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit's decoder layers."""
         made, devices = self._architecture, [self._model.device] * max(len(self._layers), 1)
-        return KVBuffer(devices, made.num_kv_heads, made.head_size, self._model.dtype)
+        return KVBuffer(devices, [(made.num_kv_heads, made.head_size)] * len(devices), self._model.dtype)
 
     def forward(self, source: HiddenSource) -> ForwardFunction:
         """Returns a function that runs the exit on a forward pass. `source` returns the hidden states [n, width] that enter the

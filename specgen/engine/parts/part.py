@@ -108,7 +108,9 @@ class BlockWeights(DecoderWeights):
     `feature_layers` name (as in `EagleWeights`), and `norm.weight`. `lm_head.weight` and `embed_tokens.weight` are there only if
     they differ from the target's; `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
     and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own position, otherwise the one at it.
-    `causal`: whether a row sees the later ones; None: only in layers with a sliding window it does not.
+    `causal`: whether a row sees the later ones; None: only in layers with a sliding window it does not. The head reads the
+    target's tables without the target's factors and cap. It has its own: `embedding_scale` of the embeddings, `logit_scale` of
+    the logits, and then their cap `logit_cap` (None: they have none).
 
     DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [vocabulary, rank]; its prediction
     of acceptance is `confidence_head.proj.weight` [1, width or width + rank] and `confidence_head.proj.bias` [1].
@@ -120,13 +122,16 @@ class BlockWeights(DecoderWeights):
     from_anchor: bool = True
     causal: bool | None = None
     vocabulary: torch.Tensor | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     @cached_property
     def architecture(self) -> Architecture:
         made = read_architecture(dict(self.config))
         default = self.causal
         layers = (replace(kind, causal=kind.window is not None if default is None else default) for kind in made.layers)
-        return replace(made, layers=tuple(layers))
+        return replace(made, layers=tuple(layers), logit_scale=self.logit_scale, logit_cap=self.logit_cap)
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,8 @@ class DecoderRunner(ModelRunner):
         self.inputs = InputMaker(self.architecture, model.dtype, self.devices)
         self.products = ProductFactory(model.device, model.dtype)
         self.gain = norm_gain(self.architecture, model.dtype, model.device)
-        cache = KVBuffer(self.devices, self.architecture.num_kv_heads, self.architecture.head_size, model.dtype)
+        sizes = [(self.architecture.num_kv_heads, self.architecture.head_size)] * len(self.devices)
+        cache = KVBuffer(self.devices, sizes, model.dtype)
         super().__init__(model, penalties, run, cache)
         self._cached = CachedPrefix(cache, self.architecture.rope_boundary)
         table = weights.tensors.get(EMBEDDING)

@@ -7,7 +7,7 @@ split by token ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -241,16 +241,16 @@ class ShardedModel(NativeModel):
         return run
 
     def embeddings(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "embeddings", ids.cpu())
+        found: Tensor = self.group.call(self, "native", "embeddings", ids.cpu(), {})
         return found
 
-    def head_logits(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "head_logits", hidden.cpu())
+    def head_logits(self, hidden: Tensor, *, is_raw: bool = False) -> Tensor:
+        found: Tensor = self.group.call(self, "native", "head_logits", hidden.cpu(), {"is_raw": is_raw})
         return found
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "reference_logits", list(ids))
+        found: Tensor = self.group.call(self, "native", "reference_logits", list(ids), {})
         return found
 
     def batch(self, *_: Any, **__: Any) -> ModelOutput:
@@ -258,10 +258,10 @@ class ShardedModel(NativeModel):
 
     # on all ranks
 
-    def native(self, method: str, argument: Any) -> Any:
-        """Calls the method of this name of `NativeModel` on this rank, with one argument. A tensor is moved to the rank's
-        device."""
-        return getattr(super(), method)(move(argument, self.device) if isinstance(argument, Tensor) else argument)
+    def native(self, method: str, argument: Any, options: Mapping[str, Any]) -> Any:
+        """Calls the method of this name of `NativeModel` on this rank, with one argument and with `options` by name. A tensor is
+        moved to the rank's device."""
+        return getattr(super(), method)(move(argument, self.device) if isinstance(argument, Tensor) else argument, **options)
 
     def add_cache(self, layers: range) -> SharedCache:
         cache = SharedCache(self, layers)
@@ -291,7 +291,8 @@ class SharedCache(KVBuffer):
 
     def __init__(self, model: ShardedModel, layers: range) -> None:
         local, devices = model.shard.local, [model.device] * len(layers)
-        super().__init__(devices, local.num_kv_heads, local.head_size, model.dtype, first_layer=layers.start)
+        sizes = [(local.num_kv_heads, local.head_size)] * len(layers)
+        super().__init__(devices, sizes, model.dtype, first_layer=layers.start)
         self._model = model
 
     def gather(self, indices: Sequence[int], start: int) -> None:

@@ -237,14 +237,14 @@ class TransformersModel:
         embeddings: torch.Tensor = self.module.get_input_embeddings()(ids)
         return embeddings
 
-    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
 
         They are capped if the config says so (Gemma 2).
         """
         logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
         cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None or is_raw else torch.tanh(logits / cap) * cap
 
     # weights
 
