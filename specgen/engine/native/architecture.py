@@ -126,6 +126,14 @@ class Recurrent:
         """Of the delta rule's convolution: those of queries, keys and values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
+    @property
+    def projections(self) -> Mapping[str, int]:
+        """The rows of the delta rule's projections, by the ends of their names in the files."""
+        heads, values = self.value_heads, self.value_heads * self.value_size
+        if self.by_head:
+            return {"_qkvz": self.channels + values, "_ba": 2 * heads}
+        return {"_qkv": self.channels, "_z": values, "_b": heads, "_a": heads}
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture:

@@ -488,7 +488,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
     "qwen3_next": Family(partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE),
     "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
-    "lfm2_moe": Family(_lfm2_moe, 2, _EXPERTS, tied=True, rotary=RotaryDefaults(1_000_000.0)),
+    "lfm2_moe": Family(_lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)),
     "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
     "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
 }

@@ -194,8 +194,7 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
         qkv = *qkv[:2], qkv[1]
     if architecture.recurrent is not None and mixer != "attention":
         attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"
-        of_delta = ("_qkvz", "_ba") if architecture.recurrent.by_head else ("_qkv", "_z", "_b", "_a")
-        projected = of_delta if mixer == "delta" else ("",)
+        projected = architecture.recurrent.projections if mixer == "delta" else ("",)
         qkv = tuple(f"{attention}in_proj{name}.weight" for name in projected)
     has_qk_norm = architecture.qk_norm is not None and mixer == "attention"
     return LayerTensors(
@@ -233,9 +232,7 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
         channels, mixer_bias, output_bias, qkv_rows = width, recurrent.bias, recurrent.bias, (3 * width,)
         if architecture.layers[index].mixer == "delta":
             channels, read = recurrent.channels, recurrent.value_heads * recurrent.value_size
-            qkv_rows = channels, read, recurrent.value_heads, recurrent.value_heads
-            if recurrent.by_head:
-                qkv_rows = channels + read, 2 * recurrent.value_heads
+            qkv_rows = tuple(recurrent.projections.values())
             block = names.output.removesuffix("out_proj.weight")
             shapes |= {f"{block}{name}": (recurrent.value_heads,) for name in ("A_log", "dt_bias")}
             shapes[f"{block}norm.weight"] = (recurrent.value_size,)
