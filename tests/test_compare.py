@@ -463,6 +463,29 @@ def test_predictions_follow_from_the_passes_at_their_costs(compare: Compare, tmp
         assert line["predicted"]["pass_costs"] == pytest.approx(plain_seconds / taken)
 
 
+def test_answers_of_a_chat_end_with_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also transformers' own. The bundled model goes on and writes the user's next message."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Where is Oslo?"}')
+    options = (
+        "-m",
+        "sd:k=5,transformers-assisted",
+        "-n",
+        "48",
+        "--repeats",
+        "1",
+        "--json",
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+    )
+    for more, longest in ((("--chat",), 20), (("--chat", "--ignore-eos"), 48)):
+        code, out, err = run_main(monkeypatch, capfd, "compare", *options, *more)
+        assert code == 0, err
+        assert [(line["identical"], line["new_tokens"] <= longest) for line in parsed(out)] == [(1, True)] * 3
+        assert all((line["new_tokens"] == 48) == (longest == 48) for line in parsed(out))
+
+
 @POSIX
 def test_an_interrupted_comparison_prints_its_results_and_can_be_resumed(
     compare: Compare, pair: tuple[str, ...], prompts: str, tmp_path: Path

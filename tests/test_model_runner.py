@@ -87,7 +87,8 @@ def test_each_token_is_run_once(backend: str) -> None:
     run([8, 7], [-1, 0], 2, 1)  # another draft with the same beginning
     ids = context.ids[:-2]
     context = Context(ids)
-    run([], [], 0, 1)
+    assert runner.cached_tokens(Context([*ids[:3], 33])) == 3
+    run([], [], 0, len(ids) - 3)
     context = Context([*ids[:2], 33, *ids[3:]])
     run([], [], 0, len(ids) - 2)
 

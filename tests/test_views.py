@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 from comparisons import comparison, report_of, usual
+from rich.text import Text
 from tuning_helpers import outcome
 
 from specgen.decoding.costs import WIDTHS, SpeedupModel
@@ -163,6 +164,12 @@ def values(lines: list[str]) -> list[Any]:
 def test_views_are_as_recorded(name: str, tmp_path: Path) -> None:
     found, wanted = trimmed(VIEWS[name](tmp_path)), trimmed((GOLDEN / name).read_text(encoding="utf-8"))
     assert (values(found) == values(wanted)) if name.endswith("jsonl") else (found == wanted)
+
+
+def test_a_path_stays_in_one_piece() -> None:
+    path = "/a/folder" * 9
+    lines = [line.plain for line in theme.labelled(Text("not read"), Text(f"in the file {path} is nothing"), 40, 10)]
+    assert [line.strip() for line in lines] == ["not read  in the file", path, "is nothing"]
 
 
 @pytest.mark.parametrize("width", [200, 130, 100, 80, 60, 50, 40])

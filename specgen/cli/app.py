@@ -153,7 +153,7 @@ def _report(error: SpecgenError, *, no_color: bool = False) -> int:
     label = Text("error:", "bad")
     for part in filter(None, (error.message, error.hint)):
         for line in labelled(label, Text(_brief(part)), min(out.width, 100), len("error: ")):
-            out.print(line)
+            out.print(line, soft_wrap=True)
         label = Text()
     return error.exit_code
 

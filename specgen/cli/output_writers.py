@@ -54,6 +54,7 @@ class OutputWriter:
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
+        self._computed = 0  # tokens of the prompt, without those in the KV cache
         self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
@@ -94,6 +95,7 @@ class OutputWriter:
                         self._rounds.legend()
                     if self._meter is not None:
                         self._meter.start()
+                self._computed = max(1, len(self._request.prompt_ids) - self._run.target.cached_tokens(self._run.context))
                 with reading_prompt(progress):
                     for round_ in self._run.rounds():
                         with interrupts.held():
@@ -145,8 +147,8 @@ class OutputWriter:
             if not output.json:
                 self._err.print()
             notes = list(self._notes(finish_reason))
-            width, size = theme.width(self._err), len(self._request.prompt_ids)
-            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=size, where=self._where))
+            width = theme.width(self._err)
+            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=self._computed, where=self._where))
         if self._trace_error is not None:
             raise self._trace_error
 

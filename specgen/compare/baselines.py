@@ -19,7 +19,10 @@ from specgen.base.settings import Setting, Value
 from specgen.methods.method import DRAFT_MODEL, Method
 
 if TYPE_CHECKING:
+    import torch
+
     from specgen.base.types import SamplingParams
+    from specgen.decoding.run import StopTexts
     from specgen.pair.pair import Pair
 
 _SETTINGS = {
@@ -46,6 +49,8 @@ def run_baseline(
     import torch
     from transformers.utils import logging
 
+    from specgen.decoding.run import StopTexts
+
     if (launched := launch()) is not None:
         raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
     needs_draft = BASELINES[name].needs_draft_model
@@ -55,6 +60,9 @@ def run_baseline(
     assistant = pair.draft.transformers_module if needs_draft and pair.draft is not None else None
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
+    end = _StopText(StopTexts(sampling.stop, pair.tokenizer.detokenizer(prompt_ids).push), len(prompt_ids))
+    if sampling.stop:
+        options["stopping_criteria"] = [end]
     torch.manual_seed(seed)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # no warnings about the generation config
@@ -70,10 +78,12 @@ def run_baseline(
         finally:
             logging.set_verbosity(verbosity)
         seconds = time.perf_counter() - start
+    token_ids = end.seen if end.is_reached else token_ids
+    reason = "eos" if token_ids and token_ids[-1] in pair.target.eos_ids else "length"
     passes, drafted = len(target_passes), len(draft_passes)
     return {
         "token_ids": token_ids,
-        "finish_reason": "eos" if token_ids and token_ids[-1] in pair.target.eos_ids else "length",
+        "finish_reason": "stop" if end.is_reached else reason,
         "seconds": seconds,
         "rounds": passes,
         "drafted": drafted,
@@ -81,6 +91,23 @@ def run_baseline(
         "drafts": passes if drafted else 0,
         "phase_seconds": None,
     }
+
+
+class _StopText:
+    """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that completes it."""
+
+    def __init__(self, texts: StopTexts, prompt_length: int) -> None:
+        self._texts = texts
+        self._begin = prompt_length
+        self.seen: list[int] = []
+        self.is_reached = False
+
+    def __call__(self, ids: torch.Tensor, _scores: object) -> torch.Tensor:
+        for token in ids[0, self._begin + len(self.seen) :].tolist():
+            if not self.is_reached:
+                self.seen.append(token)
+                self.is_reached = self._texts.completed_by(token)
+        return ids.new_full((1,), self.is_reached).bool()
 
 
 def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any]:

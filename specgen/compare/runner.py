@@ -35,7 +35,7 @@ from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.request import RESERVED, messages
+from specgen.pair.request import RESERVED, messages, sampling_with
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ class Runner:
     def __init__(self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None) -> None:
         from specgen.pair.pair import devices  # imports torch
 
+        if config.chat:  # an answer ends as `Pair.request` ends one to messages
+            config = replace(config, sampling=sampling_with(config.sampling, {}, pair.tokenizer.turn_end))
         self.pair, self.config, self._trace = pair, config, trace
         self.results = Results(config)
         self.deadline, self.is_cut = math.inf, False  # after it, by `time.perf_counter`, no other prompt is begun

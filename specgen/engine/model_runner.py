@@ -200,6 +200,11 @@ class ModelRunner:
         that they ran."""
         self._cached.draft = draft_nodes(list(tokens), None)
 
+    def cached_tokens(self, context: Context) -> int:
+        """Returns how many tokens at the beginning of the context the KV cache holds."""
+        self._cached.switch_to(context)
+        return self._cached.committed
+
     def share_prefix(self, context: Context) -> tuple[int, int]:
         """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
 

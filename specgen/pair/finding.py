@@ -46,7 +46,7 @@ class Found:
     """Something that can draft. `kind` is `DRAFT_MODEL` or the kind of a trained part, `name` what users name it by.
 
     `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target pass's, by the bytes of weights.
-    `why` says where both come from.
+    `why` says where both come from. `is_assumed`: the acceptance was not measured.
     """
 
     kind: str
@@ -55,6 +55,7 @@ class Found:
     acceptance: float
     cost: float
     why: str
+    is_assumed: bool = True
 
     @property
     def speedup(self) -> float:
@@ -63,7 +64,8 @@ class Found:
         return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind in ONE_PASS).best(self.acceptance)[1]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "name": self.name, "expected_speedup": round(self.speedup, 2), "why": self.why}
+        own = {"kind": self.kind, "name": self.name, "expected_speedup": round(self.speedup, 2), "why": self.why}
+        return own | {"acceptance": round(self.acceptance, 3), "is_assumed": self.is_assumed}
 
 
 def find_drafters(target: PreparedModel) -> list[Found]:
@@ -150,6 +152,5 @@ def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name
     acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, _bytes(part.path) / size
     if part.kind == MTP:
         cost = 1 / target.shape.num_layers
-    return Found(
-        part.kind, name or str(part.path), part.path, acceptance, cost, why + (", measured in training" if shares else "")
-    )
+    why += ", measured in training" if shares else ""
+    return Found(part.kind, name or str(part.path), part.path, acceptance, cost, why, not shares)

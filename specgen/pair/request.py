@@ -91,13 +91,13 @@ def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str,
 def sampling_with(sampling: SamplingParams | None, settings: dict[str, Any], turn_end: str) -> SamplingParams:
     """Returns `sampling` (None: greedy decoding) with the fields of it that `settings` has, which leave `settings`.
 
-    The output also ends before the text `turn_end`, if it is not empty.
+    The output also ends before the text `turn_end`, if it is not empty, unless it goes on after end-of-sequence tokens.
     """
     if not isinstance(sampling, SamplingParams | None):
         raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
     names = [each.name for each in fields(SamplingParams) if each.name in settings]
     made = replace(sampling or SamplingParams(), **{name: settings.pop(name) for name in names})
-    return replace(made, stop=(*made.stop, turn_end)) if turn_end else made
+    return replace(made, stop=(*made.stop, turn_end)) if turn_end and not made.ignore_eos else made
 
 
 def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:

@@ -42,18 +42,23 @@ Fact = tuple[str, str | list[list[str]]]
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
     """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no suggestion."""
     for line in lines(report, console.width, next_step):
-        console.print(line)
+        console.print(line, soft_wrap=True)
 
 
 def show_found(console: Console, found: Sequence[Found], published: str | None) -> None:
     """Prints what was found to draft for a target, best first, with the expected speedups; `published` is a hint, or None."""
     rows = [["expected", "drafter", "why"]]
     rows += [[f"{each.speedup:.2f}×", f"{each.kind} {each.name}", each.why] for each in found]
-    for line in [*table(rows, left=(1, 2)), Text()] if found else []:
-        console.print(line)
-    if published is not None:
-        for line in wrapped(Text(published), console.width):
-            console.print(line)
+    lines = table(rows, left=(1, 2)) if found else []
+    assumed = sorted({f"{each.acceptance:.0%}" for each in found if each.is_assumed})
+    if assumed:
+        said = (
+            f"expected: estimated from sizes, as if {' or '.join(assumed)} of the drafted tokens were accepted; tune measures it"
+        )
+        lines += wrapped(Text(said, "quiet"), console.width)
+    lines += wrapped(Text(published), console.width) if published is not None else []
+    for line in [*lines, Text()] if lines else []:
+        console.print(line, soft_wrap=True)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
@@ -389,7 +394,8 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     if outcome.speedup_model is None:
         return []
-    text = f"a draft token costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
+    what = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
+    text = f"a {what} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
     needed = outcome.speedup_model.break_even_acceptance(1)
     text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
     if outcome.acceptance_probability is not None:

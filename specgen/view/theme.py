@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.style import Style
@@ -115,21 +117,39 @@ def one_line_text(text: str | Text) -> Text:
 _CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
 
 
-def wrapped(text: Text, width: int) -> list[Text]:
-    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and control characters."""
-    lines = one_line_text(text).wrap(_CONSOLE, width)
+def wrapped(text: Text, width: int, *, folds: bool = True) -> list[Text]:
+    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and control characters.
+
+    Without `folds` a longer word, such as a path, stays in one piece.
+    """
+    text = one_line_text(text)
+    lines = text.wrap(_CONSOLE, width) if folds else text.divide(_word_breaks(text.plain, width))
     for line in lines:
         line.rstrip()
     return list(lines)
 
 
+def _word_breaks(text: str, width: int) -> list[int]:
+    """Returns where lines begin if the text is broken between words only."""
+    begins = []
+    column = 0
+    for word in re.finditer(r"\S+\s*", text):
+        if column and column + cell_len(word[0].rstrip()) > width:
+            begins.append(word.start())
+            column = 0
+        column += cell_len(word[0])
+    return begins
+
+
 def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
     """Returns lines of at most `width` cells: the label in a column of `lead` cells, and the text wrapped to the right of it.
 
-    A label that does not fit into the column gets a line of its own.
+    Only a longer word makes a longer line, to be printed with `soft_wrap`. A label that does not fit into the column gets a line
+    of its own.
     """
     label = one_line_text(label)
-    lines = [Text(" " * lead).append_text(part) for part in wrapped(text, max(width - lead, SHORTEST_WRAP))]
+    parts = wrapped(text, max(width - lead, SHORTEST_WRAP), folds=False)
+    lines = [Text(" " * lead).append_text(part) for part in parts]
     if label.cell_len >= lead:
         return [label, *lines]
     lines[0] = Text.assemble(label, " " * (lead - label.cell_len), lines[0][lead:])
