@@ -230,7 +230,9 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
             hidden = normed if weights.norm_before_residual else features
         for index in range(weights.config["num_hidden_layers"]):
             attended = layer.norm(hidden, f"layers.{index}.input_layernorm") if index else attended
-            hidden = layer.with_mlp(hidden + layer.attention(attended, index), index)
+            rows, window = torch.arange(len(hidden)), weights.config.get("sliding_window") or 1 << 30
+            hides = (rows[None] > rows[:, None]) | (rows[:, None] - rows[None] >= window)
+            hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides), index)
         normed = hidden if weights.version == 1 else layer.norm(hidden, "norm")
         features = torch.cat((features, (normed if weights.norm_output else hidden)[-1:]))
     if weights.version == 1:

@@ -66,7 +66,6 @@ _LAYER_TYPES = ("llama", "qwen2", "qwen3")  # of speculators' layers; those of o
 _UNSUPPORTED = {
     "layernorms": True,
     "use_remap": True,
-    "use_sliding_window": True,
     "use_aux_hidden_state": False,
 }
 _QUERY = "layers.0.cross_attn.q_proj.weight"  # of GliDe
@@ -265,6 +264,18 @@ def _decoder(
         **_DEFAULTS,
         **{name: given[name] for name in (*_PASSED_ON, *_ROPE) if given.get(name) is not None},
     }
+    types, is_llama = given.get("layer_types"), config["model_type"] == "llama"
+    if isinstance(types, list) and "sliding_attention" in types:
+        config["sliding_window"] = given.get("sliding_window")
+        if not is_llama:
+            config |= {"layer_types": types, "use_sliding_window": True}
+        elif not output_bias and types.count("sliding_attention") == len(types):
+            del config["attention_bias"]
+            config["model_type"] = "mistral"
+        else:
+            raise unsupported(files, "layer_types", types)
+    elif types is None and given.get("use_sliding_window") is True:
+        raise unsupported(files, "use_sliding_window", True)
     weights, shapes = DecoderWeights(config, {}), dict[str, Shape]()
     try:
         for index in range(weights.architecture.num_layers):
