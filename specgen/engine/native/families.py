@@ -12,13 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from specgen.engine.native.architecture import (
-    Fields,
-    LayerKind,
-    Mixer,
-    Mixture,
-    Recurrent,
-)
+from specgen.engine.native.architecture import Fields, LayerKind, Mixer, Mixture, Recurrent
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes

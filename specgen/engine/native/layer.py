@@ -77,9 +77,13 @@ class Attention:
         is_wide: bool = False,
     ) -> None:
         self._index, self._kind, self._is_wide = index, kind, is_wide
-        self._heads, self._kv_heads, self._size = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
+        self._heads = architecture.num_heads
+        self._kv_heads = architecture.num_kv_heads
+        self._size = architecture.head_size
         self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
-        self._qk_norm, self._norm_over, self._sinks = weights.qk_norm, architecture.qk_norm, weights.sinks
+        self._qk_norm = weights.qk_norm
+        self._norm_over = architecture.qk_norm
+        self._sinks = weights.sinks
         self._is_gated = architecture.gated_attention
         self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
@@ -232,11 +236,14 @@ class NativeLayer:
         device: torch.device | None = None,
         wide_attention: bool = False,
     ) -> None:
-        self.device, self._index, self._scalar = device, index, weights.scalar
+        self.device = device
+        self._index = index
+        self._scalar = weights.scalar
         architecture = architecture.of_layer(index)
         self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
-        self._attention_post_norm, self._mlp_post_norm = weights.attention_post_norm, weights.mlp_post_norm
+        self._attention_post_norm = weights.attention_post_norm
+        self._mlp_post_norm = weights.mlp_post_norm
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)

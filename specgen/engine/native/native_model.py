@@ -21,15 +21,7 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import (
-    EMBEDDING,
-    EXIT_HEAD,
-    FINAL_NORM,
-    HEAD,
-    final_norm,
-    layer_shapes,
-    layer_weights,
-)
+from specgen.engine.native.layer_weights import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
@@ -251,8 +243,10 @@ class NativeForward:
         *,
         with_head: bool = True,
     ) -> None:
-        self.model, self.parts = model, model.parts if with_head else None
-        self.inputs, self.taps = inputs, tuple(taps)
+        self.model = model
+        self.parts = model.parts if with_head else None
+        self.inputs = inputs
+        self.taps = tuple(taps)
         parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
         self._layers = [(model.layers[part.layer], part) for part in parts]
 
@@ -363,15 +357,7 @@ def load_native(
             files.close()
             if not files.are_copied:
                 return_free_memory()
-        return NativeModel(
-            architecture,
-            layers,
-            parts,
-            dtype,
-            norm_gain=gain,
-            exact=exact,
-            layer_devices=layer_devices,
-        )
+        return NativeModel(architecture, layers, parts, dtype, norm_gain=gain, exact=exact, layer_devices=layer_devices)
 
 
 def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:

@@ -264,13 +264,18 @@ class AssistantRunner:
         if not isinstance(model, NativeModel):
             raise SpecgenError("an assistant of Gemma 4 needs its target on the native backend", "Take --backend auto or native")
         made = weights.architecture
-        self.device, self.context_limit = model.device, model.shape.context_limit
+        self.device = model.device
+        self.context_limit = model.shape.context_limit
         self.num_embeddings = self.vocab_size = model.shape.vocab_size
         self.target = FeatureRunner(model, model.forward(taps=[model.shape.num_layers]), model.new_cache(), target_penalties)
-        self._model, self._penalties, self._kinds = model, penalties, made.layers
-        devices, self._groups = [self.device] * made.num_layers, weights.groups
+        self._model = model
+        self._penalties = penalties
+        self._kinds = made.layers
+        self._groups = weights.groups
+        devices = [self.device] * made.num_layers
         self._tables = InputMaker(made, model.dtype, devices).tables
-        make_product, gain = ProductFactory(self.device, model.dtype), norm_gain(made, model.dtype, self.device)
+        make_product = ProductFactory(self.device, model.dtype)
+        gain = norm_gain(made, model.dtype, self.device)
 
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(self.device)
@@ -322,7 +327,8 @@ class AssistantRunner:
             level = self._run(tokens[done:end], states.index_select(0, at))
             logits, states = (torch.cat(rows) for rows in zip((logits, states), level, strict=True))
             done = end
-        self._known, self._rows = (context, len(context), nodes), (logits, states)
+        self._rows = logits, states
+        self._known = context, len(context), nodes
         found = ModelOutput(logits[start:], states[start:])
         return penalised(found, self._penalties, context, draft, parents, start)
 
