@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from specgen.engine.native.architecture import (
@@ -216,13 +217,13 @@ def _qwen3_5(fields: Fields, plain: Changes) -> Changes:
     return {**_gated(fields, plain), **_delta_rule(fields, plain)}
 
 
-def _qwen3_5_moe(fields: Fields, plain: Changes) -> Changes:
-    mixed = _delta_rule(fields, plain)
+def _qwen3_5_moe(fields: Fields, plain: Changes, *, by_head: bool = False) -> Changes:
+    mixed = _delta_rule(fields, plain, by_head=by_head)
     return {**mixed, **_gated_experts(fields, {**plain, **mixed})}
 
 
-def _delta_rule(fields: Fields, plain: Changes) -> Changes:
-    """Returns the mixers of Qwen3.5's layers."""
+def _delta_rule(fields: Fields, plain: Changes, *, by_head: bool = False) -> Changes:
+    """Returns the mixers of the layers of Qwen3-Next and Qwen3.5."""
     interval = fields.integer("full_attention_interval", 4)
     default = ["linear_attention" if (index + 1) % interval else FULL for index in range(plain["num_layers"])]
     recurrent = Recurrent(
@@ -231,6 +232,7 @@ def _delta_rule(fields: Fields, plain: Changes) -> Changes:
         value_heads=fields.integer("linear_num_value_heads", 32),
         key_size=fields.integer("linear_key_head_dim", 128),
         value_size=fields.integer("linear_value_head_dim", 128),
+        by_head=by_head,
     )
     if recurrent.value_heads % recurrent.key_heads:
         raise fields.refuse("linear_num_key_heads")
@@ -238,18 +240,37 @@ def _delta_rule(fields: Fields, plain: Changes) -> Changes:
 
 
 def _lfm2(fields: Fields, plain: Changes) -> Changes:
-    every = range(plain["num_layers"])
-    full = fields.raw("full_attn_idxs")
-    default = [FULL if full is None or index in full else "conv" for index in every]
     size = fields.integer("block_ff_dim", plain["intermediate_size"])
     factor = fields.number("block_ffn_dim_multiplier", 1.0)
     multiple = fields.integer("block_multiple_of", 256)
     if fields.flag("block_auto_adjust_ff_dim", True):
         size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    return {**_short_convolutions(fields, plain), "intermediate_size": size}
+
+
+def _lfm2_moe(fields: Fields, plain: Changes) -> Changes:
+    mixed = _short_convolutions(fields, plain)
+    mixture = Mixture(
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        epsilon=1e-6,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=fields.flag("use_expert_bias", True),
+    )
+    dense = range(fields.integer("num_dense_layers", 2, minimum=0))
+    return {**mixed, **_experts(fields, {**plain, **mixed}, mixture, dense)}
+
+
+def _short_convolutions(fields: Fields, plain: Changes) -> Changes:
+    """Returns what LFM2's dense models and its mixtures have in common."""
+    full = fields.raw("full_attn_idxs")
+    default = [FULL if full is None or index in full else "conv" for index in range(plain["num_layers"])]
     return {
         **_mixers(fields, plain, default, {"conv": "conv"}),
         "recurrent": Recurrent(fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),
-        "intermediate_size": size,
         "norm_eps": fields.positive("norm_eps", 1e-5),
         "tied": fields.flag("tie_embedding", plain["tied"]),
         "qk_norm": "head",
@@ -465,11 +486,9 @@ FAMILIES = {
     "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
     "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=_GATED_ROPE),
     "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
+    "qwen3_next": Family(partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE),
     "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
+    "lfm2_moe": Family(_lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)),
     "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
     "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
-}
-
-ATTENTION_FAMILIES = {  # of whose layers the native decoder runs those with attention
-    "qwen3_next": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.architecture import Architecture, Recurrent
 
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
@@ -30,6 +30,10 @@ _EXPERT_NORMS = (  # of Gemma 4's mixtures: before the router and the experts, a
 )
 _PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
+_EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
+    "minimax_m2": ("block_sparse_moe", "e_score_correction_bias"),
+    "lfm2_moe": ("feed_forward", "expert_bias"),
+}
 
 Take = Callable[[str], torch.Tensor]
 """Returns the tensor with this name, which has the shape that `layer_shapes` says, on the device of the weights."""
@@ -188,9 +192,9 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     has_keys = kind.owner is None
     if architecture.shared_projection and kind.window is None:
         qkv = *qkv[:2], qkv[1]
-    if mixer != "attention":
+    if architecture.recurrent is not None and mixer != "attention":
         attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"
-        projected = ("_qkv", "_z", "_b", "_a") if mixer == "delta" else ("",)
+        projected = architecture.recurrent.projections if mixer == "delta" else ("",)
         qkv = tuple(f"{attention}in_proj{name}.weight" for name in projected)
     has_qk_norm = architecture.qk_norm is not None and mixer == "attention"
     return LayerTensors(
@@ -228,7 +232,7 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
         channels, mixer_bias, output_bias, qkv_rows = width, recurrent.bias, recurrent.bias, (3 * width,)
         if architecture.layers[index].mixer == "delta":
             channels, read = recurrent.channels, recurrent.value_heads * recurrent.value_size
-            qkv_rows = channels, read, recurrent.value_heads, recurrent.value_heads
+            qkv_rows = tuple(recurrent.projections.values())
             block = names.output.removesuffix("out_proj.weight")
             shapes |= {f"{block}{name}": (recurrent.value_heads,) for name in ("A_log", "dt_bias")}
             shapes[f"{block}norm.weight"] = (recurrent.value_size,)
@@ -332,6 +336,8 @@ def _recurrent_weights(
     assert architecture.recurrent is not None
     bias = architecture.recurrent.bias
     inputs, inputs_bias = _stacked(names.qkv, take, bias)
+    if architecture.recurrent.by_head:
+        inputs = _by_sort(architecture.recurrent, inputs)
     output, output_bias = _stacked((names.output,), take, bias)
     convolution = _convolution(architecture, index)
     rates = step_bias = norm = None
@@ -351,6 +357,18 @@ def _recurrent_weights(
         step_bias,
         norm,
     )
+
+
+def _by_sort(sizes: Recurrent, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of all queries, keys, values, output gates, update gates and steps, which in the files stand by key head:
+    the first four sorts, then the last two."""
+    values = sizes.value_heads // sizes.key_heads
+    wide, narrow = rows.tensor_split([len(rows) - 2 * sizes.value_heads])
+    of_heads = wide.view(sizes.key_heads, -1, rows.shape[1])
+    of_values = values * sizes.value_size
+    parts = of_heads.split_with_sizes((sizes.key_size, sizes.key_size, of_values, of_values), 1)
+    gates = narrow.view(sizes.key_heads, 2, values, -1).unbind(1)
+    return torch.cat([part.flatten(0, 1) for part in (*parts, *gates)])
 
 
 def _convolution(architecture: Architecture, index: int) -> str:
@@ -377,9 +395,9 @@ def expert_names(architecture: Architecture, index: int) -> ExpertNames:
     assert mixture is not None
     block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
     choice_bias = f"{block}gate.e_score_correction_bias"
-    if architecture.model_type == "minimax_m2":
-        block, matrices = f"layers.{index}.block_sparse_moe.", ("w1", "w3", "w2")
-        choice_bias = f"{block}e_score_correction_bias"
+    if other := _EXPERT_BLOCKS.get(architecture.model_type):
+        block, matrices = f"layers.{index}.{other[0]}.", ("w1", "w3", "w2")
+        choice_bias = f"{block}{other[1]}"
 
     def of(part: str) -> tuple[str, ...]:
         return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
