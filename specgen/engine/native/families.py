@@ -88,10 +88,8 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
         raise fields.refuse("use_bidirectional_attention")
     types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
     kv_heads, size = _full_layers(fields, plain, types)
-    full, sliding = (
-        LayerKind(None, FULL, kv_heads=kv_heads, head_size=size),
-        LayerKind(fields.integer("sliding_window", 512), SLIDING),
-    )
+    full = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+    sliding = LayerKind(fields.integer("sliding_window", 512), SLIDING)
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
     sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
     layers: list[LayerKind] = []

@@ -80,7 +80,8 @@ class Attention:
         self._heads = architecture.num_heads
         self._kv_heads = architecture.num_kv_heads
         self._size = architecture.head_size
-        self._score_cap, self._eps = architecture.score_cap, architecture.norm_eps
+        self._score_cap = architecture.score_cap
+        self._eps = architecture.norm_eps
         self._qk_norm = weights.qk_norm
         self._norm_over = architecture.qk_norm
         self._sinks = weights.sinks
@@ -240,7 +241,8 @@ class NativeLayer:
         self._index = index
         self._scalar = weights.scalar
         architecture = architecture.of_layer(index)
-        self._eps, self._scale = architecture.norm_eps, architecture.residual_scale
+        self._eps = architecture.norm_eps
+        self._scale = architecture.residual_scale
         self._norm = norm_function(architecture.norm_eps, gain) if architecture.pre_norms else lambda hidden: hidden
         self._attention_post_norm = weights.attention_post_norm
         self._mlp_post_norm = weights.mlp_post_norm

@@ -474,7 +474,9 @@ def _expert_weights(
         shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
     if names.shared_gate:
         gate = (take(names.shared_gate).float() * gain).to(dtype)
-    before, scales, after = (gain, gain), None, []
+    before = gain, gain
+    scales = None
+    after = []
     if names.norms:
         own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
         before = own_gains[0] * norm_gain, own_gains[1] * norm_gain

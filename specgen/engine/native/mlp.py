@@ -72,7 +72,8 @@ class Experts:
 
     def __init__(self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct) -> None:
         assert architecture.mixture is not None
-        self._mixture, self._eps = architecture.mixture, architecture.norm_eps
+        self._mixture = architecture.mixture
+        self._eps = architecture.norm_eps
         self._weights = weights
         self._activation = ACTIVATIONS[architecture.activation]
         self._router = weights.router.t().contiguous()

@@ -36,8 +36,10 @@ class OwnEmbeddings:
 
     def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
         self._shape = architecture.num_layers, architecture.per_layer_size
-        self._table, self._projection = table, projection
-        self._norm, self._eps = norm * 0.5**0.5, architecture.norm_eps
+        self._table = table
+        self._projection = projection
+        self._norm = norm * 0.5**0.5
+        self._eps = architecture.norm_eps
 
     def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
