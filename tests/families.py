@@ -205,6 +205,42 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     ),
     "bamba": _of("bamba", attn_layer_indices=[1], **_MAMBA),
 }
+_ODD = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
+_EQUAL = {"num_key_value_heads": 4}
+
+
+def _delta(key_heads: int, value_heads: int, key_size: int, value_size: int, kernel: int) -> dict[str, int]:
+    return dict(zip(_DELTA, (key_heads, value_heads, key_size, value_size, kernel), strict=True))
+
+
+def _mamba(heads: int, size: int, states: int, groups: int, kernel: int) -> dict[str, int]:
+    return dict(zip(_MAMBA, (heads, size, states, groups, kernel), strict=True))
+
+
+def _layers(letters: str, other: str = "linear_attention") -> dict[str, Any]:
+    kinds = {"f": "full_attention", "a": "attention", "-": other}
+    return {"num_hidden_layers": len(letters), "layer_types": [kinds[letter] for letter in letters]}
+
+
+_MORE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_SHARED = {**_MORE, "shared_expert_intermediate_size": 40}
+# their other numbers of heads and groups, kernels, orders of layers, routings and LM heads
+SHAPES = [
+    ("qwen3_5_text", {**_ODD, **_layers("f--f-"), **_delta(3, 3, 5, 7, 3), "head_dim": 16, "tie_word_embeddings": True}),
+    ("qwen3_5_text", {**_EQUAL, **_layers("--"), **_delta(1, 5, 12, 6, 2), "head_dim": 24, "tie_word_embeddings": False}),
+    ("qwen3_5_moe_text", {**_layers("f-f-"), **_delta(2, 6, 9, 16, 5), **_SHARED, "head_dim": 8}),
+    ("qwen3_next", {**_ODD, **_layers("f--f-"), **_delta(3, 6, 5, 7, 3), **_SHARED, "mlp_only_layers": [0, 2], "head_dim": 16}),
+    ("qwen3_next", {**_EQUAL, **_layers("-f"), **_delta(1, 4, 12, 6, 2), **_SHARED, "norm_topk_prob": False, "head_dim": 8}),
+    ("lfm2", {**_ODD, **_layers("f--f", "conv"), "conv_L_cache": 5, "conv_bias": True, "block_multiple_of": 8}),
+    ("lfm2", {**_EQUAL, **_layers("-f-", "conv"), "conv_L_cache": 2, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3}),
+    ("lfm2_moe", {**_ODD, **_layers("f--f", "conv"), **_MORE, "num_dense_layers": 2, "conv_L_cache": 5, "conv_bias": True}),
+    ("lfm2_moe", {**_layers("-f", "conv"), **_MORE, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False}),
+    ("nemotron_h", {**_ODD, "hybrid_override_pattern": "*M-MM", "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 3}),
+    ("granitemoehybrid", {**_ODD, **_layers("a--a", "mamba"), **_mamba(6, 8, 5, 3, 3), "num_local_experts": 0}),
+    ("falcon_h1", {**_ODD, **_mamba(6, 8, 5, 3, 3), "mamba_d_ssm": 48, "mamba_rms_norm": True, "head_dim": 8}),
+    ("bamba", {**_ODD, **_mamba(6, 8, 5, 3, 3), "attn_layer_indices": [0, 2]}),
+    ("kimi_linear", {**_layers("f---"), **_MORE, **_LATENT, "linear_num_heads": 3, "linear_head_dim": 6, "n_routed_experts": 5}),
+]
 # models with a state that cannot be rolled back
 FIXED: dict[str, Callable[[], Any]] = {
     "jamba": _of("jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
@@ -219,9 +255,9 @@ MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_t
 BACKENDS = ("native", "transformers")
 
 
-def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A random float32 model; `changes` are set on its config."""
-    config = {**FAMILIES, **HYBRIDS, **FIXED}[family]()
+def make_model(family: str, seed: int = 0, *, shape: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """A random float32 model; `changes` are set on its config. With `shape`, the config is made from these fields."""
+    config = {**FAMILIES, **HYBRIDS, **FIXED}[family]() if shape is None else _of(family, **shape)()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
@@ -230,7 +266,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
         if name.endswith(("A_log", "dt_bias", ".D", "bias")) and family in HYBRIDS:
             torch.nn.init.normal_(weight)
     for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.normal_(std=0.2)
         if name.endswith("layer_scalar"):
             bias.uniform_(0.5, 1.5)

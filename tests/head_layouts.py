@@ -43,6 +43,7 @@ class Sizes:
     qk_norm: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    window: int | None = None
     scales: tuple[float, float, float] | None = None
     own_embedding: bool = False
     tables: bool = True
@@ -211,6 +212,8 @@ def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
     config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": sizes.draft_vocab}
     config |= {"norm_before_residual": True, "norm_before_fc": False, FEATURE_LAYERS: sizes.features}
     inner = llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "llama", rope_theta=500000.0)
+    if sizes.window:
+        inner |= {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": sizes.window}
     return {**config, "target_hidden_size": None, "transformer_layer_config": inner}, tensors
 
 

@@ -140,6 +140,7 @@ class Part:
             self.model, self.weights = loaded.model, read_layers(loaded)
             self.made = eagle_runners.make_runners(self.weights, self.model, ModelRunner(self.model), penalties)
             return
+        self.window = sizes.get("window")
         found = four_layers(family) if changes is None else changes
         hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found.items())
         self.module, loaded = target(family, backend, hashable)
@@ -230,7 +231,9 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
             hidden = normed if weights.norm_before_residual else features
         for index in range(weights.config["num_hidden_layers"]):
             attended = layer.norm(hidden, f"layers.{index}.input_layernorm") if index else attended
-            hidden = layer.with_mlp(hidden + layer.attention(attended, index), index)
+            rows, window = torch.arange(len(hidden)), part.window or len(hidden)
+            hides = (rows[None] > rows[:, None]) | (rows[:, None] - rows[None] >= window)
+            hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides), index)
         normed = hidden if weights.version == 1 else layer.norm(hidden, "norm")
         features = torch.cat((features, (normed if weights.norm_output else hidden)[-1:]))
     if weights.version == 1:

@@ -28,7 +28,9 @@ HYBRID = [
     *((family, "transformers") for family in HYBRIDS),
     ("qwen3_5_text", "native"),
     ("qwen3_5_moe_text", "native"),
+    ("qwen3_next", "native"),
     ("lfm2", "native"),
+    ("lfm2_moe", "native"),
 ]
 TOLERANCE = 2e-4
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # torch computes on both alike, and specgen takes them for two devices

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import count
+from contextlib import suppress
+from itertools import count, product
+from random import Random
 
 import pytest
-from families import BACKENDS, make_bloom, make_model, model_of
-from runner_checks import HYBRID, RUN_BY, CountedLayers, check
+import torch
+from families import BACKENDS, SHAPES, make_bloom, make_model, model_of
+from runner_checks import HYBRID, RUN_BY, CountedLayers, InterruptAt, check, path_to, uncached
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.skip_search import search_skips
+
+SHAPED = [
+    (number, backend) for number, backend in product(range(len(SHAPES)), BACKENDS) if (SHAPES[number][0], backend) in HYBRID
+]
 
 
 @pytest.mark.parametrize(("family", "backend"), RUN_BY + HYBRID)
@@ -23,6 +30,34 @@ def test_a_tree_its_path_and_a_chain_give_transformers_logits(family: str, backe
     check(module, runner.logits(context, tokens, parents).logits, context, tokens, parents)
     context.extend([9, 10, 12, *range(20, 34)])  # beyond the window of those that have one
     check(module, runner.logits(context, tokens).logits, context, tokens, [-1, 0, 1, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "backend"), SHAPED)
+def test_hybrids_of_other_shapes_with_drafts_rejected_at_every_place(number: int, backend: str) -> None:
+    """After texts of up to 300 tokens, of which layers fold parts into their states, and after shorter ones again."""
+    family, shape = SHAPES[number]
+    module, rng = make_model(family, shape={**shape, "max_position_embeddings": 512}), Random(number)
+    runner = ModelRunner(model_of(module, backend))
+    context = Context([1, *(rng.randrange(3, 40) for _ in range(50))])
+    cases = [(length, right) for length in range(1, 9) for right in range(length + 1)]
+    rng.shuffle(cases)
+    for length, right in cases:
+        greedy: list[int] = []
+        for _ in range(right):
+            greedy.append(int(uncached(module, context.ids + greedy).argmax()))
+        tokens = [*greedy, *(rng.randrange(3, 40) for _ in range(length - right))]
+        if rng.random() < 0.3:
+            with InterruptAt(rng.randrange(1, 2500)), suppress(KeyboardInterrupt):
+                runner.logits(context, tokens[1:])
+        parents = [node - 1 if node <= right or rng.random() < 0.5 else rng.randrange(-1, node) for node in range(length)]
+        logits = runner.logits(context, tokens, parents).logits
+        for node in range(-1, length):
+            expected = uncached(module, context.ids + path_to(tokens, parents, node))
+            torch.testing.assert_close(logits[node + 1], expected, rtol=1e-3, atol=5e-3)
+        context.extend([*greedy, rng.randrange(3, 40), *(rng.randrange(3, 40) for _ in range(rng.choice((0, 0, 63, 64))))])
+        if len(context) > 300:
+            context = Context(context.ids[: rng.randrange(1, 200)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

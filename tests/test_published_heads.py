@@ -257,6 +257,7 @@ MISTAKES: list[tuple[str, Callable[[Tensors], Any], Config, str]] = [
     ("eagle3", put(layers__1__mlp__x=ONES), {}, "num_hidden_layers = 2 in its config.json is not supported"),
     ("eagle3", put(), {"eagle_config": {FEATURE_LAYERS: [1, 3, 7]}}, "do not fit "),
     ("eagle3.1-speculators", without("input_norm.weight"), {}, "lacks 1 of its tensors (the first: input_norm.weight)"),
+    ("eagle3.1", put(), {"use_sliding_window": True}, "use_sliding_window = True in its config.json is not supported"),
     ("eagle3.1", put(input_norm__weight=torch.ones(3 * WIDTH)), {}, "norms of each feature and one of all"),
     ("eagle3-speculators", put(), {"transformer_layer_config": GEMMA}, "model_type = 'gemma2'"),
     ("glide", put(), {"use_remap": True}, "use_remap = True in its config.json is not supported"),

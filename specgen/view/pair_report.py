@@ -394,7 +394,8 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     if outcome.speedup_model is None:
         return []
-    text = f"a draft token costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
+    what = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
+    text = f"a {what} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
     needed = outcome.speedup_model.break_even_acceptance(1)
     text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
     if outcome.acceptance_probability is not None:

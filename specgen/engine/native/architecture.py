@@ -109,7 +109,8 @@ class LayerKind:
 class Recurrent:
     """The sizes of recurrent mixers: of a gated delta rule after a short convolution ("delta"), or of one alone ("conv").
 
-    `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the projections have one.
+    `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the projections have one. `by_head`:
+    the files store what is projected for each key head and its value heads together (Qwen3-Next).
     """
 
     kernel_size: int
@@ -118,11 +119,20 @@ class Recurrent:
     key_size: int = 0
     value_size: int = 0
     bias: bool = False
+    by_head: bool = False
 
     @property
     def channels(self) -> int:
         """Of the delta rule's convolution: those of queries, keys and values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def projections(self) -> Mapping[str, int]:
+        """The rows of the delta rule's projections, by the ends of their names in the files."""
+        heads, values = self.value_heads, self.value_heads * self.value_size
+        if self.by_head:
+            return {"_qkvz": self.channels + values, "_ba": 2 * heads}
+        return {"_qkv": self.channels, "_z": values, "_b": heads, "_a": heads}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
 from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
-from specgen.engine.native.families import ATTENTION_FAMILIES, FAMILIES, Changes, Family
+from specgen.engine.native.families import FAMILIES, Changes, Family
 from specgen.engine.native.rotary import ALL_LAYERS, read_rotary
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -38,12 +38,8 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
-_OUTER = (
-    "eos_token_id",
-    "tie_word_embeddings",
-    "dtype",
-    "torch_dtype",
-)  # may stand outside of the text part's config
+# may stand outside of the text part's config
+_OUTER = "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype"
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
@@ -94,10 +90,10 @@ def attention_architecture(config: Mapping[str, Any]) -> Architecture:
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict):  # positions in pictures have three parts (mrope); those in a text are plain
             fields[name] = {key: value for key, value in fields[name].items() if not key.startswith("mrope_")}
-    return read_architecture(fields, {**FAMILIES, **ATTENTION_FAMILIES})
+    return read_architecture(fields)
 
 
-def read_architecture(config: Mapping[str, Any], families: Mapping[str, Family] | None = None) -> Architecture:
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that a config.json describes; of a model with vision or audio, that of the text part.
 
     Fields that are missing, as in older files, get their family's defaults. Raises UnsupportedConfig where the family is unknown,
@@ -105,7 +101,7 @@ def read_architecture(config: Mapping[str, Any], families: Mapping[str, Family] 
     """
     config = text_config(config)
     model_type = config.get("model_type")
-    family = (families or FAMILIES).get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedConfig("model_type", model_type)
     fields = Fields(config)

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from specgen.engine.native.architecture import (
-    Fields,
-    LayerKind,
-    Mixer,
-    Mixture,
-    Recurrent,
-)
+from specgen.engine.native.architecture import Fields, LayerKind, Mixer, Mixture, Recurrent
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
@@ -91,20 +86,17 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
-    every = range(plain["num_layers"])
-    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in every])[:-1], False]
-    window = fields.integer("sliding_window", 512)
-    has_shared_projection = fields.flag("attention_k_eq_v", False)
-    kv_heads, size = _full_layers(fields, plain, types, has_shared_projection=has_shared_projection)
+    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
+    kv_heads, size = _full_layers(fields, plain, types)
+    full = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+    sliding = LayerKind(fields.integer("sliding_window", 512), SLIDING)
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
     sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
     layers: list[LayerKind] = []
     last: dict[bool, int] = {}  # layers of each type that have keys and values
     numbers = 0
     for index, slides in enumerate(types):
-        kind = LayerKind(window, SLIDING)
-        if not slides:
-            kind = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+        kind = sliding if slides else full
         if index < sharing:
             last[slides] = index
             numbers += 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
@@ -126,7 +118,7 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
         "attention_scale": 1.0,
         "embedding_scale": plain["hidden_size"] ** 0.5,
         "logit_cap": fields.optional(fields.positive, "final_logit_softcapping"),
-        "shared_projection": has_shared_projection,
+        "shared_projection": fields.flag("attention_k_eq_v", False),
         "layer_scalars": True,
         "per_layer_size": per_layer,
     }
@@ -139,29 +131,27 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     return changes
 
 
-def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool], *, has_shared_projection: bool) -> tuple[int, int]:
+def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple[int, int]:
     """Returns the number of key-value heads and the head size of Gemma 4's layers without a window (false in `types`).
 
     Files have them in fields of their own, or in `per_layer_config` for each of these layers.
     """
-    kv_heads = fields.optional(fields.integer, "num_global_key_value_heads") if has_shared_projection else None
-    size = fields.integer("global_head_dim", 512)
-    fields.ignore("num_global_key_value_heads")
-    listed = fields.raw("per_layer_config")
-    if listed is not None:
-        fields.section("per_layer_config")
-        full = {index for index, slides in enumerate(types) if not slides}
-        found = {int(name) if name.isdecimal() else -1 for name in listed}
-        of_full: object = next(iter(listed.values()), {})
-        if found != full or not isinstance(of_full, dict) or any(each != of_full for each in listed.values()):
+    given: Any = {"head_dim": fields.raw("global_head_dim", 512)}
+    heads = fields.raw("num_global_key_value_heads")
+    if fields.flag("attention_k_eq_v", False):
+        given["num_key_value_heads"] = heads
+    if fields.section("per_layer_config") is not None:
+        listed = fields.raw("per_layer_config")
+        given = next(iter(listed.values()))
+        full = {str(index) for index, slides in enumerate(types) if not slides}
+        if {name.lstrip("0") or "0" for name in listed} != full or any(each != given for each in listed.values()):
             raise fields.refuse("per_layer_config")
-        section = Fields(of_full, "per_layer_config.")
-        size = section.integer("head_dim", plain["head_size"])
-        kv_heads = section.optional(section.integer, "num_key_value_heads")
-        section.refuse_unknown()
-    kv_heads = kv_heads or plain["num_kv_heads"]
-    if plain["num_heads"] % kv_heads or size > 1 << 16:
-        raise fields.refuse("num_global_key_value_heads" if plain["num_heads"] % kv_heads else "global_head_dim")
+    section = Fields(given if isinstance(given, dict) else {"": given}, "per_layer_config.")
+    size = section.integer("head_dim", plain["head_size"], maximum=1 << 16)
+    kv_heads = section.optional(section.integer, "num_key_value_heads") or plain["num_kv_heads"]
+    section.refuse_unknown()
+    if plain["num_heads"] % kv_heads:
+        raise fields.refuse("num_global_key_value_heads")
     return kv_heads, size
 
 
@@ -216,13 +206,13 @@ def _qwen3_5(fields: Fields, plain: Changes) -> Changes:
     return {**_gated(fields, plain), **_delta_rule(fields, plain)}
 
 
-def _qwen3_5_moe(fields: Fields, plain: Changes) -> Changes:
-    mixed = _delta_rule(fields, plain)
+def _qwen3_5_moe(fields: Fields, plain: Changes, *, by_head: bool = False) -> Changes:
+    mixed = _delta_rule(fields, plain, by_head=by_head)
     return {**mixed, **_gated_experts(fields, {**plain, **mixed})}
 
 
-def _delta_rule(fields: Fields, plain: Changes) -> Changes:
-    """Returns the mixers of Qwen3.5's layers."""
+def _delta_rule(fields: Fields, plain: Changes, *, by_head: bool = False) -> Changes:
+    """Returns the mixers of the layers of Qwen3-Next and Qwen3.5."""
     interval = fields.integer("full_attention_interval", 4)
     default = ["linear_attention" if (index + 1) % interval else FULL for index in range(plain["num_layers"])]
     recurrent = Recurrent(
@@ -231,6 +221,7 @@ def _delta_rule(fields: Fields, plain: Changes) -> Changes:
         value_heads=fields.integer("linear_num_value_heads", 32),
         key_size=fields.integer("linear_key_head_dim", 128),
         value_size=fields.integer("linear_value_head_dim", 128),
+        by_head=by_head,
     )
     if recurrent.value_heads % recurrent.key_heads:
         raise fields.refuse("linear_num_key_heads")
@@ -238,18 +229,37 @@ def _delta_rule(fields: Fields, plain: Changes) -> Changes:
 
 
 def _lfm2(fields: Fields, plain: Changes) -> Changes:
-    every = range(plain["num_layers"])
-    full = fields.raw("full_attn_idxs")
-    default = [FULL if full is None or index in full else "conv" for index in every]
     size = fields.integer("block_ff_dim", plain["intermediate_size"])
     factor = fields.number("block_ffn_dim_multiplier", 1.0)
     multiple = fields.integer("block_multiple_of", 256)
     if fields.flag("block_auto_adjust_ff_dim", True):
         size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    return {**_short_convolutions(fields, plain), "intermediate_size": size}
+
+
+def _lfm2_moe(fields: Fields, plain: Changes) -> Changes:
+    mixed = _short_convolutions(fields, plain)
+    mixture = Mixture(
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok"),
+        fields.integer("moe_intermediate_size"),
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        epsilon=1e-6,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        choice_bias=fields.flag("use_expert_bias", True),
+    )
+    dense = range(fields.integer("num_dense_layers", 2, minimum=0))
+    return {**mixed, **_experts(fields, {**plain, **mixed}, mixture, dense)}
+
+
+def _short_convolutions(fields: Fields, plain: Changes) -> Changes:
+    """Returns what LFM2's dense models and its mixtures have in common."""
+    full = fields.raw("full_attn_idxs")
+    default = [FULL if full is None or index in full else "conv" for index in range(plain["num_layers"])]
     return {
         **_mixers(fields, plain, default, {"conv": "conv"}),
         "recurrent": Recurrent(fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),
-        "intermediate_size": size,
         "norm_eps": fields.positive("norm_eps", 1e-5),
         "tied": fields.flag("tie_embedding", plain["tied"]),
         "qk_norm": "head",
@@ -465,11 +475,9 @@ FAMILIES = {
     "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
     "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=_GATED_ROPE),
     "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
+    "qwen3_next": Family(partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE),
     "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
+    "lfm2_moe": Family(_lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)),
     "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
     "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
-}
-
-ATTENTION_FAMILIES = {  # of whose layers the native decoder runs those with attention
-    "qwen3_next": Family(_gated_experts, None, _HEADS, rotary=_GATED_ROPE),
 }
