@@ -93,7 +93,7 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
     with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
         from specgen.engine.hub import head_folder
-        from specgen.pair.loading import model_sources
+        from specgen.pair.loading import assistant_folder, model_sources
         from specgen.tune.pair_inspection import inspect_files
 
         device = pick_device(models.device)
@@ -102,6 +102,8 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
         named = models.target, draft, models.revision, models.draft_revision, models.trust_remote_code, models.offline
         target, *drafts = model_sources(*named, models.backend)
         head = None if models.head is None else head_folder(models.head, models.offline, loading.announce)
+        if models.target is not None and drafts and (folder := assistant_folder(drafts[0], loading.announce)) is not None:
+            head, drafts = folder, []
         return inspect_files(
             replace(target, context=models.context),
             drafts[0] if drafts else None,

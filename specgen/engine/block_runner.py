@@ -69,14 +69,7 @@ class BlockRunner(ABC):
         """Computes the rows after the context: at least the first `count`, in order, as an output with `logits` [rows,
         vocabulary]."""
 
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
+    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
         """Returns the output after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
 
         `levels` has the row of `rows` for each of these indices.
@@ -139,14 +132,7 @@ class PardRunner(BlockRunner):
         output = self._runner.logits(context, [self._mask] * (wanted - 1))
         return ModelOutput(output.logits.clone())
 
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
+    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
         self._deepest = max(self._deepest, 1 + max(levels))
         return super().after(rows, context, draft, levels, start)
 

@@ -131,6 +131,8 @@ def _judged(name: str, folder: Path, target: PreparedModel, size: int) -> Found 
         config = read_config(folder, name)
         inner = config.get("transformer_layer_config")
         width = {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
+        if "backbone_hidden_size" in config:  # of an assistant of Gemma 4
+            width = config["backbone_hidden_size"]
         if width in (None, target.shape.hidden_size):
             with suppress(SpecgenError):
                 return _of_part(
@@ -150,7 +152,7 @@ def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     shares = [greedy] if isinstance(greedy, float) else greedy
     acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, _bytes(part.path) / size
-    if part.kind == MTP:
+    if part.kind == MTP and part.path == target.folder:
         cost = 1 / target.shape.num_layers
     why += ", measured in training" if shares else ""
     return Found(part.kind, name or str(part.path), part.path, acceptance, cost, why, not shares)

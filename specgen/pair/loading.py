@@ -16,8 +16,9 @@ from specgen.base.settings import Setting
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
-from specgen.engine.hub import head_folder
+from specgen.engine.hub import head_folder, model_folder
 from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, describe, load_model, prepare, translation_between
+from specgen.engine.native.config_reading import read_config
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
@@ -78,6 +79,9 @@ def load(
     sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
     if repetition_penalty is not None:
         repetition_penalty = float(Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty))
+    if target is not None and draft is not None and (folder := assistant_folder(sources[1], announce)) is not None:
+        head = folder
+        del sources[1]
     sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
     try:
         pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find)
@@ -92,6 +96,13 @@ def load(
             process.close()
         raise
     return pair
+
+
+def assistant_folder(draft: ModelSource, announce: Callable[[str], None]) -> Path | None:
+    """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its target; None: it is none."""
+    given = draft.location, draft.revision, draft.offline, draft.trust_remote_code
+    folder = model_folder(*given, announce)
+    return folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
 
 
 def model_sources(

@@ -173,7 +173,8 @@ class PartStore:
             try:
                 if kind == MTP:
                     self._found[kind] = own_layers(self._target)
-                    return self._found[kind]
+                    if self._found[kind] is not None:
+                        return self._found[kind]
                 path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
                 path = bundled if path is None and self.is_bundled and bundled.is_dir() else path or self.beside.get(kind)
                 self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")

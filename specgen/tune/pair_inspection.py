@@ -338,7 +338,7 @@ def readiness(
         elif part in missing:
             found[name] = missing[part]
         elif method.needs == MTP:
-            found[name] = Readiness(True, "drafting layers in the target's own files")
+            found[name] = Readiness(True, "drafting layers in the target's own files" if parts[1] is None else "")
         elif not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
             found[name] = Readiness(True, "needs no draft model")
         elif tokenizers is None:

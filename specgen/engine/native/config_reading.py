@@ -38,12 +38,8 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
-_OUTER = (
-    "eos_token_id",
-    "tie_word_embeddings",
-    "dtype",
-    "torch_dtype",
-)  # may stand outside of the text part's config
+# may stand outside of the text part's config
+_OUTER = "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype"
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:

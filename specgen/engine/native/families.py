@@ -12,13 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from specgen.engine.native.architecture import (
-    Fields,
-    LayerKind,
-    Mixer,
-    Mixture,
-    Recurrent,
-)
+from specgen.engine.native.architecture import Fields, LayerKind, Mixer, Mixture, Recurrent
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
@@ -92,20 +86,17 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
-    every = range(plain["num_layers"])
-    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in every])[:-1], False]
-    window = fields.integer("sliding_window", 512)
-    has_shared_projection = fields.flag("attention_k_eq_v", False)
-    kv_heads, size = _full_layers(fields, plain, types, has_shared_projection=has_shared_projection)
+    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
+    kv_heads, size = _full_layers(fields, plain, types)
+    full = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+    sliding = LayerKind(fields.integer("sliding_window", 512), SLIDING)
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
     sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
     layers: list[LayerKind] = []
     last: dict[bool, int] = {}  # layers of each type that have keys and values
     numbers = 0
     for index, slides in enumerate(types):
-        kind = LayerKind(window, SLIDING)
-        if not slides:
-            kind = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
+        kind = sliding if slides else full
         if index < sharing:
             last[slides] = index
             numbers += 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
@@ -127,7 +118,7 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
         "attention_scale": 1.0,
         "embedding_scale": plain["hidden_size"] ** 0.5,
         "logit_cap": fields.optional(fields.positive, "final_logit_softcapping"),
-        "shared_projection": has_shared_projection,
+        "shared_projection": fields.flag("attention_k_eq_v", False),
         "layer_scalars": True,
         "per_layer_size": per_layer,
     }
@@ -140,29 +131,27 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     return changes
 
 
-def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool], *, has_shared_projection: bool) -> tuple[int, int]:
+def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple[int, int]:
     """Returns the number of key-value heads and the head size of Gemma 4's layers without a window (false in `types`).
 
     Files have them in fields of their own, or in `per_layer_config` for each of these layers.
     """
-    kv_heads = fields.optional(fields.integer, "num_global_key_value_heads") if has_shared_projection else None
-    size = fields.integer("global_head_dim", 512)
-    fields.ignore("num_global_key_value_heads")
-    listed = fields.raw("per_layer_config")
-    if listed is not None:
-        fields.section("per_layer_config")
-        full = {index for index, slides in enumerate(types) if not slides}
-        found = {int(name) if name.isdecimal() else -1 for name in listed}
-        of_full: object = next(iter(listed.values()), {})
-        if found != full or not isinstance(of_full, dict) or any(each != of_full for each in listed.values()):
+    given: Any = {"head_dim": fields.raw("global_head_dim", 512)}
+    heads = fields.raw("num_global_key_value_heads")
+    if fields.flag("attention_k_eq_v", False):
+        given["num_key_value_heads"] = heads
+    if fields.section("per_layer_config") is not None:
+        listed = fields.raw("per_layer_config")
+        given = next(iter(listed.values()))
+        full = {str(index) for index, slides in enumerate(types) if not slides}
+        if {name.lstrip("0") or "0" for name in listed} != full or any(each != given for each in listed.values()):
             raise fields.refuse("per_layer_config")
-        section = Fields(of_full, "per_layer_config.")
-        size = section.integer("head_dim", plain["head_size"])
-        kv_heads = section.optional(section.integer, "num_key_value_heads")
-        section.refuse_unknown()
-    kv_heads = kv_heads or plain["num_kv_heads"]
-    if plain["num_heads"] % kv_heads or size > 1 << 16:
-        raise fields.refuse("num_global_key_value_heads" if plain["num_heads"] % kv_heads else "global_head_dim")
+    section = Fields(given if isinstance(given, dict) else {"": given}, "per_layer_config.")
+    size = section.integer("head_dim", plain["head_size"], maximum=1 << 16)
+    kv_heads = section.optional(section.integer, "num_key_value_heads") or plain["num_kv_heads"]
+    section.refuse_unknown()
+    if plain["num_heads"] % kv_heads:
+        raise fields.refuse("num_global_key_value_heads")
     return kv_heads, size
 
 

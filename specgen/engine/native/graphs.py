@@ -83,9 +83,7 @@ class StaticPass:
 
     def __init__(self, forward: NativeForward, cache: KVBuffer, width: int, bucket: int, long_rope: bool) -> None:
         model = forward.model
-        size = model.architecture.hidden_size
-        device = model.device
-        inputs = model.inputs
+        size, device, inputs = model.architecture.hidden_size, model.device, model.inputs
         self._width = width
         self._forward = forward
         self._first_layer = cache.first_layer

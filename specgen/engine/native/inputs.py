@@ -102,9 +102,9 @@ class InputMaker:
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
         made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
         self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
-        self._has_causal = architecture.score_cap is None and not architecture.sinks and not exact
-        for kind, on in self.kinds:
-            self._has_causal &= has_causal_kernel(on, dtype, kind.head_size or architecture.head_size)
+        fits = architecture.score_cap is None and not architecture.sinks and not exact
+        largest = max(kind.head_size or architecture.head_size for kind, _ in self.kinds)
+        self._has_causal = fits and all(has_causal_kernel(on, dtype, largest) for _, on in self.kinds)
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
         """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""

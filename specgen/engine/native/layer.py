@@ -249,10 +249,9 @@ class NativeLayer:
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention)
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](architecture, weights.mlp, make_product)
-        self._own: tuple[Product, Product, torch.Tensor] | None = None
-        if (own := weights.per_layer) is not None:
-            self._own = make_product(own.gate, None, 1.0), make_product(own.projection, None, 1.0), own.norm
-            self._activation = ACTIVATIONS[architecture.activation]
+        self._activation = ACTIVATIONS[architecture.activation]
+        self._own_products = [make_product(weight, None, 1.0) for weight in weights.per_layer[:2]]
+        self._own_norm = weights.per_layer[2] if weights.per_layer else None
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True) -> torch.Tensor:
         """Returns the residual stream `hidden` [batch * rows, width] with the outputs of the mixer and of the MLP added.
@@ -265,8 +264,8 @@ class NativeLayer:
             hidden = self._added(hidden, self.mixer, inputs, self._attention_post_norm)
         if mlp:
             hidden = self._added(hidden, self.mlp, inputs, self._mlp_post_norm)
-        if self._own is not None and inputs.per_layer is not None:
-            gate, projection, norm = self._own
+        if (norm := self._own_norm) is not None and inputs.per_layer is not None:
+            gate, projection = self._own_products
             gated = self._activation(gate(hidden)) * move(inputs.per_layer[:, self._index], hidden.device)
             hidden = hidden.add_(functional.rms_norm(projection(gated), norm.shape, norm, self._eps))
         return hidden if self._scalar == 1.0 else hidden.mul_(self._scalar)

@@ -17,17 +17,11 @@ from specgen.engine.native.architecture import Architecture, Recurrent
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "lm_head.weight"
-OWN_EMBEDDING = "embed_tokens_per_layer.weight"
-OWN_PROJECTION = "per_layer_model_projection.weight"
-OWN_NORM = "per_layer_projection_norm.weight"
 EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 
-_EXPERT_NORMS = (  # of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
-    "router.scale",
-    "pre_feedforward_layernorm_2.weight",
-    "post_feedforward_layernorm_1.weight",
-    "post_feedforward_layernorm_2.weight",
-)
+# of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
+_LATER_NORMS = (f"{name}_feedforward_layernorm_{number}.weight" for name, number in (("pre", 2), ("post", 1), ("post", 2)))
+_EXPERT_NORMS = "router.scale", *_LATER_NORMS
 _PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
 _EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
@@ -46,7 +40,7 @@ class LayerTensors(NamedTuple):
     those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
     all their rows in this order (without keys of its own, a layer has queries alone); `gate_up` those of gate and up
     projection, or one with the rows of both. `scalar` is the factor of the layer's output. `per_layer` names the
-    weights of `PerLayerWeights`.
+    weights `LayerWeights.per_layer`.
     """
 
     attention_norm: str | None
@@ -150,28 +144,19 @@ class ExpertWeights(NamedTuple):
     post_norms: tuple[torch.Tensor, ...] = ()
 
 
-class PerLayerWeights(NamedTuple):
-    """What adds a layer's own embedding e of the token to its output x: x + `norm` RMSNorm(`projection` (act(`gate` x) e)).
-
-    `gate` is [size of e, width], `projection` its transpose's shape, `norm` [width].
-    """
-
-    gate: torch.Tensor
-    projection: torch.Tensor
-    norm: torch.Tensor
-
-
 class LayerWeights(NamedTuple):
     """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none).
 
-    `per_layer` None: the layer has no embedding of its own. `scalar` is the factor of the layer's output.
+    `per_layer` are the weights `gate` [size of e, width], `projection` [width, size of e] and `norm` [width] that add the layer's
+    own embedding e of the token to its output x: x + norm RMSNorm(projection (act(gate x) e)). Empty: the layer has no such
+    embedding. `scalar` is the factor of the layer's output.
     """
 
     mixer: AttentionWeights | RecurrentWeights
     mlp: MLPWeights | ExpertWeights
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
-    per_layer: PerLayerWeights | None = None
+    per_layer: Sequence[torch.Tensor] = ()
     scalar: float = 1.0
 
 
@@ -292,7 +277,7 @@ def layer_weights(
         mlp,
         None if after[0] is None else after[0].to(dtype),
         None if after[1] is None else after[1].to(dtype),
-        PerLayerWeights(*own) if own else None,
+        own,
         1.0 if names.scalar is None else float(take(names.scalar).to(dtype)),
     )
 
@@ -314,13 +299,12 @@ def _attention_weights(
     qk_norm = None
     if names.q_norm is not None:
         size, kv_heads = architecture.head_size, architecture.num_kv_heads
-        counts = (architecture.num_heads, kv_heads) if architecture.qk_norm != "all" else (-1, -1)
-        norms = []
-        for name, count in zip((names.q_norm, names.k_norm), counts, strict=True):
-            if name is not None:
-                weight = take(name).float() + architecture.norm_weight_offset
-                norms.append(weight.view(-1, size) if count < 0 else weight.expand(count, size))
-        norms[0] = norms[0] * architecture.attention_scale
+        norms = [
+            take(name).float() + architecture.norm_weight_offset for name in (names.q_norm, names.k_norm) if name is not None
+        ]
+        counts = [1, 1] if architecture.qk_norm == "all" else [architecture.num_heads, kv_heads]
+        norms = [norm.view(-1, size).repeat(count, 1) for norm, count in zip(norms, counts, strict=False)]
+        norms[0] *= architecture.attention_scale
         qk_norm = torch.cat(norms)[:, head_order(architecture, norms[0].device)]
         if architecture.qk_norm == "values":
             qk_norm = torch.cat((qk_norm, qk_norm.new_ones(kv_heads, size)))
@@ -490,7 +474,9 @@ def _expert_weights(
         shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
     if names.shared_gate:
         gate = (take(names.shared_gate).float() * gain).to(dtype)
-    before, scales, after = (gain, gain), None, []
+    before = gain, gain
+    scales = None
+    after = []
     if names.norms:
         own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
         before = own_gains[0] * norm_gain, own_gains[1] * norm_gain

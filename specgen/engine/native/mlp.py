@@ -34,11 +34,7 @@ class DenseMLP:
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
 
-def route(
-    mixture: Mixture,
-    logits: torch.Tensor,
-    choice_bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(mixture: Mixture, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses the experts for n tokens, from the router's float32 `logits` [n, experts], by the rules of `mixture`.
 
     Returns the ids of the chosen experts and the weights of their outputs, each [n, experts per token]. `choice_bias` [experts]

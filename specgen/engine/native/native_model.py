@@ -21,18 +21,7 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import (
-    EMBEDDING,
-    EXIT_HEAD,
-    FINAL_NORM,
-    HEAD,
-    OWN_EMBEDDING,
-    OWN_NORM,
-    OWN_PROJECTION,
-    final_norm,
-    layer_shapes,
-    layer_weights,
-)
+from specgen.engine.native.layer_weights import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, final_norm, layer_shapes, layer_weights
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
@@ -46,23 +35,22 @@ class OwnEmbeddings:
     """
 
     def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
-        size = architecture.per_layer_size
-        self._shape = architecture.num_layers, size
+        self._shape = architecture.num_layers, architecture.per_layer_size
         self._table = table
         self._projection = projection
-        self._scale = (size / 2) ** 0.5
         self._norm = norm * 0.5**0.5
         self._eps = architecture.norm_eps
 
     def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
         device = self._table.device
-        own = self._table.index_select(0, move(ids, device))
-        own = own.to(embeddings.dtype).view(-1, *self._shape)
-        mixed = self._projection(move(embeddings, device))
-        mixed = mixed.view(-1, *self._shape)
+        own = self._table.index_select(0, move(ids, device)).to(embeddings.dtype).view(-1, *self._shape)
+        mixed = self._projection(move(embeddings, device)).view(-1, *self._shape)
         mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
-        return mixed.add_(own, alpha=self._scale)
+        return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
+
+
+_OWN = tuple(f"{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
 
 
 class NativeParts(NamedTuple):
@@ -371,15 +359,7 @@ def load_native(
             files.close()
             if not files.are_copied:
                 return_free_memory()
-        return NativeModel(
-            architecture,
-            layers,
-            parts,
-            dtype,
-            norm_gain=gain,
-            exact=exact,
-            layer_devices=layer_devices,
-        )
+        return NativeModel(architecture, layers, parts, dtype, norm_gain=gain, exact=exact, layer_devices=layer_devices)
 
 
 def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:
@@ -398,9 +378,8 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     if size := architecture.per_layer_size:
         columns = architecture.num_layers * size
-        rows = files.shape(OWN_EMBEDDING)[0]  # the config's number, which is at least that of the model's tokens
-        shapes = (max(rows, architecture.vocab_size), columns), (columns, architecture.hidden_size), (size,)
-        expected |= zip((OWN_EMBEDDING, OWN_PROJECTION, OWN_NORM), shapes, strict=True)
+        rows = max(files.shape(_OWN[0])[0], architecture.vocab_size)  # there may be more than the model has tokens
+        expected |= zip(_OWN, ((rows, columns), (columns, architecture.hidden_size), (size,)), strict=True)
     files.check(expected)
     # layers without keys of their own may have unused weights in the files
     sharing = [index for index, kind in enumerate(architecture.layers) if kind.owner is not None]
@@ -448,8 +427,8 @@ def _parts(
     own = None
     if architecture.per_layer_size:
         files.use_device(devices[0])
-        table, norm = files.take(OWN_EMBEDDING), files.take(OWN_NORM).to(dtype)
-        projection = files.take(OWN_PROJECTION).float() * architecture.hidden_size**-0.5
-        own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm)
+        table, projection, norm = map(files.take, _OWN)
+        projection = projection.float() * architecture.hidden_size**-0.5
+        own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm.to(dtype))
         files.use_device(devices[1])
     return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head, own)

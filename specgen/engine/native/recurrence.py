@@ -145,13 +145,7 @@ class Records:
             self._held = None if self._earlier is None else self._earlier[0]
         return self._held
 
-    def _replace(
-        self,
-        old: Any,
-        new: Any,
-        first: int,
-        prompt_length: int,
-    ) -> None:
+    def _replace(self, old: Any, new: Any, first: int, prompt_length: int) -> None:
         if old is not None and old.base < prompt_length <= first:
             self._earlier = old, first
         self._held = new
@@ -160,13 +154,7 @@ class Records:
 class ConvRecords(Records):
     """The inputs of a short convolution that may still be read."""
 
-    def __call__(
-        self,
-        steps: Steps,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, steps: Steps, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns the output [n, channels] in float32, for inputs [n, channels]. `weight` is [channels, kernel size]."""
         size = weight.shape[1]
         count = x.shape[0]
@@ -234,14 +222,7 @@ class StateRecords(Records):
             outputs.append(_read(held, block, rows[:, :, part], key[:, part], value[:, part], decay[:, part], own_beta))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).transpose(0, 1)
 
-    def _with_room(
-        self,
-        block: Block,
-        prompt_length: int,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-    ) -> State:
+    def _with_room(self, block: Block, prompt_length: int, key: Tensor, value: Tensor, decay: Tensor) -> State:
         """Returns the records with room for a block. Folds committed entries into the state, if there are many."""
         held: State | None = self._at(block.first)
         if held is None:
@@ -278,15 +259,7 @@ class StateRecords(Records):
         decays[:, at + 1 : at + 1 + len(indices)] = decays[:, moved + 1]
 
 
-def _read(
-    held: State,
-    block: Block,
-    rows: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-) -> Tensor:
+def _read(held: State, block: Block, rows: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
     """Writes the records of a block, and returns what its queries read, [H, n, value size].
 
     `rows` [Hk, 1 or 2, n, key size] are queries, and with the delta rule keys. The others are as in `StateRecords`, heads first.
@@ -339,9 +312,10 @@ def _folded(held: State, count: int) -> Tensor:
         updates = updates * factors
     else:
         keys = keys * factors
-    added = keys.transpose(1, 2) @ updates.view(key_heads, group, count, size).transpose(1, 2).flatten(2)
-    kept = held.state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
-    return kept + added.view_as(held.state)
+    state = held.state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
+    added = updates.view(key_heads, group, count, size).transpose(1, 2).flatten(2)
+    state.flatten(2).baddbmm_(keys.transpose(1, 2), added)  # in place: `state` is contiguous
+    return state
 
 
 def unit_length(vectors: Tensor) -> Tensor:

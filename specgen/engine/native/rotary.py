@@ -22,16 +22,8 @@ from specgen.engine.native.architecture import Fields, Rotary, UnsupportedConfig
 ALL_LAYERS = "all"  # the key in `Architecture.rotary` of models that rotate all their layers alike
 FULL, SLIDING = "full_attention", "sliding_attention"  # the keys of models that rotate layers with a sliding window differently
 _ORIGINAL = "original_max_position_embeddings"
-_NUMBERS = [
-    "factor",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-]
+_NUMBERS = ["factor", "attention_factor", "beta_fast", "beta_slow"]
+_NUMBERS += ["low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"]
 _OTHER_KEYS = f"rope_type type rope_theta partial_rotary_factor short_factor long_factor truncate {_ORIGINAL}".split()
 _PROPORTIONAL = "proportional"
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

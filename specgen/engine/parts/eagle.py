@@ -26,8 +26,9 @@ from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
 from specgen.engine.native.products import MakeProduct
-from specgen.engine.parts.mtp import MtpLayer, before_final_norm, without_first
+from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
+    AssistantWeights,
     DecoderRunner,
     EagleWeights,
     FeatureRunner,
@@ -310,7 +311,10 @@ def _before(forward_pass: ForwardPass) -> Tensor:
 
 @torch.no_grad()
 def make_runners(
-    weights: EagleWeights | MtpWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+    weights: EagleWeights | MtpWeights | AssistantWeights,
+    model: Model,
+    _: ModelRunner,
+    penalties: Callable[[], PenaltyProcessor | None],
 ) -> PartRunners:
     """Returns a runner of the target that keeps the features that the head reads, and a runner of the head.
 
@@ -319,6 +323,9 @@ def make_runners(
     """
     if isinstance(weights, EagleWeights) and weights.trial_ids:
         weights = replace(weights, norm_output=_feeds_normed(weights, model), trial_ids=())
+    if isinstance(weights, AssistantWeights):
+        assistant = AssistantRunner(weights, model, penalties(), penalties())
+        return PartRunners(assistant.target, assistant)
     draft = EagleRunner(weights, model, penalties(), penalties())
     return PartRunners(draft.target, draft)
 

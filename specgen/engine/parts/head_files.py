@@ -83,7 +83,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
-        if name in ("d2t", "t2d", "token_map"):
+        if name in ("d2t", "t2d", "token_map", "masked_embedding.token_ordering"):
             taken[name] = files.take_integers(name)
             continue
         taken[name] = tensor = files.take(name)

@@ -8,30 +8,49 @@ k - 1. With N for RMSNorm, E for the embedding, and `eh_proj` for one weight tha
 (DeepSeek-V3, arXiv:2412.19437, section 2.2). If there is only one layer, it drafts any number of tokens: h is the state that the
 next token is joined with, as in EAGLE. If there are several, layer k drafts the k-th token of a draft (from 0), and each layer
 has a KV cache of its own.
+
+The assistants of Gemma 4 do the same with files of their own (`AssistantRunner`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Context
+from specgen.engine.block_runner import penalised
+from specgen.engine.devices import inference, upload
+from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
-from specgen.engine.native.config_reading import attention_architecture
-from specgen.engine.native.inputs import KindInputs, PassInputs
+from specgen.engine.native.config_reading import attention_architecture, read_architecture
+from specgen.engine.native.inputs import InputMaker, KindInputs, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import LayerEntries
-from specgen.engine.native.layer import norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes
-from specgen.engine.native.products import MakeProduct
-from specgen.engine.parts.head_files import take_exactly
+from specgen.engine.native.layer import norm_function, norm_gain
+from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, final_norm, layer_shapes
+from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.products import MakeProduct, ProductFactory
+from specgen.engine.parts.head_files import (
+    OTHER_HEAD,
+    check_size,
+    check_vocabulary,
+    expect,
+    matrix_shape,
+    take_exactly,
+    unsupported,
+)
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import MtpWeights, native_layers
+from specgen.engine.parts.part import AssistantWeights, FeatureRunner, MtpWeights, native_layers
+from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Shape, WeightFiles, model_files
 
 _TOKEN_NORM, _STATE_NORM, _JOIN, _OUT_NORM = (
@@ -49,6 +68,8 @@ _NAMES = (  # patterns of names in the files, without the prefix `model.`, and w
     (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
 )
 _MIMO_JOIN = "input_proj"  # MiMo-7B's, which reads [state; embedding], with the state before the target's final norm
+JOIN, POST = "pre_projection.weight", "post_projection.weight"  # of an assistant of Gemma 4
+_CENTROIDS, _ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
 _OTHERS = "Take another method: all others work with this target"
 
 
@@ -178,6 +199,180 @@ class MtpLayer:
         """
         pairs = self._normed(torch.stack((embeddings, states), dim=1)).flatten(1)
         return self._normed(self._layer(self._join(pairs), inputs)) * self._norm
+
+
+def read_assistant(files: WeightFiles, target: LoadedModel, config: Mapping[str, Any]) -> AssistantWeights:
+    """Returns an assistant of Gemma 4 whose files and config.json these are.
+
+    Raises SpecgenError for unsupported variants, for damaged files, and for assistants of other targets.
+    """
+    theirs = known_architecture(target.model, "an assistant of Gemma 4", any_sizes=True)
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        raise unsupported(files, "text_config", inner)
+    try:
+        made = read_architecture({**inner, "num_kv_shared_layers": 0})
+    except UnsupportedConfig as error:
+        raise unsupported(files, error.field, error.value) from error
+    if made.model_type != theirs.model_type or made.per_layer_size or made.mixture is not None:
+        problem = f"it has to consist of layers of {theirs.model_type}, without experts and embeddings of their own"
+        raise files.refuse(problem, OTHER_HEAD)
+    check_size(files, POST, "a hidden size of", matrix_shape(files, POST)[0], target, theirs.hidden_size)
+    check_vocabulary(files, EMBEDDING, target)
+    layers = []
+    for kind in made.layers:
+        own = [index for index, other in enumerate(theirs.layers) if other.rotary == kind.rotary and other.owner is None]
+        read = theirs.of_layer(own[-1]) if own else None
+        if read is None or read.head_size != (kind.head_size or made.head_size) or made.num_heads % read.num_kv_heads:
+            raise files.refuse(f"its layers do not fit to the keys and values of {target.name}", OTHER_HEAD)
+        layers.append(replace(kind, owner=own[-1], kv_heads=read.num_kv_heads))
+    architecture = replace(made, layers=tuple(layers))
+    width, tokens, groups = made.hidden_size, theirs.vocab_size, 0
+    shapes: dict[str, Shape] = {EMBEDDING: (tokens, width), FINAL_NORM: (width,)}
+    shapes |= {JOIN: (width, 2 * theirs.hidden_size), POST: (theirs.hidden_size, width)}
+    for index in range(made.num_layers):
+        shapes |= layer_shapes(architecture, index)
+    if config.get("use_ordered_embeddings"):
+        groups, count = config.get("centroid_intermediate_top_k", 32), matrix_shape(files, _CENTROIDS)[0]
+        if not isinstance(groups, int) or not 1 <= groups <= count or tokens % count:
+            raise unsupported(files, "centroid_intermediate_top_k", groups)
+        shapes |= {_CENTROIDS: (count, width), _ORDER: (tokens,)}
+    expect(files, shapes, {HEAD: (tokens, width)})  # a copy of the embedding
+    tensors = take_exactly(files, shapes)
+    if groups and not torch.equal(tensors[_ORDER].sort().values, torch.arange(tokens)):
+        raise files.refuse(f"{files.key(_ORDER)} does not hold the id of each token once")
+    return AssistantWeights(architecture, tensors, groups)
+
+
+class AssistantRunner:
+    """Drafts with an assistant of Gemma 4. Implements `DraftRunner`.
+
+    Like drafting layer 0 (see the module), with h = N(decoder layers(x)) and x = `pre_projection` [E(token); state]: the first
+    state is the target's, and `post_projection` h is the state that the next token is joined with. But E is the target's
+    embedding, the logits are those of the assistant's own table, and the layers have no keys and values: each reads those of one
+    of the target's layers, of the tokens before the context's last one. All drafted tokens have the position of that token. So no
+    drafted token sees another, and each level of a draft takes a pass.
+    """
+
+    def __init__(
+        self,
+        weights: AssistantWeights,
+        model: Model,
+        target_penalties: PenaltyProcessor | None,
+        penalties: PenaltyProcessor | None,
+    ) -> None:
+        if not isinstance(model, NativeModel):
+            raise SpecgenError("an assistant of Gemma 4 needs its target on the native backend", "Take --backend auto or native")
+        made = weights.architecture
+        self.device = model.device
+        self.context_limit = model.shape.context_limit
+        self.num_embeddings = self.vocab_size = model.shape.vocab_size
+        self.target = FeatureRunner(model, model.forward(taps=[model.shape.num_layers]), model.new_cache(), target_penalties)
+        self._model = model
+        self._penalties = penalties
+        self._kinds = made.layers
+        self._groups = weights.groups
+        devices = [self.device] * made.num_layers
+        self._tables = InputMaker(made, model.dtype, devices).tables
+        make_product = ProductFactory(self.device, model.dtype)
+        gain = norm_gain(made, model.dtype, self.device)
+
+        def take(name: str) -> Tensor:
+            return weights.tensors[name].to(self.device)
+
+        self._layers = native_layers(made, layer_kinds(made, devices)[1], take, model.dtype, make_product, gain)
+        self._norm = final_norm(made, take, model.dtype, gain)
+        self._normed = norm_function(made.norm_eps, gain)
+        self._join, self._post = (make_product(take(name).to(model.dtype)) for name in (JOIN, POST))
+        self._table = take(EMBEDDING).to(model.dtype)
+        self._head = make_product(self._table)
+        if self._groups:
+            self._centroids = make_product(take(_CENTROIDS).to(model.dtype))
+            self._order = take(_ORDER).view(len(weights.tensors[_CENTROIDS]), -1)
+        self._known: tuple[Context, int, TreeNodes] | None = None  # the last call's context, its length, and its draft
+        self._rows = self._norm, self._norm  # the logits and the states that were computed for these
+
+    def room(self, context: Context) -> int:
+        """Returns how many tokens can be drafted: none without a token before the last one."""
+        is_known = len(context) > 1 and context.largest_id < self.num_embeddings
+        return self.context_limit - len(context) if is_known else 0
+
+    @inference
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+
+        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the states of the next tokens.
+        """
+        tokens, above = nodes = draft_nodes(list(draft), parents)
+        done = 0
+        known, self._known = self._known, None
+        if known is None or known[0] is not context or known[1] != len(context):
+            cached, _ = self.target.share_prefix(context)
+            before = ForwardPass(context, NO_NODES, cached - 1, cached, self.target.cache)
+            self._pass = self._pass_after(cached)
+            self._rows = self._run(context.ids[-1:], self.target.features(before))
+        else:
+            for own, other in zip(zip(*nodes, strict=True), zip(*known[2], strict=True), strict=False):
+                if own != other:
+                    break
+                done += 1
+        logits, states = (rows[: done + 1] for rows in self._rows)
+        while done < len(tokens):
+            end = done + 1
+            while end < len(tokens) and above[end] < done:
+                end += 1
+            at = upload(torch.tensor(above[done:end]) + 1, self.device)
+            level = self._run(tokens[done:end], states.index_select(0, at))
+            logits, states = (torch.cat(rows) for rows in zip((logits, states), level, strict=True))
+            done = end
+        self._rows = logits, states
+        self._known = context, len(context), nodes
+        found = ModelOutput(logits[start:], states[start:])
+        return penalised(found, self._penalties, context, draft, parents, start)
+
+    def _pass_after(self, cached: int) -> PassInputs:
+        """Returns the layers' inputs behind `cached` tokens of the target: what they read of it, and the rotations.
+
+        A layer with a sliding window of w tokens sees the last w + 1 of the target's.
+        """
+        entries = []
+        for kind in self._kinds:
+            assert kind.owner is not None
+            keys, values = self.target.cache.keys_and_values(kind.owner, cached)
+            first = 0 if kind.window is None else max(0, cached - 1 - kind.window)
+            entries.append(LayerEntries(keys, keys[:, first:], values[:, first:]))
+        rotations = [None if table is None else table.rows(cached, cached + 1)[:, None] for table in self._tables]
+        return PassInputs(1, 1, [KindInputs(rotation, None, entries) for rotation in rotations])
+
+    def _run(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the assistant on n tokens, each joined with its row of `states` [n, target width].
+
+        Returns the logits and the states of the next tokens.
+        """
+        hidden = self._join(torch.cat((self._model.embeddings(torch.tensor(tokens)), states), dim=1))
+        inputs = self._pass._replace(rows=len(tokens), written=len(tokens))
+        for layer in self._layers:
+            hidden = layer(hidden, inputs)
+        hidden = self._normed(hidden) * self._norm
+        return self._scores(hidden), self._post(hidden)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [n, vocabulary] for `hidden` [n, width]; -inf for tokens outside the likeliest groups."""
+        if not self._groups:
+            return self._head(hidden)
+        best = self._centroids(hidden).topk(self._groups, dim=-1).indices
+        ids = self._order[best].flatten(1)
+        found = torch.einsum("ntw,nw->nt", self._table[ids], hidden)
+        return found.new_full((len(hidden), self.vocab_size), -torch.inf).scatter_(1, ids, found)
+
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: the assistant has no KV cache."""
+
+    def clear_cache(self) -> None:
+        """Drops what was computed for the last context. For measurements."""
+        self._known = None
 
 
 def without_first(inputs: PassInputs, count: int, last: int) -> PassInputs:

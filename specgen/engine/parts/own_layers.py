@@ -66,18 +66,15 @@ def default_exit_depth(layers: int) -> int:
     return 1 + layers // 20
 
 
-def known_architecture(model: Model, feature: str) -> Architecture:
+def known_architecture(model: Model, feature: str, *, any_sizes: bool = False) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the native decoder knows the model's
     family."""
-    if not isinstance(model.shape, Architecture):
-        raise SpecgenError(
-            f"{feature} needs a target of a family that specgen knows, not {model.shape.model_type}", "Take -m svip"
-        )
-    if not model.shape.is_uniform:
-        raise SpecgenError(
-            f"{feature} needs a target whose layers have one size, unlike {model.shape.model_type}", "Take -m svip"
-        )
-    return model.shape
+    shape, needed = model.shape, "of a family that specgen knows"
+    if isinstance(shape, Architecture):
+        if any_sizes or shape.is_uniform:
+            return shape
+        needed = "whose layers have one size"
+    raise SpecgenError(f"{feature} needs a target {needed}, not {shape.model_type}", "Take -m svip")
 
 
 def exit_architecture(model: Model) -> Architecture:

@@ -23,7 +23,7 @@ from specgen.engine.native.layer_weights import EMBEDDING, Take, layer_weights
 from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.penalties import PenaltyProcessor
 
-HeadKind = Literal["medusa", "eagle", "glide", "block"]
+HeadKind = Literal["medusa", "eagle", "glide", "block", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,22 @@ class MtpWeights:
     architecture: Architecture
     tensors: Mapping[str, torch.Tensor]
     final_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AssistantWeights:
+    """An assistant of Gemma 4: decoder layers without keys of their own; see `mtp.AssistantRunner`.
+
+    In `architecture`, `owner` of a layer is the index of the target's layer whose keys and values it reads. `tensors` has the
+    layers' weights under Llama's names, the assistant's own `embed_tokens.weight`, which is its LM head too, `norm.weight`,
+    `pre_projection.weight` [width, 2 target width] and `post_projection.weight` [target width, width]. With `groups` above 0, its
+    head computes the logits of that many groups of tokens alone: `masked_embedding.centroids.weight` [number of groups, width]
+    scores the groups, and `masked_embedding.token_ordering` [vocabulary] has their ids, one group after the other.
+    """
+
+    architecture: Architecture
+    tensors: Mapping[str, torch.Tensor]
+    groups: int = 0
 
 
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights

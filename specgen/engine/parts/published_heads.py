@@ -4,7 +4,7 @@ Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the 
 same under another architecture), vLLM's first (the Llama's config under `model`) and the early one of speculators (`fusion_fc`,
 `transformer`). EAGLE-3 and 3.1: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
 (`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
-DFlash and DSpark are in `block_layouts`.
+DFlash and DSpark are in `block_layouts`, assistants of Gemma 4 in `mtp`.
 
 The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved to the top level. So from here
 on there is one layout for each kind of head. A head is checked once, here: it has to have exactly the expected tensors, with
@@ -44,7 +44,9 @@ from specgen.engine.parts.head_files import (
     target_ids,
     unsupported,
 )
+from specgen.engine.parts.mtp import JOIN, read_assistant
 from specgen.engine.parts.part import (
+    AssistantWeights,
     BlockWeights,
     DecoderWeights,
     EagleWeights,
@@ -109,6 +111,7 @@ class PublishedHead:
         self.warning: str | None = None
         self._folder, self._target = folder, target
         kinds: dict[HeadKind, str] = {"block": CONTEXT_NORM, "medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
+        kinds["mtp"] = JOIN
         found = [kind for kind in kinds if kinds[kind] in self.files]
         if not found:
             problem = (
@@ -119,7 +122,7 @@ class PublishedHead:
             )
         self.kind = found[0]
 
-    def read(self) -> HeadWeights:
+    def read(self) -> HeadWeights | AssistantWeights:
         """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before weights are
         read.
 
@@ -131,6 +134,8 @@ class PublishedHead:
         if self.kind == "medusa":
             return _read_medusa(files, target)
         config = read_config(folder, files.owner)
+        if self.kind == "mtp":
+            return read_assistant(files, target, config)
         if self.kind == "block":
             block, self.warning = read_block(files, target, config)
             return block

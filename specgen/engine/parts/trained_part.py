@@ -27,7 +27,7 @@ from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
-from specgen.engine.parts.part import HeadKind, HeadWeights, MedusaWeights, MtpWeights
+from specgen.engine.parts.part import AssistantWeights, HeadKind, HeadWeights, MedusaWeights, MtpWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
 
@@ -98,7 +98,7 @@ class TrainedPart:
         self.warning: str | None = None
         self.version: int | None = None
         self._target = target
-        self._weights: ExitWeights | HeadWeights | MtpWeights | None = None
+        self._weights: ExitWeights | HeadWeights | MtpWeights | AssistantWeights | None = None
         if description is not None and description.fingerprint != weights_fingerprint(target.folder):
             trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
             problem = f"{self.name} was trained for {trained_for}, not for {target.name}"
@@ -116,7 +116,7 @@ class TrainedPart:
     def has_predictor(self) -> bool:
         return isinstance(self.description, ExitDescription) and self.description.predictor
 
-    def load(self) -> ExitWeights | HeadWeights | MtpWeights:
+    def load(self) -> ExitWeights | HeadWeights | MtpWeights | AssistantWeights:
         """Returns the weights, which are read and checked once, and kept until `release`.
 
         Raises SpecgenError, in one line, for files that are damaged or do not fit the target.
@@ -158,8 +158,8 @@ class TrainedPart:
             predictor.to(model.device).requires_grad_(False)
         return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
 
-    def _read_head(self) -> HeadWeights | MtpWeights:
-        if self.kind == "mtp":
+    def _read_head(self) -> HeadWeights | MtpWeights | AssistantWeights:
+        if self.kind == "mtp" and self.path == self._target.folder:
             return read_layers(self._target)
         files = PublishedHead(self.path, self._target)
         weights = files.read()

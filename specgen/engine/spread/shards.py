@@ -291,8 +291,7 @@ class SharedCache(KVBuffer):
 
     def __init__(self, model: ShardedModel, layers: range) -> None:
         local, devices = model.shard.local, [model.device] * len(layers)
-        sizes = [(local.num_kv_heads, local.head_size)] * len(layers)
-        super().__init__(devices, sizes, model.dtype, first_layer=layers.start)
+        super().__init__(devices, [(local.num_kv_heads, local.head_size)] * len(layers), model.dtype, first_layer=layers.start)
         self._model = model
 
     def gather(self, indices: Sequence[int], start: int) -> None:
