@@ -266,7 +266,7 @@ def make_model(family: str, seed: int = 0, *, shape: Mapping[str, Any] | None = 
         if name.endswith(("A_log", "dt_bias", ".D", "bias")) and family in HYBRIDS:
             torch.nn.init.normal_(weight)
     for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.normal_(std=0.2)
         if name.endswith("layer_scalar"):
             bias.uniform_(0.5, 1.5)

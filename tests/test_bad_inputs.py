@@ -288,6 +288,7 @@ MODELS = [
     generate("-t {target}/config.json", "{target}/config.json", "Name the folder"),
     *(row(["generate", "hi", option, LONG], "aaa") for option in ("--exit-layer", "-t")),
     generate("-t {target} --revision v2", "'v2'", "Leave the revision out"),
+    generate("-t {target}@v2", "is a folder", "'v2'", "Leave the revision out"),
     generate("-t {encoder}", "{encoder} (bert) is an encoder", "decoder-only"),
     generate("-t {encoder-decoder}", "{encoder-decoder}", "decoder-only"),
     generate("-m selfsd --set skip=3,5", "skip is '3,5'", "Write layers as 3+5a+7m"),

@@ -52,6 +52,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mtp-qwen", {"layers": 1, "family": "qwen3_5_text"}),
     ("mtp-mimo", {"layers": 1, "family": "qwen2"}),
     ("mtp-mimo-v2", {"layers": 3, "family": "gemma3_text"}),
+    ("eagle1", {"family": "granite", "backend": "transformers"}),
     ("medusa-v2", {}),
     ("medusa-v2", {"family": "gemma2", "medusa_layers": 2}),
     ("medusa-v0.1", {"backend": "transformers"}),

@@ -22,7 +22,7 @@ _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
-_TIMING_SECONDS = 0.3  # spent on a choice of the number of threads, after the first round with each
+_TIMING_SECONDS = 0.15  # spent on a choice of the number of threads, after the first round with each
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 

@@ -34,6 +34,7 @@ def model_folder(name: str, revision: str | None, offline: bool, remote_code: bo
         raise SpecgenError(f"{name[:60]!r} is no valid model name", "Check the spelling") from error
     if revision is None and not is_folder and "@" in name:
         name, _, revision = name.rpartition("@")
+        is_folder = Path(name).expanduser().is_dir()
     if is_folder:
         if revision is not None:
             raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")

@@ -334,7 +334,8 @@ class Tuner:
             return nearest_to_default(tried)
         found = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
         if found is None:
-            self.left_out[name] = f"none of {counted(len(tried), 'setting')} has a perplexity that --max-perplexity allows"
+            limit = self.request.objective.limit(plain_perplexity or 0.0)
+            self.left_out[name] = f"no setting had a perplexity of at most {limit:.3g} (--max-perplexity)"
         return found
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -312,9 +312,10 @@ def _folded(held: State, count: int) -> Tensor:
         updates = updates * factors
     else:
         keys = keys * factors
-    added = keys.transpose(1, 2) @ updates.view(key_heads, group, count, size).transpose(1, 2).flatten(2)
-    kept = held.state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
-    return kept + added.view_as(held.state)
+    state = held.state * after.exp().view(key_heads, group, -1).transpose(1, 2)[..., None]
+    added = updates.view(key_heads, group, count, size).transpose(1, 2).flatten(2)
+    state.flatten(2).baddbmm_(keys.transpose(1, 2), added)  # in place: `state` is contiguous
+    return state
 
 
 def unit_length(vectors: Tensor) -> Tensor:

@@ -240,11 +240,16 @@ class TransformersModel:
     def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
 
-        They are capped if the config says so (Gemma 2).
+        They are scaled (Cohere, Granite) and capped (Gemma 2) if the config says so.
         """
         logits: torch.Tensor = move(self.module.lm_head(hidden), self.device)
-        cap = getattr(self.module.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if cap is None or is_raw else torch.tanh(logits / cap) * cap
+        if is_raw:
+            return logits
+        config = self.module.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # weights
 
