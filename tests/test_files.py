@@ -182,6 +182,16 @@ def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(tmp_path: Pa
     assert path.read_bytes().count(b"\n") == 1, "unchanged, as nothing was written"
 
 
+def test_a_file_that_is_no_trace_is_not_overwritten_by_one(tmp_path: Path, main: Main) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{\n  "architectures": []\n}')
+    for command in (("generate", "hi"), ("compare", "-m", "sd", "--limit", "1")):
+        code, out, err = main(*command, "--trace", path)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: the file {path} is not a trace and would be lost")
+    assert path.read_text().startswith("{\n")
+
+
 def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(tmp_path: Path, main: Main) -> None:
     path, link, old = tmp_path / "t.jsonl", tmp_path / "link.jsonl", tmp_path / "old.jsonl"
     link.symlink_to(path)

@@ -41,7 +41,7 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
 
     model, trace = make_model("llama"), tmp_path_factory.mktemp("trace") / "trace.jsonl"
     hostile = ("-t", save(model, tmp_path_factory.mktemp("hostile"), make_tokenizer(CONTROLS)))
-    usual = ["generate", *pair, "--ignore-eos", "-n", "30", PROMPT]
+    usual = ["generate", *pair, "-m", "sd", "--ignore-eos", "-n", "30", PROMPT]
     random = ["generate", *hostile, "--ignore-eos", "-n", "60", "--temperature", "50", "--seed", "1", "-m", "lookup", "abc"]
     scenes: dict[str, tuple[int, dict[str, str], list[str]]] = {
         "colours": (100, {}, usual),
