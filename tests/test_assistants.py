@@ -113,9 +113,9 @@ def test_greedy_ids_are_the_targets_own(models: Any, number: int) -> None:
     target, _, folder = models(number, ordered=number == 1)
     pair = specgen.load(str(folder / "t"), str(folder / "a"), device="cpu", dtype="float32")
     wanted = [plain(target, prompt(seed), COUNT) for seed in range(2)]
-    for case, settings in enumerate(SETTINGS):
-        ids, sampling = prompt(case % 2), SamplingParams(COUNT)
-        assert pair.generate(ids, "mtp", sampling, **settings).token_ids == wanted[case % 2], settings
+    for case, settings in list(enumerate(SETTINGS))[number::2]:
+        ids, sampling = prompt(case // 2 % 2), SamplingParams(COUNT)
+        assert pair.generate(ids, "mtp", sampling, **settings).token_ids == wanted[case // 2 % 2], settings
     assert pair.generate([5], "mtp", SamplingParams(3)).token_ids == plain(target, [5], 3)
     pair = specgen.load(str(folder / "t"), device="cpu", dtype="float32", head=str(folder / "a"))
     assert pair.generate(prompt(0), "adaptive", SamplingParams(COUNT)).token_ids == wanted[0]

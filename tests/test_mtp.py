@@ -64,14 +64,14 @@ def test_drafts_are_those_of_transformers_in_each_round(layers: int, monkeypatch
 def test_greedy_ids_are_the_targets_own(layout: str, layers: int, family: str, backend: str) -> None:
     module, loaded, _ = drafting_target(family, backend, layout, layers)
     pair, accepted = Pair(loaded, None), 0
-    for number in range(BACKENDS.index(backend), len(SETTINGS), 2):  # each backend runs half of the settings
+    for number in range((TARGETS.index((layout, layers, family)) + 2 * BACKENDS.index(backend)) % 3, len(SETTINGS), 3):
         ids, settings = prompt(number), SETTINGS[number]
         result = pair.generate(ids, "mtp", SamplingParams(COUNT, ignore_eos=True), **settings)
         assert result.token_ids == plain(module, ids, COUNT, eos_token_id=-1), settings
         accepted += result.summary["accepted"]
         longest = max(len(round_.draft.tokens) for round_ in result.rounds)
         assert longest <= layers or layers == 1 or settings.get("width") or settings.get("cape")
-    assert accepted > 15
+    assert accepted > 7
 
 
 def test_without_a_draft_model_the_default_method_drafts_with_them(tmp_path: Path) -> None:
