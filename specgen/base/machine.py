@@ -11,9 +11,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# An environment variable for a process of specgen's own, to be set before it imports torch. Without it, torch's idle threads
+# keep their cores busy, and on a machine with other work to do a pass can take ten times as long.
 WAIT_PASSIVELY = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""An environment variable for a process of specgen's own, to be set before it imports torch. Without it, torch's idle threads
-keep their cores busy, and on a machine with other work to do a pass can take ten times as long."""
 
 
 _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_")

@@ -25,8 +25,8 @@ COMMANDS = {
     "/rounds": "show each round's drafted tokens, or not",
     "/quit": "end (as Ctrl-D does); Ctrl-C ends an answer only, and a line that ends with \\ goes on",
 }
+# Makes the writer of an answer: to the messages, by the method with these settings.
 Start = Callable[[Prompt, str, Mapping[str, object], "GenerateOutput"], "OutputWriter"]
-"""Makes the writer of an answer: to the messages, by the method with these settings."""
 
 
 class Conversation:

@@ -398,6 +398,7 @@ class TrainingOptions:
     learning_rate: float | None = None
 
 
+# By the command's name: its help, the help of options that only it has, and the groups of options that its function takes.
 COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
     "generate": (
         "Continue a prompt. The tokens that the draft proposed are green, the target's own plain.",
@@ -420,4 +421,3 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
         (TuneOptions, TrainingOptions, TuneSampling, ModelOptions, OutputOptions),
     ),
 }
-"""By the command's name: its help, the help of options that only it has, and the groups of options that its function takes."""

@@ -159,9 +159,9 @@ class ModelOutput(NamedTuple):
         return None if self.unpenalised is None else self.unpenalised[:, :vocab_size]
 
 
+# A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
+# output for this number of tokens, the last ones of the pass.
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
-"""A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
-output for this number of tokens, the last ones of the pass."""
 
 
 class LayerPart(NamedTuple):
@@ -172,8 +172,8 @@ class LayerPart(NamedTuple):
     mlp: bool = True
 
 
+# A function that returns the hidden states [n, width] that enter a model's later layers in a forward pass over n tokens.
 HiddenSource = Callable[[ForwardPass], torch.Tensor]
-"""A function that returns the hidden states [n, width] that enter a model's later layers in a forward pass over n tokens."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:

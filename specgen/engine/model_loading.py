@@ -231,8 +231,8 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
 
 
 DraftModelRunner = ModelRunner | PardRunner | TranslatedRunner
+# Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several.
 Loader = Callable[[PreparedModel, torch.dtype, torch.device, Sequence[torch.device] | None], Model]
-"""Loads a model's weights; `load_weights` is one. The last argument has the device of each layer if they are on several."""
 
 
 class LoadedModel:
@@ -264,7 +264,9 @@ class LoadedModel:
         self._device = device
         self.translation, self.refusal, self.warning = translation, refusal, warning
         source = prepared.source
-        self.name, self.folder, self.backend = prepared.name, prepared.folder, prepared.backend
+        self.name = prepared.name
+        self.folder = prepared.folder
+        self.backend = prepared.backend
         self.exact = source.exact
         self.quantise = source.quantise
         self.context_limit = prepared.context_limit

@@ -24,6 +24,9 @@ from specgen.base.text import one_line
 
 Shape = tuple[int, ...]
 
+# Returns the tensor with this name, in the shape that a layer of the model has, on the device of the weights.
+Take = Callable[[str], torch.Tensor]
+
 SINGLE_FILE = "model.safetensors"
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 AGAIN = "Download or save it again"
@@ -54,6 +57,11 @@ _LFM2_NAMES = {  # what other families call the parts of LFM2's layers
 }
 _RENAMED = re.compile("|".join(map(re.escape, _LFM2_NAMES)))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def bias_of(weight: str) -> str:
+    """Returns the name of the bias that belongs to a weight."""
+    return weight.removesuffix("weight") + "bias"
 
 
 class WeightFiles:
@@ -161,7 +169,8 @@ class WeightFiles:
         """Returns those rows (`dimension` 0) or columns (1) of a tensor that are in `ranges`, as a copy. Reads nothing else."""
         self._check_complete([name])
         with reading_weights(self.owner):
-            stored, slices = self._slice(name), [slice(part.start, part.stop) for part in ranges]
+            stored = self._slice(name)
+            slices = [slice(part.start, part.stop) for part in ranges]
             parts = [stored[part] if dimension == 0 else stored[:, part] for part in slices]
         self._check_dtype(name, parts[0].dtype)
         return torch.cat(parts, dim=dimension).to(self._device)

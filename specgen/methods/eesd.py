@@ -100,7 +100,8 @@ class CaliTS(ThompsonSampling):
         if not model_prediction and not sampling_prediction:
             raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
         super().__init__(max_draft, seed)
-        self.model_prediction, self.sampling_prediction = model_prediction, sampling_prediction
+        self.model_prediction = model_prediction
+        self.sampling_prediction = sampling_prediction
         self.signals = self.signals_with({"model_prediction": model_prediction})
         self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
         self._rounds = 0

@@ -186,7 +186,8 @@ class Pair:
         elif method.is_parallel and self.draft is not None:
             setup = replace(setup, worker=draft_worker(self))
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
-        clock, costs = Clock(device_timer(self.target.device)), None if window is None else passes
+        clock = Clock(device_timer(self.target.device))
+        costs = None if window is None else passes
         return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
 
     def _has_model(self, method: Method) -> bool:

@@ -30,8 +30,8 @@ _GROUPS = 10  # of tokens sorted by acceptance probability
 _Z90, _Z95 = 1.644854, 1.959964
 _Item = TypeVar("_Item")
 Bin = dict[str, Any]
+# A number known before a token (or the level of a tree) was verified, and whether it was accepted.
 Judged = tuple[float, bool]
-"""A number known before a token (or the level of a tree) was verified, and whether it was accepted."""
 
 
 class DraftedToken(NamedTuple):

@@ -45,9 +45,9 @@ class Part(IntEnum):
     PREDICTOR = 2
 
 
+# What each of eight consecutive documents or prompts is used for; then the cycle begins again. If there are fewer than eight,
+# all are for training.
 CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
-"""What each of eight consecutive documents or prompts is used for; then the cycle begins again. If there are fewer than eight,
-all are for training."""
 ALL_PARTS = frozenset(Part)
 NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 

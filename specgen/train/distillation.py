@@ -152,7 +152,8 @@ class DraftObjective(Objective):
         for text in texts:
             self.task.stop_if_requested()
             found.append(predicted(self.target, text))
-        rng, length = Random(f"read {recipe.seed}"), min(recipe.window, self.target.context_limit)
+        rng = Random(f"read {recipe.seed}")
+        length = min(recipe.window, self.target.context_limit)
         end = math.inf if recipe.seconds is None else time.monotonic() + _READ_SHARE * recipe.seconds
         if corpus is not None and self.task.prompts is None:
             for _ in range(_READ_FACTOR * len(texts)):

@@ -38,8 +38,8 @@ STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 PRIOR_DEVIATION = 0.5  # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")  # settings that do not matter for a predictor alone
 
+# A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token.
 ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
-"""A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n, width] after each token."""
 
 
 class ExitObjective(Objective):

@@ -99,7 +99,8 @@ class HeadObjective(Objective):
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         super().__init__(task, target)
         self.settings = {"--methods": self.kind}
-        self.width, self.num_layers = self.model.shape.hidden_size, self.model.shape.num_layers
+        self.width = self.model.shape.hidden_size
+        self.num_layers = self.model.shape.num_layers
         self.model.check_layers(f"training {self.kind}")
         check_head_folder(task.out)
 

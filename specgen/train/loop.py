@@ -40,12 +40,12 @@ _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and th
 _SAVE_SECONDS = 60.0
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
 
+# Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs.
 Labels = tuple[Tensor, ...]
-"""Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs."""
+# A text as token ids, and their `teacher` values (PackedBatch).
 Taught = tuple[list[int], list[int]]
-"""A text as token ids, and their `teacher` values (PackedBatch)."""
+# A function that draws a text of at most a given number of tokens.
 SampleText = Callable[[Random, int], Taught]
-"""A function that draws a text of at most a given number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,10 @@ class TrainingBatches:
     """
 
     def __init__(self, task: TrainingTask, taught: Sequence[Taught], parts: Collection[Part], window: int | None = None) -> None:
-        self._corpus, self._taught, self._parts, recipe = task.corpus, taught, parts, task.recipe
+        self._corpus = task.corpus
+        self._taught = taught
+        self._parts = parts
+        recipe = task.recipe
         self.window, self._seed = window or recipe.window, recipe.seed
         share = 1.0 if task.corpus is None else recipe.self_text
         own = max(1, round(recipe.batch * share)) if taught else 0

@@ -12,7 +12,8 @@ from torch import Tensor
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import read_architecture, read_config
-from specgen.engine.native.layer_weights import FINAL_NORM, bias_of, layer_shapes, layer_tensors
+from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes, layer_tensors
+from specgen.engine.weights import bias_of
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")

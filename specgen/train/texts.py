@@ -231,7 +231,8 @@ class TextGeneration:
         while (path := self._path()).is_file():
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                self.seconds, self._at_once = float(content["seconds"]), int(content["at_once"])
+                self.seconds = float(content["seconds"])
+                self._at_once = int(content["at_once"])
                 self.texts += [Text(ids, length, greedy, Part(part)) for ids, length, greedy, part in content["texts"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise SpecgenError(f"cannot read {path}", "Delete it: it is generated again") from error

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
+# Notes for the user by engine and method: what the exported options do not say. Names in braces stand for the value of a
+# setting, the `head`'s folder or the `target`'s name.
 NOTES: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "heuristic": "transformers' schedule has no maximum draft length: {max_draft} is left out",
@@ -31,8 +33,6 @@ NOTES: Mapping[str, Mapping[str, str]] = {
         "eagle": _CONVERT + ". The head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
     },
 }
-"""Notes for the user by engine and method: what the exported options do not say. Names in braces stand for the value of a
-setting, the `head`'s folder or the `target`'s name."""
 
 
 class ExportedHead(NamedTuple):
@@ -239,6 +239,7 @@ def _mlx(method: ExportedMethod) -> str:
 
 
 # tests/bench/check_exports.py compares the options with the engines themselves
+# For each engine the function that writes its options, and the kinds of heads that it reads.
 ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Sequence[str]]] = {
     "transformers": (_transformers, ()),
     "vllm": (_vllm, ("eagle", "eagle3")),
@@ -248,4 +249,3 @@ ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Sequence[str]]] = {
     "mlx": (_mlx, ()),
     "lmstudio": (_lmstudio, ()),
 }
-"""For each engine the function that writes its options, and the kinds of heads that it reads."""

@@ -127,9 +127,9 @@ class TuningObserver(Protocol):
     def done(self, what: str) -> None: ...
 
 
+# The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
+# one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams.
 SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded)
-"""The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
-one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams."""
 SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
 
 

@@ -36,14 +36,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 GivenSettings = dict[str, bool | int | float | str]
+# What a profile was made with. If any of it has changed, the profile is no longer valid.
+#
+# `target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and
+# the device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in
+# profiles of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers
+# are the same. `versions` are those of the installed packages, `machine` says what it ran on.
 Conditions = dict[str, dict[str, Any] | str | None]
-"""What a profile was made with. If any of it has changed, the profile is no longer valid.
-
-`target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and the
-device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in profiles
-of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers are the same.
-`versions` are those of the installed packages, `machine` says what it ran on.
-"""
 
 
 class _StrictModel(BaseModel):
@@ -81,8 +80,8 @@ class Tuned(_StrictModel):
     tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 
+# The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens.
 Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerializer(RoundCosts.as_dict)]
-"""The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens."""
 
 
 class Measured(_StrictModel):

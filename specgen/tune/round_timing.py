@@ -79,7 +79,8 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 @inference
 def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
     """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs before it, is not timed."""
-    context, wait = Context(reference.prompt_ids), synchronizer(draft.device) or (lambda: None)
+    context = Context(reference.prompt_ids)
+    wait = synchronizer(draft.device) or (lambda: None)
     target.logits(context)  # an exit layer reads the first layers' hidden states from the target's pass
     wait()
     start = time.perf_counter()

@@ -230,7 +230,9 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
     """
     texts = iter(committed_texts(run))
     for traced in run.rounds:
-        draft, verdict, statuses = traced.round.draft, traced.round.verdict, traced.round.statuses
+        draft = traced.round.draft
+        verdict = traced.round.verdict
+        statuses = traced.round.statuses
         ends = run.finish_reason == "eos" and traced is run.rounds[-1]
         for node in verdict.path:
             is_eos = ends and verdict.token is None and node == verdict.path[-1]
@@ -247,7 +249,9 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
 
 def _tooltip(traced: TracedRound, node: int) -> str:
     """Returns what is known about a drafted token."""
-    round_, draft, agreement = traced.round, traced.round.draft, traced.round.verdict.agreement
+    round_ = traced.round
+    draft = traced.round.draft
+    agreement = traced.round.verdict.agreement
     figures = [draft.entropies, draft.top_probs, *((agreement.overlap, agreement.kl) if agreement else ())]
     signals = [
         f"{name} {form.format(values[node])}"

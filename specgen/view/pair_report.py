@@ -32,8 +32,8 @@ UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no dra
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
+# A line of the report: a label and a text or, as a list of rows, a table. With an empty label it continues the line above.
 Fact = tuple[str, str | list[list[str]]]
-"""A line of the report: a label and a text or, as a list of rows, a table. With an empty label it continues the line above."""
 
 
 # a pair

@@ -32,8 +32,8 @@ from specgen.methods.method import ADAPTIVE
 from specgen.methods.runs import make_policy
 from specgen.workers.process import ANSWERED, ASKED, CUT, DRAFTED, MOST_SHOWN, TOKEN_BITS, shared_words, watch
 
+# A draft, the seconds that it took, and what the length policy had learned before it, where only the worker knows this.
 Answer = tuple[Draft, float, Mapping[str, float] | None]
-"""A draft, the seconds that it took, and what the length policy had learned before it, where only the worker knows this."""
 
 
 class SharedDrafts:
@@ -62,7 +62,8 @@ class SharedDrafts:
         Pads a smaller draft vocabulary: `probs` with zeros, `logits` with -inf.
         """
         for number, name in enumerate(self._fields if draft.tokens else ()):
-            memory, values = self._tensor[number, slot, : len(draft.tokens)], getattr(draft, name)
+            memory = self._tensor[number, slot, : len(draft.tokens)]
+            values = getattr(draft, name)
             memory[:, : values.shape[-1]].copy_(values)
             memory[:, values.shape[-1] :] = 0.0 if name == "probs" else float("-inf")
         return replace(draft, probs=None, logits=None)

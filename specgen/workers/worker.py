@@ -153,7 +153,10 @@ class WorkerDrafter:
 
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
         self.seconds = 0.0
-        self._worker, self._settings, self._setup, self._window = worker, settings, setup, window
+        self._worker = worker
+        self._settings = settings
+        self._setup = setup
+        self._window = window
         # `adaptive` learns from the drafted tokens, which only the worker sees
         self._mirror = _PolicyMirror(None if setup.adaptive is not None else make_policy(settings, setup.seed))
         self.policy: LengthPolicy = self._mirror

@@ -21,6 +21,9 @@ MLP = Literal["dense", "experts"]
 Scores = Literal["softmax", "sigmoid", "logits"]
 ExpertLayout = Literal["separate", "fused", "interleaved"]
 T = TypeVar("T", int, float)
+Changes = dict[str, Any]  # fields of an `Architecture` that differ from those of a Llama without biases
+_SLIDING_TYPE = "sliding_attention"
+_LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
 
 
 _IRRELEVANT = """
@@ -286,6 +289,31 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self.refuse(name)
         return value
+
+    def sliding_layers(self, default: Sequence[bool]) -> Sequence[bool]:
+        """Returns for each layer whether it has a sliding window: what `layer_types` says, else `default`."""
+        types = self.raw("layer_types")
+        if types is None:
+            return default
+        if not isinstance(types, list) or len(types) != len(default) or not all(name in _LAYER_TYPES for name in types):
+            raise self.refuse("layer_types")
+        return [name == _SLIDING_TYPE for name in types]
+
+    def windows(
+        self, layers: Sequence[LayerKind], sliding: Sequence[bool], window: int | None, *, required: bool = False
+    ) -> Changes:
+        """Returns the kinds of the layers, with a window of `window` tokens in each layer for which `sliding` is true.
+
+        With `strict`, such layers must not be without a window; otherwise None means that they see all tokens.
+        """
+        if strict and window is None and any(sliding):
+            raise self.refuse("sliding_window")
+        kinds = zip(layers, sliding, strict=True)
+        return {"layers": tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds)}
+
+    def expert_count(self, default: int) -> int:
+        """Returns the number of experts, which has two names."""
+        return self.integer("num_experts", self.integer("num_local_experts", default))
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a finite number, an int or a float as it is in the config. If `default` is None, the field has to be there."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import GGUF_HINT
-from specgen.engine.native.architecture import Activation, Architecture, Fields, LayerKind, UnsupportedConfig
-from specgen.engine.native.families import FAMILIES, Changes, Family
+from specgen.engine.native.architecture import Activation, Architecture, Changes, Fields, LayerKind, UnsupportedConfig
+from specgen.engine.native.families import FAMILIES, Family
 from specgen.engine.native.rotary import ALL_LAYERS, read_rotary
 
 _ACTIVATIONS: dict[str, Activation] = {

@@ -12,16 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from specgen.engine.native.architecture import Fields, LayerKind, Mixer, Mixture, Recurrent
+from specgen.engine.native.architecture import Changes, Fields, LayerKind, Mixer, Mixture, Recurrent
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
 _ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
-_SLIDING_TYPE = "sliding_attention"
-_LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
-
-
-Changes = dict[str, Any]
-"""Fields of an `Architecture` that differ from those of a Llama without biases."""
 
 
 def _biases(fields: Fields) -> Changes:
@@ -34,7 +28,7 @@ def _llama(fields: Fields, plain: Changes) -> Changes:
 
 
 def _mistral(fields: Fields, plain: Changes) -> Changes:
-    return _windows(fields, plain, [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window", 4096))
+    return fields.windows(plain["layers"], [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window", 4096))
 
 
 def _qwen2(fields: Fields, plain: Changes) -> Changes:
@@ -42,7 +36,7 @@ def _qwen2(fields: Fields, plain: Changes) -> Changes:
     window = window if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
     default = [window is not None and index >= first for index in range(plain["num_layers"])]
-    return {**_windows(fields, plain, _layer_types(fields, default), window, required=True), "qkv_bias": True}
+    return {**fields.windows(plain["layers"], fields.sliding_layers(default), window, strict=True), "qkv_bias": True}
 
 
 def _mimo(fields: Fields, plain: Changes) -> Changes:
@@ -56,7 +50,7 @@ def _qwen3(fields: Fields, plain: Changes) -> Changes:
 
 def _phi3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("full_attn_mod", "interpolate_factor")  # written by Phi-4-mini
-    return _windows(fields, plain, [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window"))
+    return fields.windows(plain["layers"], [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window"))
 
 
 def _gemma(fields: Fields, plain: Changes) -> Changes:
@@ -67,7 +61,7 @@ def _gemma(fields: Fields, plain: Changes) -> Changes:
 
 def _gemma2(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_act", "sliding_window_size")
-    types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
+    types = fields.sliding_layers([index % 2 == 0 for index in range(plain["num_layers"])])
     return {
         **_late_gemma(fields, plain, types, final_cap=30.0),
         "score_cap": fields.optional(fields.positive, "attn_logit_softcapping", 50.0),
@@ -77,7 +71,7 @@ def _gemma2(fields: Fields, plain: Changes) -> Changes:
 def _gemma3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_act", "_sliding_window_pattern", "attn_logit_softcapping")
     pattern = fields.integer("sliding_window_pattern", 6)
-    types = _layer_types(fields, [(index + 1) % pattern != 0 for index in range(plain["num_layers"])])
+    types = fields.sliding_layers([(index + 1) % pattern != 0 for index in range(plain["num_layers"])])
     changes = _late_gemma(fields, plain, types, final_cap=None)
     layers = tuple(LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"])
     return {**changes, "layers": layers, "qk_norm": "head"}
@@ -86,7 +80,7 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
-    types = [*_layer_types(fields, [(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
+    types = [*fields.sliding_layers([(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
     kv_heads, size = _full_layers(fields, plain, types)
     full = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
     sliding = LayerKind(fields.integer("sliding_window", 512), SLIDING)
@@ -160,7 +154,7 @@ def _late_gemma(fields: Fields, plain: Changes, types: Sequence[bool], final_cap
     window = fields.optional(fields.integer, "sliding_window", 4096)
     return {
         **_gemma_base(fields, plain),
-        **_windows(fields, plain, types, window, required=True),
+        **fields.windows(plain["layers"], types, window, strict=True),
         "post_norms": True,
         "attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5,
         "logit_cap": fields.optional(fields.positive, "final_logit_softcapping", final_cap),
@@ -186,8 +180,8 @@ def _smollm3(fields: Fields, plain: Changes) -> Changes:
         raise fields.refuse("no_rope_layers")
     window = fields.optional(fields.integer, "sliding_window")
     use_window = fields.flag("use_sliding_window", False) and window is not None
-    types = _layer_types(fields, [use_window and not rotated[index] for index in range(count)])
-    layers = zip(_windows(fields, plain, types, window, required=True)["layers"], rotated[:count], strict=True)
+    types = fields.sliding_layers([use_window and not rotated[index] for index in range(count)])
+    layers = zip(fields.windows(plain["layers"], types, window, strict=True)["layers"], rotated[:count], strict=True)
     kinds = tuple(LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers)
     return {**_llama(fields, plain), "layers": kinds}
 
@@ -276,27 +270,6 @@ def _mixers(fields: Fields, plain: Changes, default: Sequence[str], recurrent: M
     return {"layers": tuple(layers), "kv_numbers": per_layer * sum(kind.mixer == "attention" for kind in layers)}
 
 
-def _layer_types(fields: Fields, default: Sequence[bool]) -> Sequence[bool]:
-    """Returns for each layer whether it has a sliding window: what `layer_types` says, else `default`."""
-    types = fields.raw("layer_types")
-    if types is None:
-        return default
-    if not isinstance(types, list) or len(types) != len(default) or not all(name in _LAYER_TYPES for name in types):
-        raise fields.refuse("layer_types")
-    return [name == _SLIDING_TYPE for name in types]
-
-
-def _windows(fields: Fields, plain: Changes, sliding: Sequence[bool], window: int | None, *, required: bool = False) -> Changes:
-    """Returns the kinds of the layers, with a window of `window` tokens in each layer for which `sliding` is true.
-
-    With `required`, such layers must not be without a window; otherwise None means that they see all tokens.
-    """
-    if required and window is None and any(sliding):
-        raise fields.refuse("sliding_window")
-    kinds = zip(plain["layers"], sliding, strict=True)
-    return {"layers": tuple(LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds)}
-
-
 def _experts(fields: Fields, plain: Changes, mixture: Mixture, dense: Collection[int] = ()) -> Changes:
     """Returns the mixture and the kinds of the layers, which all have experts but the `dense` ones."""
     if mixture.per_token > mixture.count:
@@ -307,18 +280,13 @@ def _experts(fields: Fields, plain: Changes, mixture: Mixture, dense: Collection
     return {"mixture": mixture, "layers": tuple(of_experts)}
 
 
-def _count(fields: Fields, default: int) -> int:
-    """Returns the number of experts, which has two names."""
-    return fields.integer("num_experts", fields.integer("num_local_experts", default))
-
-
 def _qwen3_moe(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("max_window_layers")
     window = fields.optional(fields.integer, "sliding_window", 4096)
     if not fields.flag("use_sliding_window", False):
         window = None
     mixture = Mixture(
-        _count(fields, 128),
+        fields.expert_count(128),
         fields.integer("num_experts_per_tok", 8),
         fields.integer("moe_intermediate_size"),
         normalised=fields.flag("norm_topk_prob", False),
@@ -360,7 +328,7 @@ def _olmoe(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("clip_qkv") is not None:
         raise fields.refuse("clip_qkv")
     mixture = Mixture(
-        _count(fields, 64),
+        fields.expert_count(64),
         fields.integer("num_experts_per_tok", 8),
         plain["intermediate_size"],
         normalised=fields.flag("norm_topk_prob", False),
@@ -395,7 +363,7 @@ def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
 
 def _minimax_m2(fields: Fields, plain: Changes) -> Changes:
     mixture = Mixture(
-        _count(fields, 256),
+        fields.expert_count(256),
         fields.integer("num_experts_per_tok", 8),
         plain["intermediate_size"],
         "sigmoid",
@@ -406,10 +374,10 @@ def _minimax_m2(fields: Fields, plain: Changes) -> Changes:
 
 def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
     bias = fields.flag("attention_bias", True)
-    types = _layer_types(fields, [index % 2 == 0 for index in range(plain["num_layers"])])
+    types = fields.sliding_layers([index % 2 == 0 for index in range(plain["num_layers"])])
     window = fields.optional(fields.integer, "sliding_window", 128)
     mixture = Mixture(
-        _count(fields, 128),
+        fields.expert_count(128),
         fields.integer("num_experts_per_tok", 4),
         plain["intermediate_size"],
         "logits",
@@ -417,7 +385,7 @@ def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
         alpha=fields.positive("swiglu_alpha", 1.702),
         limit=fields.positive("swiglu_limit", 7.0),
     )
-    windowed = {**plain, **_windows(fields, plain, types, window, required=True)}
+    windowed = {**plain, **fields.windows(plain["layers"], types, window, strict=True)}
     return {"qkv_bias": bias, "output_bias": bias, "sinks": True, **_experts(fields, windowed, mixture)}
 
 

@@ -37,13 +37,12 @@ _WARM_UPS = 2  # libraries choose kernels and allocate memory in the first runs,
 _CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which would end one in another thread
 
 Work = Callable[[], None]
+# Captures work on fixed buffers, to repeat it with other contents of these buffers: returns a function that does so.
+#
+# It does the work a few times itself. The second argument are the tensors that the work both reads and changes: they keep their
+# values. What one `Capture` captures may share memory, so none of it may run at the same time. Raises RuntimeError if the work
+# cannot be captured.
 Capture = Callable[[Work, Sequence[torch.Tensor]], Work]
-"""Captures work on fixed buffers, to repeat it with other contents of these buffers: returns a function that does so.
-
-It does the work a few times itself. The second argument are the tensors that the work both reads and changes: they keep their
-values. What one `Capture` captures may share memory, so none of it may run at the same time. Raises RuntimeError if the work
-cannot be captured.
-"""
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +154,8 @@ class StaticPass:
     def _inputs(self) -> PassInputs:
         """Returns the layers' inputs, which are computed on the device from the vector of integers."""
         maker, dtype = self._forward.model.inputs, self._forward.model.dtype
-        slots, offsets = self._indices[: self._width] + self._first, self._indices - self._base
+        slots = self._indices[: self._width] + self._first
+        offsets = self._indices - self._base
         positions = self._depths.index_select(0, slots - self._base) + self._base
         before, bit = offsets < 0, offsets.clamp(0, SPAN)  # no token has bit SPAN
         hidden = ((self._bits[:, None] >> bit) & 1 == 0) & ~before

@@ -6,31 +6,23 @@ operations can be differentiated, so an exit layer is trained through them. Name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from specgen.engine.native.architecture import Architecture, Recurrent
+from specgen.engine.native.mlp import ExpertWeights, MLPWeights, expert_shapes, expert_weights, stacked
+from specgen.engine.weights import Take, bias_of
 
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "lm_head.weight"
 EXIT_HEAD = "head.weight"  # the name of an exit layer's own LM head in its file
 
-# of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
-_LATER_NORMS = (f"{name}_feedforward_layernorm_{number}.weight" for name, number in (("pre", 2), ("post", 1), ("post", 2)))
-_EXPERT_NORMS = "router.scale", *_LATER_NORMS
 _PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 _BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
-_EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
-    "minimax_m2": ("block_sparse_moe", "e_score_correction_bias"),
-    "lfm2_moe": ("feed_forward", "expert_bias"),
-}
-
-Take = Callable[[str], torch.Tensor]
-"""Returns the tensor with this name, which has the shape that `layer_shapes` says, on the device of the weights."""
 
 
 class LayerTensors(NamedTuple):
@@ -93,57 +85,6 @@ class RecurrentWeights(NamedTuple):
     norm: torch.Tensor | None
 
 
-class MLPWeights(NamedTuple):
-    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
-class ExpertNames(NamedTuple):
-    """The names of the weights of a mixture of experts.
-
-    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
-    names of the two tensors. `choice_bias`, `shared` (gate, up, down), `shared_gate`, `norms` (those of `_EXPERT_NORMS`) and
-    `scales` are empty where there are none.
-    """
-
-    router: str
-    choice_bias: str
-    experts: Sequence[tuple[str, ...]]
-    shared: tuple[str, ...]
-    shared_gate: str
-    norms: tuple[str, ...]
-    scales: str
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of the MLP of a layer with `count` experts; each None is a part that the model's family does not have.
-
-    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts. The columns of `gate_up` are
-    the gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
-    `router` [count, width], its bias and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
-    `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the norm before the MLP: they are
-    already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`. Gemma 4's mixtures also have the factors
-    `scales` [count] of the experts' outputs, and `post_norms`, the norms [width] of the outputs of `shared` and of all experts.
-    """
-
-    norm: torch.Tensor
-    router: torch.Tensor
-    router_bias: torch.Tensor | None
-    choice_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    shared: MLPWeights | None
-    shared_gate: torch.Tensor | None
-    scales: torch.Tensor | None = None
-    post_norms: tuple[torch.Tensor, ...] = ()
-
-
 class LayerWeights(NamedTuple):
     """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none).
 
@@ -158,11 +99,6 @@ class LayerWeights(NamedTuple):
     mlp_post_norm: torch.Tensor | None
     per_layer: Sequence[torch.Tensor] = ()
     scalar: float = 1.0
-
-
-def bias_of(weight: str) -> str:
-    """Returns the name of the bias that belongs to a weight."""
-    return weight.removesuffix("weight") + "bias"
 
 
 def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
@@ -268,7 +204,7 @@ def layer_weights(
         mlp: MLPWeights | ExpertWeights = _mlp_weights(architecture, names, take, dtype, mlp_gain)
     else:
         assert mlp_gain is not None
-        mlp = _expert_weights(architecture, index, take, dtype, mlp_gain, gain)
+        mlp = expert_weights(architecture, index, take, dtype, mlp_gain, gain)
     after = norm(names.attention_post_norm), norm(names.mlp_post_norm)
     own = [take(name).to(dtype) for name in names.per_layer]
     make_mixer = _attention_weights if architecture.layers[index].mixer == "attention" else partial(_recurrent_weights, index)
@@ -286,7 +222,7 @@ def _attention_weights(
     architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
 ) -> AttentionWeights:
     """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None without one."""
-    qkv, qkv_bias = _stacked(names.qkv, take, architecture.qkv_bias)
+    qkv, qkv_bias = stacked(names.qkv, take, architecture.qkv_bias)
     if architecture.gated_attention:
         qkv = _with_gates_last(architecture, qkv)
         qkv_bias = None if qkv_bias is None else _with_gates_last(architecture, qkv_bias)
@@ -295,7 +231,7 @@ def _attention_weights(
         qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
     if gain is not None:
         qkv = qkv * gain
-    output, output_bias = _stacked((names.output,), take, architecture.output_bias)
+    output, output_bias = stacked((names.output,), take, architecture.output_bias)
     qk_norm = None
     if names.q_norm is not None:
         size, kv_heads = architecture.head_size, architecture.num_kv_heads
@@ -319,10 +255,10 @@ def _recurrent_weights(
     """Returns the weights of a recurrent mixer. `gain`: see `_attention_weights`."""
     assert architecture.recurrent is not None
     bias = architecture.recurrent.bias
-    inputs, inputs_bias = _stacked(names.qkv, take, bias)
+    inputs, inputs_bias = stacked(names.qkv, take, bias)
     if architecture.recurrent.by_head:
         inputs = _by_sort(architecture.recurrent, inputs)
-    output, output_bias = _stacked((names.output,), take, bias)
+    output, output_bias = stacked((names.output,), take, bias)
     convolution = _convolution(architecture, index)
     rates = step_bias = norm = None
     if architecture.layers[index].mixer == "delta":
@@ -365,142 +301,12 @@ def _mlp_weights(
     architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
 ) -> MLPWeights:
     """Returns the MLP's weights. `gain`: see `_attention_weights`."""
-    gate_up, gate_up_bias = _stacked(names.gate_up, take, architecture.mlp_bias)
-    down, down_bias = _stacked((names.down,), take, architecture.mlp_bias)
+    gate_up, gate_up_bias = stacked(names.gate_up, take, architecture.mlp_bias)
+    down, down_bias = stacked((names.down,), take, architecture.mlp_bias)
     if gain is not None:
         gate_up = gate_up * gain
     biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
     return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
-
-
-def expert_names(architecture: Architecture, index: int) -> ExpertNames:
-    """Returns the names of the weights of the mixture in layer `index`."""
-    mixture = architecture.mixture
-    assert mixture is not None
-    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
-    choice_bias = f"{block}gate.e_score_correction_bias"
-    if other := _EXPERT_BLOCKS.get(architecture.model_type):
-        block, matrices = f"layers.{index}.{other[0]}.", ("w1", "w3", "w2")
-        choice_bias = f"{block}{other[1]}"
-
-    def of(part: str) -> tuple[str, ...]:
-        return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
-
-    if mixture.own_norms:
-        block = f"layers.{index}."
-    experts = [of(f"experts.{number}") for number in range(mixture.count)]
-    if mixture.layout != "separate":
-        experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
-    router = "router.proj" if mixture.own_norms else "router" if mixture.layout == "interleaved" else "gate"
-    shared = of("mlp" if mixture.own_norms else "shared_expert" if mixture.shared_gate else "shared_experts")
-    return ExpertNames(
-        router=f"{block}{router}.weight",
-        choice_bias=choice_bias if mixture.choice_bias else "",
-        experts=experts,
-        shared=shared if mixture.shared_size else (),
-        shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
-        norms=tuple(f"{block}{name}" for name in _EXPERT_NORMS) if mixture.own_norms else (),
-        scales=f"{block}router.per_expert_scale" if mixture.own_norms else "",
-    )
-
-
-def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of the mixture in layer `index` by name, biases included."""
-    names = expert_names(architecture, index)
-    width = architecture.hidden_size
-    mixture = architecture.mixture
-    assert mixture is not None
-    count = mixture.count
-    size = mixture.size
-    shapes: dict[str, tuple[int, ...]] = {names.router: (count, width)}
-    if mixture.layout == "separate":
-        for gate, up, down in names.experts:
-            shapes[gate] = shapes[up] = (size, width)
-            shapes[down] = (width, size)
-    elif mixture.layout == "fused":
-        gate_up, down = names.experts[0]
-        shapes[gate_up] = (count, 2 * size, width)
-        shapes[down] = (count, width, size)
-    else:
-        gate_up, down = names.experts[0]
-        shapes[gate_up] = (count, width, 2 * size)
-        shapes[down] = (count, size, width)
-        shapes[f"{gate_up}_bias"] = (count, 2 * size)
-        shapes[f"{down}_bias"] = (count, width)
-        shapes[bias_of(names.router)] = (count,)
-    if names.choice_bias:
-        shapes[names.choice_bias] = (count,)
-    if names.shared:
-        gate, up, down = names.shared
-        inner = architecture.intermediate_size if mixture.own_norms else mixture.shared_size
-        shapes[gate] = shapes[up] = (inner, width)
-        shapes[down] = (width, inner)
-    if mixture.own_norms:
-        shapes |= dict.fromkeys(names.norms, (width,)) | {names.scales: (count,)}
-    if names.shared_gate:
-        shapes[names.shared_gate] = (1, width)
-    return shapes
-
-
-def _expert_weights(
-    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor, norm_gain: float
-) -> ExpertWeights:
-    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it; without its weights: `norm_gain`.
-
-    Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
-    """
-    names = expert_names(architecture, index)
-    mixture = architecture.mixture
-    assert mixture is not None
-    shared = gate = None
-    if mixture.layout == "separate":
-        size, width = mixture.size, architecture.hidden_size
-        gate_up = gain.new_empty(mixture.count, 2 * size, width, dtype=dtype)
-        down = gain.new_empty(mixture.count, width, size, dtype=dtype)
-        for number, (gate_name, up_name, down_name) in enumerate(names.experts):
-            gate_up[number, :size] = take(gate_name)
-            gate_up[number, size:] = take(up_name)
-            down[number] = take(down_name)
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    else:
-        gate_up, down = (take(name).to(dtype) for name in names.experts[0])
-        if mixture.layout == "fused":
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    gate_up_bias = down_bias = None
-    if mixture.layout == "interleaved":
-        gate_up_bias, down_bias = (take(f"{name}_bias").to(dtype) for name in names.experts[0])
-    if names.shared:
-        gate_and_up, _ = _stacked(names.shared[:2], take, False)
-        shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
-    if names.shared_gate:
-        gate = (take(names.shared_gate).float() * gain).to(dtype)
-    before = gain, gain
-    scales = None
-    after = []
-    if names.norms:
-        own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
-        before = own_gains[0] * norm_gain, own_gains[1] * norm_gain
-        scales, after = take(names.scales).float(), [take(name).to(dtype) for name in names.norms[2:]]
-    return ExpertWeights(
-        before[1].to(dtype),
-        take(names.router).float() * before[0],
-        take(bias_of(names.router)).float() if mixture.layout == "interleaved" else None,
-        take(names.choice_bias).float() if names.choice_bias else None,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        shared,
-        gate,
-        scales,
-        tuple(after),
-    )
-
-
-def _stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    matrices = [take(name) for name in names]
-    bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
 
 
 def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:

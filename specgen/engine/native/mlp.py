@@ -1,16 +1,17 @@
-"""The MLPs of layers: dense ones, and mixtures of experts."""
+"""The MLPs of layers, dense ones and mixtures of experts, and their weights in a model's files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from specgen.engine.native.architecture import Activation, Architecture, Mixture
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.layer_weights import ExpertWeights, MLPWeights
 from specgen.engine.native.products import MakeProduct, Product
+from specgen.engine.weights import Take, bias_of
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -18,6 +19,198 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+
+
+# of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
+_LATER_NORMS = (f"{name}_feedforward_layernorm_{number}.weight" for name, number in (("pre", 2), ("post", 1), ("post", 2)))
+_EXPERT_NORMS = "router.scale", *_LATER_NORMS
+_EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
+    "minimax_m2": ("block_sparse_moe", "e_score_correction_bias"),
+    "lfm2_moe": ("feed_forward", "expert_bias"),
+}
+
+
+class MLPWeights(NamedTuple):
+    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class ExpertNames(NamedTuple):
+    """The names of the weights of a mixture of experts.
+
+    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
+    names of the two tensors. `choice_bias`, `shared` (gate, up, down), `shared_gate`, `norms` (those of `_EXPERT_NORMS`) and
+    `scales` are empty where there are none.
+    """
+
+    router: str
+    choice_bias: str
+    experts: Sequence[tuple[str, ...]]
+    shared: tuple[str, ...]
+    shared_gate: str
+    norms: tuple[str, ...]
+    scales: str
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of the MLP of a layer with `count` experts; each None is a part that the model's family does not have.
+
+    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts. The columns of `gate_up` are
+    the gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
+    `router` [count, width], its bias and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
+    `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the norm before the MLP: they are
+    already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`. Gemma 4's mixtures also have the factors
+    `scales` [count] of the experts' outputs, and `post_norms`, the norms [width] of the outputs of `shared` and of all experts.
+    """
+
+    norm: torch.Tensor
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    shared: MLPWeights | None
+    shared_gate: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    post_norms: tuple[torch.Tensor, ...] = ()
+
+
+def expert_names(architecture: Architecture, index: int) -> ExpertNames:
+    """Returns the names of the weights of the mixture in layer `index`."""
+    mixture = architecture.mixture
+    assert mixture is not None
+    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
+    choice_bias = f"{block}gate.e_score_correction_bias"
+    if other := _EXPERT_BLOCKS.get(architecture.model_type):
+        block, matrices = f"layers.{index}.{other[0]}.", ("w1", "w3", "w2")
+        choice_bias = f"{block}{other[1]}"
+
+    def of(part: str) -> tuple[str, ...]:
+        return tuple(f"{block}{part}.{matrix}.weight" for matrix in matrices)
+
+    if mixture.own_norms:
+        block = f"layers.{index}."
+    experts = [of(f"experts.{number}") for number in range(mixture.count)]
+    if mixture.layout != "separate":
+        experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
+    router = "router.proj" if mixture.own_norms else "router" if mixture.layout == "interleaved" else "gate"
+    shared = of("mlp" if mixture.own_norms else "shared_expert" if mixture.shared_gate else "shared_experts")
+    return ExpertNames(
+        router=f"{block}{router}.weight",
+        choice_bias=choice_bias if mixture.choice_bias else "",
+        experts=experts,
+        shared=shared if mixture.shared_size else (),
+        shared_gate=f"{block}shared_expert_gate.weight" if mixture.shared_gate else "",
+        norms=tuple(f"{block}{name}" for name in _EXPERT_NORMS) if mixture.own_norms else (),
+        scales=f"{block}router.per_expert_scale" if mixture.own_norms else "",
+    )
+
+
+def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of the mixture in layer `index` by name, biases included."""
+    names = expert_names(architecture, index)
+    width = architecture.hidden_size
+    mixture = architecture.mixture
+    assert mixture is not None
+    count = mixture.count
+    size = mixture.size
+    shapes: dict[str, tuple[int, ...]] = {names.router: (count, width)}
+    if mixture.layout == "separate":
+        for gate, up, down in names.experts:
+            shapes[gate] = shapes[up] = (size, width)
+            shapes[down] = (width, size)
+    elif mixture.layout == "fused":
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, 2 * size, width)
+        shapes[down] = (count, width, size)
+    else:
+        gate_up, down = names.experts[0]
+        shapes[gate_up] = (count, width, 2 * size)
+        shapes[down] = (count, size, width)
+        shapes[f"{gate_up}_bias"] = (count, 2 * size)
+        shapes[f"{down}_bias"] = (count, width)
+        shapes[bias_of(names.router)] = (count,)
+    if names.choice_bias:
+        shapes[names.choice_bias] = (count,)
+    if names.shared:
+        gate, up, down = names.shared
+        inner = architecture.intermediate_size if mixture.own_norms else mixture.shared_size
+        shapes[gate] = shapes[up] = (inner, width)
+        shapes[down] = (width, inner)
+    if mixture.own_norms:
+        shapes |= dict.fromkeys(names.norms, (width,)) | {names.scales: (count,)}
+    if names.shared_gate:
+        shapes[names.shared_gate] = (1, width)
+    return shapes
+
+
+def expert_weights(
+    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor, norm_gain: float
+) -> ExpertWeights:
+    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it; without its weights: `norm_gain`.
+
+    Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
+    """
+    names = expert_names(architecture, index)
+    mixture = architecture.mixture
+    assert mixture is not None
+    shared = gate = None
+    if mixture.layout == "separate":
+        size, width = mixture.size, architecture.hidden_size
+        gate_up = gain.new_empty(mixture.count, 2 * size, width, dtype=dtype)
+        down = gain.new_empty(mixture.count, width, size, dtype=dtype)
+        for number, (gate_name, up_name, down_name) in enumerate(names.experts):
+            gate_up[number, :size] = take(gate_name)
+            gate_up[number, size:] = take(up_name)
+            down[number] = take(down_name)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    else:
+        gate_up, down = (take(name).to(dtype) for name in names.experts[0])
+        if mixture.layout == "fused":
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up_bias = down_bias = None
+    if mixture.layout == "interleaved":
+        gate_up_bias, down_bias = (take(f"{name}_bias").to(dtype) for name in names.experts[0])
+    if names.shared:
+        gate_and_up, _ = stacked(names.shared[:2], take, False)
+        shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
+    if names.shared_gate:
+        gate = (take(names.shared_gate).float() * gain).to(dtype)
+    before = gain, gain
+    scales = None
+    after = []
+    if names.norms:
+        own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
+        before = own_gains[0] * norm_gain, own_gains[1] * norm_gain
+        scales = take(names.scales).float()
+        after = [take(name).to(dtype) for name in names.norms[2:]]
+    return ExpertWeights(
+        before[1].to(dtype),
+        take(names.router).float() * before[0],
+        take(bias_of(names.router)).float() if mixture.layout == "interleaved" else None,
+        take(names.choice_bias).float() if names.choice_bias else None,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        shared,
+        gate,
+        scales,
+        tuple(after),
+    )
+
+
+def stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the matrices with these names below each other, and their biases, None without `has_bias`."""
+    matrices = [take(name) for name in names]
+    bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
 
 
 class DenseMLP:

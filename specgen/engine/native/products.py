@@ -55,8 +55,8 @@ class Product:
         return hidden.add_(product, alpha=self._scale)
 
 
+# Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the residual stream.
 MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
-"""Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the residual stream."""
 
 
 class DenseProduct(Product):

@@ -295,7 +295,8 @@ def make_runners(
 
     `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers cannot be run one by one.
     """
-    draft, tensors = BlockHeadRunner(weights, model, penalties(), penalties()), weights.tensors
+    draft = BlockHeadRunner(weights, model, penalties(), penalties())
+    tensors = weights.tensors
     found: Any = None
     if CONFIDENCE in tensors:
         found = Confidence(tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device))

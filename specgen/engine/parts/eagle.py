@@ -24,7 +24,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, bias_of, layer_weights
+from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, layer_weights
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
@@ -39,6 +39,7 @@ from specgen.engine.parts.part import (
     of_all_tokens,
 )
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.weights import bias_of
 
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"

@@ -233,7 +233,8 @@ def read_assistant(files: WeightFiles, target: LoadedModel, config: Mapping[str,
     for index in range(made.num_layers):
         shapes |= layer_shapes(architecture, index)
     if config.get("use_ordered_embeddings"):
-        groups, count = config.get("centroid_intermediate_top_k", 32), matrix_shape(files, _CENTROIDS)[0]
+        groups = config.get("centroid_intermediate_top_k", 32)
+        count = matrix_shape(files, _CENTROIDS)[0]
         if not isinstance(groups, int) or not 1 <= groups <= count or tokens % count:
             raise unsupported(files, "centroid_intermediate_top_k", groups)
         shapes |= {_CENTROIDS: (count, width), _ORDER: (tokens,)}

@@ -19,9 +19,10 @@ from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, Take, layer_weights
+from specgen.engine.native.layer_weights import EMBEDDING, layer_weights
 from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.weights import Take
 
 HeadKind = Literal["medusa", "eagle", "glide", "block", "mtp"]
 

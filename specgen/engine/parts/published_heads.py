@@ -246,7 +246,9 @@ def _decoder(
     What config.json (`given`) leaves out is taken from the tensors' shapes. Raises SpecgenError for what the native decoder
     cannot run.
     """
-    names, first, heads = " ".join(files.names), "layers.0.self_attn.", fields.num_attention_heads
+    names = " ".join(files.names)
+    first = "layers.0.self_attn."
+    heads = fields.num_attention_heads
     has_norms, output_bias = "self_attn.q_norm." in names, "self_attn.o_proj.bias" in names
     head_size = fields.head_dim or matrix_shape(files, f"{first}q_proj.weight")[0] // heads
     config = {

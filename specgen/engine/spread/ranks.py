@@ -174,8 +174,8 @@ def in_words(error: BaseException) -> str:
 # the processes
 
 
+# The group of this process, on rank 0 once it has joined the others.
 joined: list[Group] = []
-"""The group of this process, on rank 0 once it has joined the others."""
 
 
 def follow_unless_first() -> None:

@@ -27,7 +27,7 @@ from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_gain
-from specgen.engine.native.layer_weights import bias_of, final_norm, layer_tensors, layer_weights
+from specgen.engine.native.layer_weights import final_norm, layer_tensors, layer_weights
 from specgen.engine.native.native_model import (
     NativeForward,
     NativeModel,
@@ -38,7 +38,7 @@ from specgen.engine.native.native_model import (
 )
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.spread.ranks import Group, joined
-from specgen.engine.weights import WeightFiles
+from specgen.engine.weights import WeightFiles, bias_of
 
 _Part = tuple[int, Sequence[range]]  # the dimension along which a tensor is split, and its ranges that a rank holds
 
@@ -233,7 +233,8 @@ class ShardedModel(NativeModel):
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()  # which may announce passes of its own
             context: Any = range(len(forward_pass.context))  # only its length is read
-            cache, sent = forward_pass.cache, forward_pass._replace(context=context, cache=None)
+            cache = forward_pass.cache
+            sent = forward_pass._replace(context=context, cache=None)
             sizes = cache.length, cache.capacity
             output: ModelOutput = self.group.call(cache, "run", sizes, how, sent, logits_to_keep, source)
             return output
@@ -355,7 +356,8 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
         factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()
-        (_, kinds), layers = layer_kinds(architecture, [device] * len(architecture.layers)), []
+        (_, kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
+        layers = []
         for index, kind in enumerate(kinds):
             weights = layer_weights(shard.local, index, LayerShard(files, shard, index).take, dtype, gain)
             layers.append(ShardedLayer(shard, group, index, kind, weights, factory, gain=gain))

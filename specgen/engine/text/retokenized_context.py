@@ -77,7 +77,8 @@ class RetokenizedContext:
 
         If the context ends with an unfinished character, the first tokens complete it.
         """
-        ids, known = self._target.encode_after(self.text, text) if text else [], self.unfinished
+        ids = self._target.encode_after(self.text, text) if text else []
+        known = self.unfinished
         return ids[len(known) :] if ids[: len(known)] == known else []
 
     def _is_special(self, token: int) -> bool:

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.files import cache_folder, write_whole
 
+# The files with the vocabularies of tokenizers of all kinds.
 FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"
-"""The files with the vocabularies of tokenizers of all kinds."""
 _OTHERS = (  # that change AutoTokenizer's result
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*"),

@@ -94,7 +94,8 @@ class TransformersModel:
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             ids = torch.tensor([forward_pass.ids], device=self.device)
             sight = sight_of_pass(forward_pass, self.device)
-            mask, cache = self._masks.of_pass(forward_pass, sight, self.dtype), forward_pass.cache
+            mask = self._masks.of_pass(forward_pass, sight, self.dtype)
+            cache = forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
             output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
             logits = output.logits[0, -logits_to_keep:]
@@ -318,7 +319,8 @@ class AttentionMasks:
         self._recurrent = dict.fromkeys(types & RECURRENT_TYPES and RECURRENT_TYPES)  # they need no masks
         types = types - RECURRENT_TYPES | ({"full_attention"} if self._recurrent else set())
         self._windows = {name: window if name == "sliding_attention" else None for name in types}
-        self._window, self._chunk = window, int(getattr(config, "attention_chunk_size", None) or 1)
+        self._window = window
+        self._chunk = int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
         """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises SpecgenError for a tree with
