@@ -299,9 +299,7 @@ class Fields:
             raise self.refuse("layer_types")
         return [name == _SLIDING_TYPE for name in types]
 
-    def windows(
-        self, layers: Sequence[LayerKind], sliding: Sequence[bool], window: int | None, *, required: bool = False
-    ) -> Changes:
+    def windows(self, layers: Sequence[LayerKind], sliding: Sequence[bool], window: int | None, strict: bool = False) -> Changes:
         """Returns the kinds of the layers, with a window of `window` tokens in each layer for which `sliding` is true.
 
         With `strict`, such layers must not be without a window; otherwise None means that they see all tokens.
