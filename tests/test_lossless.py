@@ -80,8 +80,8 @@ def test_greedy_ids_are_the_targets_own(pair_of: PairOf, number: int) -> None:
 @pytest.mark.parametrize("number", range(len(LAYERED)))
 def test_greedy_ids_of_drafts_by_the_targets_own_layers(early: PairOf, number: int) -> None:
     family, backend = LAYERED[number]
-    for case in range(2 * number, 2 * number + 2):
-        check(early(family, 1 + number % 2, backend), OF_LAYERS[case % len(OF_LAYERS)], 1 + case % 8)
+    assert len(LAYERED) >= len(OF_LAYERS)
+    check(early(family, 1 + number % 2, backend), OF_LAYERS[number % len(OF_LAYERS)], 1 + number % 8)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

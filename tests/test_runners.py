@@ -145,12 +145,12 @@ class Kind(NamedTuple):
 
     make: Callable[[], Made]
     reference: Callable[[], Made] | None = None
-    examples: int = 14
+    examples: int = 10
 
 
 SLIDING = {"sliding_window": 12, "sliding_window_pattern": 2}
 KINDS = {
-    "native": Kind(partial(native, "llama", 0), examples=28),
+    "native": Kind(partial(native, "llama", 0), examples=20),
     "native windows": Kind(partial(native, "gemma3_text", 0)),
     "native caps": Kind(partial(native, "gemma2", 0)),
     "native LongRoPE": Kind(partial(native, "phi3", 0)),
