@@ -128,7 +128,7 @@ def test_a_gpu_is_found_by_its_uuid_and_a_lost_one_costs_the_figure_and_not_the_
     assert (meter.stop().joules, meter.reason) == (None, "NVML NVIDIA aa cannot be read: pop from empty list")
     assert energy_meter_for([torch.device("cuda:2")]).reason == "NVML: 'GPU-MIG'"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "specgen[energy]" in str(energy_meter_for([torch.device("cuda:0")]).reason)
+    assert 'pip install -e ".[energy]"' in str(energy_meter_for([torch.device("cuda:0")]).reason)
 
 
 class Counted:

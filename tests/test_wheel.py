@@ -45,8 +45,8 @@ def test_the_wheel_has_the_package_and_the_prompts_and_nothing_else_and_runs(
     parts = ("demo/target/model.safetensors", "demo/draft/model.safetensors", "demo/exit/exit.safetensors")
     assert set(parts) <= set(found)
     assert any(name.endswith(".html.j2") for name in found)
-    assert {folder.name for folder in installed.iterdir()} == {"specgen", "specgen-0.1.0.dist-info"}
-    entry_points = (installed / "specgen-0.1.0.dist-info" / "entry_points.txt").read_text().split()
+    assert {folder.name for folder in installed.iterdir()} == {"specgen", "specgen_cli-0.1.0.dist-info"}
+    entry_points = (installed / "specgen_cli-0.1.0.dist-info" / "entry_points.txt").read_text().split()
     assert entry_points == ["[console_scripts]", "specgen", "=", "specgen.__main__:start"]
     command, environment = [sys.executable, "-c", PROGRAM, str(installed)], {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -204,7 +204,7 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
     try:
         import pynvml as nvml
     except ImportError:
-        raise OSError("nvidia-ml-py is not installed (pip install specgen[energy])") from None
+        raise OSError('nvidia-ml-py is not installed (pip install -e ".[energy]")') from None
 
     def joules(handle: Any, index: int) -> float:
         torch.cuda.synchronize(index)  # the GPU finishes its queued work first

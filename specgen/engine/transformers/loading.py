@@ -164,7 +164,7 @@ def module_devices(module: Any, name: str, layer_devices: Sequence[torch.device]
     if find_spec("accelerate") is None:
         raise SpecgenError(
             f"{name} runs on transformers, which needs the package accelerate to use several devices",
-            "Install it: pip install accelerate, or specgen[multi-gpu]; or take --device cuda",
+            'Install it: pip install -e ".[multi-gpu]"; or take --device cuda',
         )
     count, named = len(layer_devices), [] if module is None else list(module.named_modules())
     layers = next((path for path, part in named if isinstance(part, nn.ModuleList) and len(part) == count), None)
