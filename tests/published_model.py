@@ -36,7 +36,7 @@ needs_published_model = pytest.mark.skipif(
 
 @cache
 def target_folder() -> Path:
-    """Returns a folder with the model in safetensors (bfloat16), its tokenizer and its chat template, as transformers reads it."""
+    """Returns a folder with the model in safetensors (bfloat16), its tokenizer and its chat template."""
     return _made("target", _write_target)
 
 
