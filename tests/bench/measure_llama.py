@@ -22,9 +22,8 @@ from statistics import median
 from typing import Any
 
 import gguf
-import llama_cpp
-import numpy as np
 import torch
+from llama_model import Llama, llama_plain
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import specgen
@@ -124,48 +123,6 @@ def write_gguf(module: Any, file: Path, kind: gguf.GGMLQuantizationType) -> None
     writer.close()
 
 
-_no_log = llama_cpp.llama_log_callback(lambda *_: None)
-llama_cpp.llama_log_set(_no_log, None)
-
-
-class Llama:
-    """A model of llama.cpp with one sequence, run by its C functions."""
-
-    def __init__(self, file: Path, threads: int) -> None:
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_threads, options.n_threads_batch = 512, 64, threads, threads
-        self._context = llama_cpp.llama_init_from_model(self._model, options)
-        self._batch = llama_cpp.llama_batch_init(64, 0, 1)
-        self.length = 0
-
-    def choices(self, tokens: Sequence[int], *, wanted: int = 1) -> list[int]:
-        """Runs the tokens after the first `length` and returns the most likely token after each of the last `wanted`."""
-        batch = self._batch
-        batch.n_tokens = len(tokens)
-        for index, token in enumerate(tokens):
-            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, self.length + index, 1
-            batch.seq_id[index][0], batch.logits[index] = 0, index >= len(tokens) - wanted
-        assert llama_cpp.llama_decode(self._context, batch) == 0
-        self.length += len(tokens)
-        rows = (llama_cpp.llama_get_logits_ith(self._context, len(tokens) - wanted + index) for index in range(wanted))
-        return [int(np.ctypeslib.as_array(row, (VOCABULARY,)).argmax()) for row in rows]
-
-    def keep(self, length: int) -> None:
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), 0, length, -1)
-        self.length = length
-
-
-def llama_plain(target: Llama, prompt: Sequence[int], *, count: int) -> float:
-    """Returns the tokens/s of plain decoding after the prompt's pass."""
-    target.keep(0)
-    token = target.choices(prompt)[0]
-    begin = time.perf_counter()
-    for _ in range(count):
-        token = target.choices([token])[0]
-    return count / (time.perf_counter() - begin)
-
-
 def llama_speculative(target: Llama, draft: Llama, k: int, prompt: Sequence[int], *, count: int) -> float:
     """Returns the tokens/s of drafts of `k` tokens, each verified in one pass, after the prompt's passes."""
     target.keep(0)
@@ -236,8 +193,8 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     make_files(folder, options)
-    plain = {kind: Llama(folder / f"target-{kind}.gguf", options.threads) for kind in KINDS}
-    small = Llama(folder / "draft-Q8_0.gguf", options.threads)
+    plain = {kind: Llama(folder / f"target-{kind}.gguf", options.threads, VOCABULARY) for kind in KINDS}
+    small = Llama(folder / "draft-Q8_0.gguf", options.threads, VOCABULARY)
     named = {"target": str(folder / "target"), "draft": str(folder / "draft"), "device": "cpu"}
     pair = specgen.load(**named, dtype="int8", draft_dtype="int8")
     reference = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16)
