@@ -157,7 +157,7 @@ LIGHT = [
     # the prompt
     row(["generate", " \n"], "the prompt is empty"),
     row("generate -", "the prompt is empty", stdin=b"\n"),
-    row("generate -", "the prompt is not UTF-8", "iconv", stdin=b"caf\xe9"),
+    row("generate -", "the prompt on standard input is not UTF-8", "iconv", stdin=b"caf\xe9"),
     row(["generate", LATIN_1], "the prompt is not UTF-8"),
     # paths
     generate("--trace {places}/no/t.jsonl", "{places}/no", "no folder"),

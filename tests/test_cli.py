@@ -176,6 +176,20 @@ def test_the_prompt_is_the_argument_or_standard_input_or_chat(
     assert parsed(out)[0]["prompt_ids"] == make_tokenizer(LETTERS)(prompt)["input_ids"]
 
 
+@POSIX
+def test_piped_text_is_part_of_the_users_turn(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    for more in ([], ["--no-stdin"]):
+        reader, writer = os.pipe()
+        os.write(writer, b"abc\r\n")
+        os.close(writer)
+        with open(reader, encoding="utf-8") as piped:
+            monkeypatch.setattr(sys, "stdin", piped)
+            prompts.append(parsed(generate("-n", "2", "--json", "--chat", *more, "hello")[0])[0]["prompt_ids"])
+    tokenizer = make_tokenizer(LETTERS)
+    assert prompts == [tokenizer(f"user {text}\nassistant ")["input_ids"] for text in ("hello\n\nabc", "hello")]
+
+
 def test_quiet_leaves_stderr_empty_and_a_seed_repeats_sampled_output(generate: Generate) -> None:
     loud, footer = generate(*SAMPLED, PROMPT)
     assert footer

@@ -46,7 +46,7 @@ def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LA
 def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> str:
     """Returns the text of a UTF-8 file or pipe. `what` and `hint` are for messages, as in `read`.
 
-    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes or is not UTF-8.
+    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes, or as `decoded`.
     """
     try:
         with path.open("rb") as file:
@@ -56,10 +56,20 @@ def read_text(path: Path, what: str, hint: str = "", largest: int = LARGEST) -> 
         raise SpecgenError(f"cannot read the {what} {path}: {reason}", hint) from error
     if len(data) > largest:
         raise SpecgenError(f"the {what} {path} is larger than {largest >> 20} MB", hint)
+    return decoded(data, f"the {what} {path}")
+
+
+def decoded(data: bytes, where: str) -> str:
+    """Returns the text of UTF-8 bytes, without a byte order mark. `where` names them in messages.
+
+    Raises SpecgenError if they are a PDF or not UTF-8.
+    """
+    if data.startswith(b"%PDF-"):
+        raise SpecgenError(f"{where} is a PDF", "Take the text out of it first: pdftotext FILE.pdf FILE.txt")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        problem = f"the {what} {path} is not UTF-8 (at byte {error.start:,})"
+        problem = f"{where} is not UTF-8 (at byte {error.start:,})"
         raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
 
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.schema import read_text
 from specgen.base.settings import parse_pairs
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation
 from specgen.cli.opening import choose, choose_found, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
+from specgen.cli.prompt_input import PromptInput, check_text
 from specgen.pair.request import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
 from specgen.view.pair_report import method_card
 from specgen.view.progress import Progress
-
-LONGEST_PROMPT = 16 << 20  # bytes of standard input: more than any model's context
 
 
 def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
@@ -42,8 +39,9 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     record = output.record is not None
     if record and output.trace is None and not output.json:
         raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
+    _check_system(asked)
     is_read_in_turns = asked.chat and asked.prompt is None and asked.file is None and _is_on_terminal() and not output.json
-    text = "" if is_read_in_turns else _prompt(asked.prompt, asked.file, asked.system, chat=asked.chat)
+    prompt = None if is_read_in_turns else PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
     check_outputs({"--trace": output.trace}, [("--file", asked.file)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
@@ -54,6 +52,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for, remembered=True
         )
         opened.enter_context(pair)
+        text = "" if prompt is None else prompt.text()
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
             name = choose_found(pair, text, err, quiet=quiet)
@@ -79,40 +78,14 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             start(messages(text, asked.system) if asked.chat else text, name, values, output).write()
 
 
+def _check_system(asked: GenerateOptions) -> None:
+    """Raises SpecgenError for a system message without --chat, or one that is not UTF-8."""
+    if asked.system is None:
+        return
+    if not asked.chat:
+        raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
+    check_text(asked.system, "--system")
+
+
 def _is_on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-
-
-def _prompt(given: str | None, file: Path | None, system: str | None, *, chat: bool) -> str:
-    """Returns the prompt: the argument, or standard input if it is missing or `-`. Raises SpecgenError for an empty prompt, text
-    that is not UTF-8, or a system message without --chat."""
-    if file is not None and given is not None:
-        raise SpecgenError(f"--file {file} and a prompt are given", "Leave one of them out")
-    if file is not None:
-        text = read_text(file, "prompt", largest=LONGEST_PROMPT).removesuffix("\n")
-    else:
-        text = _standard_input(requested=given == "-") if given is None or given == "-" else given
-    if system is not None and not chat:
-        raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
-    for name, each in (("the prompt", text), ("--system", system or "")):
-        if any("\ud800" <= character <= "\udfff" for character in each):  # how Python represents undecodable bytes
-            raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
-    if not text.strip():
-        raise SpecgenError("the prompt is empty", "Give the model a text to continue")
-    return text
-
-
-def _standard_input(*, requested: bool) -> str:
-    """Returns all of standard input, without the line feed at its end.
-
-    If standard input is a terminal, it is read only if `requested` (the prompt was given as `-`). Raises SpecgenError otherwise,
-    and for more than `LONGEST_PROMPT` bytes. A byte that is not UTF-8 becomes a surrogate, as in arguments.
-    """
-    if sys.stdin is None or (sys.stdin.isatty() and not requested):
-        raise SpecgenError(
-            "there is no prompt", 'Give one: specgen generate "def fibonacci(n):", pipe it in, or chat: specgen generate --chat'
-        )
-    data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
-    if len(data) > LONGEST_PROMPT:
-        raise SpecgenError(f"the prompt on standard input is longer than {LONGEST_PROMPT >> 20} MiB", "Give a part of it")
-    return data.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")

@@ -66,9 +66,14 @@ ROWS: Rows = {
     "energy": ("", "Measure the energy above idle, in joules per token, where the hardware has counters."),
 }
 GENERATE_ROWS: Rows = {
-    "prompt": ("PROMPT", "The text to continue. Standard input is read where it is - or missing."),
+    "prompt": (
+        "PROMPT",
+        "The text to continue; what is piped in, or in --file, follows it after a blank line. Standard input alone is read where "
+        "it is - or missing.",
+    ),
+    "no_stdin": ("", "Join nothing from standard input to the prompt, as in the body of a while read loop."),
     "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
-    "file": ("-f FILE", "Read the prompt from a file."),
+    "file": ("-f FILE", "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF)."),
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
     "help_method": ("", "Describe --method and its settings, then exit."),
@@ -257,6 +262,7 @@ class GenerateOptions:
     panel: ClassVar[str | None] = None
     prompt: str | None = None
     file: Path | None = None
+    no_stdin: bool = False
     method: str | None = None
     settings: list[str] | None = None
     chat: bool = False
