@@ -50,6 +50,12 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else text.translate(_ONE_LINE)
 
 
+def shown(text: object, longest: int = 80) -> str:
+    """Returns text from a file for a message: on one line, without control characters, and not too long."""
+    line = one_line(str(text))
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
 def inline(text: str) -> str:
     """Returns a token's text on one line (see `one_line`) with visible spaces.
 

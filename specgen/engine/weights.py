@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specgen.base.errors import SpecgenError
-from specgen.base.text import one_line
+from specgen.base.text import one_line, shown
 
 Shape = tuple[int, ...]
 
@@ -33,7 +33,6 @@ AGAIN = "Download or save it again"
 _COPIED_BYTES = 1 << 26  # smaller files are copied, so that one that is written again cannot change the tensors
 _SAMPLE_BYTES = 256  # read at three places of each tensor for a fingerprint, as further training changes nearly every number
 _MAX_HEADER_BYTES = 1 << 28
-_LONGEST_KEY = 80  # characters of a tensor's name in a message
 
 # Buffers that older versions of transformers saved, which are computed from the config; and parts of a model that its next token
 # does not depend on: heads that predict several tokens, value heads, and encoders of pictures and sound.
@@ -237,12 +236,6 @@ def reading_weights(owner: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
         reason = one_line(" ".join(str(error).split()))[:160] or type(error).__name__
         raise SpecgenError(f"cannot read the weights of {owner}: {reason}", AGAIN) from error
-
-
-def shown(text: object, longest: int = _LONGEST_KEY) -> str:
-    """Returns text from a file for a message: on one line, without control characters, and not too long."""
-    line = one_line(str(text))
-    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.text import shown
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
-from specgen.engine.weights import BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights, shown
+from specgen.engine.weights import BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 OTHER_HEAD = "Take another head"

@@ -23,13 +23,14 @@ from safetensors.torch import save
 from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
+from specgen.base.text import shown
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
 from specgen.engine.parts.part import AssistantWeights, HeadKind, HeadWeights, MedusaWeights, MtpWeights
 from specgen.engine.parts.published_heads import PublishedHead, published
-from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, shown, weights_fingerprint
+from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
 _COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
