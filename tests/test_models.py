@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import dtype_choice
+from specgen.engine import devices, dtype_choice
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.dtype_choice import choose_dtype
 from specgen.engine.model_loading import ModelSource, PreparedModel, describe
@@ -145,77 +144,75 @@ def test_invalid_bytes_hold_back_only_a_few_tokens(demo_pair: Pair) -> None:
 CPU = torch.device("cpu")
 
 
-def clock(bfloat16: float) -> Any:
-    """Gives float32's products one second and bfloat16's so many, after it ran all of them; of three turns two are disturbed."""
-
-    def timed(work: Any, *_: object, **__: object) -> Any:
-        assert torch.get_num_threads() == 1
-        assert {run() is None for run in work.values()} == {False}
-        return {key: [90.0, 1.0 if key[0] == torch.float32 else bfloat16, 90.0] for key in work}
-
-    return timed
-
-
 def stored_in_bfloat16(folder: Path, backend: str = "auto") -> PreparedModel:
     save(make_model("qwen3").to(torch.bfloat16), folder)
     return describe(folder, ModelSource(str(folder), backend=backend))
 
 
-@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, torch.bfloat16), (0.95, torch.float32), (3.0, torch.float32)])
+def choice_of(name: str, model: PreparedModel, stored: str, device: torch.device = CPU) -> tuple[torch.dtype, str]:
+    """The chosen dtype and its reason, for a model whose config names the dtype `stored`."""
+    choice = choose_dtype(name, replace(model, shape=replace(model.shape, dtype=stored)), device)
+    return choice.dtype, choice.reason
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_large_model_runs_in_16_bits_if_that_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, chosen: torch.dtype, backend: str
-) -> None:
+def test_the_dtype_follows_from_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     model = stored_in_bfloat16(tmp_path, backend)
-    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
-    monkeypatch.setattr(dtype_choice, "timed", clock(seconds))
-    choice = choose_dtype("auto", model, CPU)
-    assert choice.dtype == chosen
-    assert f"{1e3 * seconds:.2f} ms a token in bfloat16, 1000.00 in float32" in choice.reason
+    bytes_in_float32 = 4 * sum(model.parameters.values())
+    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 2 * bytes_in_float32)
+    everywhere = torch.float32, "the dtype of all models on a CPU"
+    own = "the dtype of its weights"
+    assert choice_of("auto", model, "bfloat16") == everywhere
+    assert choice_of("auto", model, "float16") == everywhere
+    assert choice_of("auto", model, "float32") == (torch.float32, own)
+    assert choice_of("float16", model, "bfloat16") == (torch.float16, "chosen by --dtype")
+    assert choice_of("auto", model, "bfloat16", torch.device("meta")) == (torch.bfloat16, own)
 
 
-def test_the_dtype_is_chosen_by_the_time_of_a_token_with_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, six tokens take as long as six passes over one, and plain decoding is faster than in float32."""
-    seconds = {(torch.float32, 1): 1.0, (torch.float32, 6): 1.1, (torch.bfloat16, 1): 0.5, (torch.bfloat16, 6): 3.0}
-    seconds |= {("int8", 1): 0.26, ("int8", 6): 0.3}
+def test_a_model_that_is_too_large_in_float32_runs_as_it_is_stored_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = stored_in_bfloat16(tmp_path)
-    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
-    monkeypatch.setattr(dtype_choice, "refusal", lambda *_: None)
-    monkeypatch.setattr(dtype_choice, "timed", lambda work, *_, **__: {key: [seconds[key]] for key in work})
-    plain, drafted = (choose_dtype("auto", model, CPU, is_drafted_for=each) for each in (False, True))
-    assert (plain.dtype, drafted.dtype) == (torch.bfloat16, torch.float32)
-    assert plain.hint is None
-    assert drafted.hint is not None
-    assert "about 3.7 times as fast: --dtype int8" in drafted.hint
+    bytes_in_float32 = 4 * sum(model.parameters.values())
+    monkeypatch.setattr(dtype_choice, "total_memory", lambda: int(1.5 * bytes_in_float32))
+    assert choose_dtype("auto", model, CPU).warning is not None
+    options = ("generate", "-t", str(tmp_path), "--device", "cpu", "-m", "ar", "-n", "2", "abc")
+    code, _, err = run_main(monkeypatch, capfd, *options)
+    assert code == 0
+    assert f"{tmp_path} runs in bfloat16, as it is stored: in float32 it would take 0.0 GiB of this" in err
+    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 2 * bytes_in_float32)
+    assert choose_dtype("auto", model, CPU).warning is None
 
 
-def test_nothing_is_timed_where_a_rule_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stored_in_bfloat16(tmp_path)
-    monkeypatch.setattr(dtype_choice, "timed", lambda *_, **__: pytest.fail("timed"))
-    stored = "the dtype of its weights"
-    cached = "the model fits into the processor's cache"
-    narrow = torch.bfloat16
-    for name, device, dtype, cache, expected in (
-        ("float16", CPU, "bfloat16", 1024, (torch.float16, "chosen by --dtype")),
-        ("auto", CPU, "float32", 1024, (torch.float32, stored)),
-        ("auto", torch.device("meta"), "bfloat16", 1024, (narrow, stored)),
-        ("auto", CPU, "bfloat16", 1024, (narrow, "in float32 the weights might not fit into memory")),
-        ("auto", CPU, "bfloat16", 1 << 30, (torch.float32, cached)),
-    ):
-        monkeypatch.setattr(dtype_choice, "last_level_cache", lambda cache=cache: cache)
-        monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1024)
-        choice = choose_dtype(name, replace(model, shape=replace(model.shape, dtype=dtype)), device)
-        assert (choice.dtype, choice.reason) == expected
+def test_memory_that_others_have_taken_ends_the_run_and_never_changes_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stored_in_bfloat16(tmp_path)
+    monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1024)
+    options = ("generate", "-t", str(tmp_path), "--device", "cpu", "-m", "ar", "--json", "-n", "2", "abc")
+    code, _, err = run_main(monkeypatch, capfd, *options)
+    assert code == 1
+    assert "GiB of memory in float32, and 0.0 GiB are free. Close other programs, or take --dtype bfloat16" in err
+    code, out, _ = run_main(monkeypatch, capfd, *options, "--dtype", "bfloat16")
+    assert (code, json.loads(out.splitlines()[0])["dtype"]) == (0, "bfloat16")
+
+
+def test_a_container_with_less_memory_than_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(devices, "_CONTAINER_LIMIT", limit)
+    whole = devices.total_memory()
+    assert whole is not None
+    assert whole > 1 << 20
+    for content, expected in (("max\n", whole), ("1048576\n", 1 << 20), (f"{2 * whole}\n", whole)):
+        limit.write_text(content)
+        assert devices.total_memory() == expected
 
 
 def test_the_chosen_dtype_is_the_one_that_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`auto`, the default, on a CPU, for weights in bfloat16 whose products take half as long as in float32."""
     stored_in_bfloat16(tmp_path)
-    monkeypatch.setattr(dtype_choice, "last_level_cache", lambda: 1024)
-    monkeypatch.setattr(dtype_choice, "timed", clock(0.5))
-    for asked, chosen in (((), "bfloat16"), (("--dtype", "float16"), "float16")):
-        named = ("-t", str(tmp_path), "--device", "cpu", *asked)
-        code, out, _ = run_main(monkeypatch, capfd, "generate", *named, "--json", "-n", "4", "abc")
+    named = ("-t", str(tmp_path), "--device", "cpu")
+    for asked, chosen in (((), "float32"), (("--dtype", "float16"), "float16")):
+        code, out, _ = run_main(monkeypatch, capfd, "generate", *named, *asked, "--json", "-n", "4", "abc")
         assert (code, json.loads(out.splitlines()[0])["dtype"]) == (0, chosen)

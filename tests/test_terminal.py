@@ -99,7 +99,9 @@ def styles(screen: str) -> dict[str, list[str]]:
 
 
 def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> None:
-    answer, footer = after_loading(screens["colours"]).strip().rsplit("\n", 1)
+    about, shown = after_loading(screens["colours"]).strip().split("\n", 1)
+    answer, footer = shown.rsplit("\n", 1)
+    assert "draft, cpu float32, sd" in about
     assert "".join(styles(answer)["32"])
     assert "accepted" in styles(footer)["32"]
     assert set(styles(answer)) == {"32"}  # the target's own is plain

@@ -13,7 +13,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import parse_pairs
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation
-from specgen.cli.opening import choose, choose_found, open_pair, show_overlap
+from specgen.cli.opening import choose, choose_found, models_in_words, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -70,7 +70,11 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             by_profile = tuned if (method, settings) == (name, values) else ""
             return OutputWriter(pair, request, run, shown, by_profile, trace, where)
 
-        if not quiet and methods.find(name).uses_draft_model and values.get("translation") != "text":
+        uses_draft = methods.find(name).uses_draft_model
+        if not quiet:
+            about = f"{models_in_words(pair, with_draft=uses_draft)}, {name}"
+            err.print(Text(about, "quiet"), soft_wrap=True)
+        if not quiet and uses_draft and values.get("translation") != "text":
             show_overlap(pair, err)
         if is_read_in_turns:
             Conversation(start, err, asked.system, name, values, output).run()

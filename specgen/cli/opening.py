@@ -94,10 +94,11 @@ def disable_hub_progress(err: Console, *, quiet: bool) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def models_in_words(pair: Pair) -> str:
-    """Returns the names of the models, the target's device and its dtype."""
+def models_in_words(pair: Pair, *, with_draft: bool = True) -> str:
+    """Returns the names of the models, the target's device and its dtype. `with_draft`: also the draft model's name."""
     target = pair.target
-    names = " with ".join(model.name for model in (target, pair.draft) if model is not None)
+    models = (target, pair.draft if with_draft else None)
+    names = " with ".join(model.name for model in models if model is not None)
     return f"{'demo pair' if target.name == 'demo/target' else names}, {target.device} {target.dtype_name}"
 
 

@@ -33,7 +33,7 @@ ROWS: Rows = {
     "draft": ("-d MODEL", "The draft model: an id or a folder; none: no drafter. Default: one found on this machine."),
     "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
-    "dtype": ("auto|float32|bfloat16|float16|int8", "Of both models. auto: the weights', on a CPU the faster one."),
+    "dtype": ("auto|float32|bfloat16|float16|int8", "Of both models. auto: the weights'; on a CPU float32."),
     "draft_dtype": ("auto|float32|...|int8|int4", "int8 and int4 round the draft. Default: the tuned one, else --dtype."),
     "revision": ("REV", "The target's branch, tag or commit on the hub."),
     "draft_revision": ("REV", "The draft model's branch, tag or commit on the hub."),

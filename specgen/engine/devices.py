@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -23,6 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
 _TIMING_SECONDS = 0.15  # spent on a choice of the number of threads, after the first round with each
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 
@@ -172,18 +173,6 @@ def device_timer(device: torch.device) -> DeviceTimer | None:
     return DeviceTimer(device) if device.type == "cuda" else None
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Lets torch use one CPU thread in the `with` block. For measurements: on a busy machine several threads would wait for each
-    other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def split_threads() -> tuple[int, int]:
     """Returns the numbers of CPU threads for the target and for the draft model if both run on the CPU at the same time."""
     draft = max(1, _MAX_THREADS // 4)
@@ -203,6 +192,18 @@ def free_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def total_memory() -> int | None:
+    """The memory of this machine in bytes, or of the container that this process runs in if that has less; None if the system
+    does not report it."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    with suppress(OSError, ValueError):  # "max", and no file outside of containers
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.settings import Setting
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import as_chosen, choose_draft_dtype, choose_dtypes
+from specgen.engine.dtype_choice import as_chosen, check_room, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder, model_folder
 from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, describe, load_model, prepare, translation_between
 from specgen.engine.native.config_reading import read_config
@@ -160,6 +160,9 @@ def _load(
             raise SpecgenError("--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out")
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes([target, *drafts], devices, dtypes)
+    if placement is None:
+        for model, on, choice in zip([target, *drafts], devices, choices, strict=False):
+            check_room(model, on, choice)
     target, draft = as_chosen(target, choices[0], is_target=True), None
     if drafts:
         translation, refusal = None, None
@@ -178,7 +181,7 @@ def _load(
 
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    loaded.warning = choices[0].hint or loaded.warning
+    loaded.warning = choices[0].warning or loaded.warning
     pair = Pair(loaded, draft, worker)
     pair.found = found
     pair.parts.beside = {each.kind: each.folder for each in reversed(found) if each.kind in HEADS}

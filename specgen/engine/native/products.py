@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from math import sqrt
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from specgen.base.types import QUANTISED
 Multiply = Callable[[Tensor], Tensor]
 GROUP = 32  # numbers that share a scale in int4
 _SMALL = 4 << 20  # bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from the cache
-_DEFAULT_CACHE = 32 << 20  # bytes, where the system does not report it
 _ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # raised by operators that this torch lacks
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
 _AT_ONCE = 1 << 18  # numbers of a weight that are converted at once, in the processor's cache
@@ -157,15 +155,6 @@ def packing_works(dtype: torch.dtype) -> bool:
     except _ERRORS:
         return False
     return bool(max(errors) <= limit * expected.abs().max())
-
-
-def last_level_cache() -> int:
-    """Returns the bytes of the processor's largest cache; a usual size if the system does not report it (only Linux does)."""
-    try:
-        sizes = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-        return max(int(size.strip().removesuffix("K")) for size in sizes) << 10
-    except (OSError, ValueError):
-        return _DEFAULT_CACHE
 
 
 def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
