@@ -207,3 +207,4 @@ def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: 
     lines = parsed(out)
     assert len(lines[0]["prompt_ids"]) + lines[-1]["new_tokens"] == CONTEXT
     assert f"(the context of {CONTEXT} tokens is full)" in footer
+    assert "(-n)" not in footer

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import specgen
-from specgen.base.types import Context, SamplingParams
+from specgen.base.types import LARGEST, Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import NO_NODES
 from specgen.pair.pair import Pair, runners
@@ -53,6 +53,8 @@ def test_caches_are_reserved_for_the_limit_alone(limited: Pair) -> None:
 def test_a_prompt_beyond_the_limit_is_refused(limited: Pair) -> None:
     with pytest.raises(specgen.SpecgenError, match=r"24 tokens and 100 new ones are 100 over (--context )?24"):
         limited.run(limited.request([5] * LIMIT, "ar", SAMPLING))
+    with pytest.raises(specgen.SpecgenError, match=r"conversation is too long: 24 tokens fill the context of 24\. .*/reset"):
+        limited.request([5] * LIMIT, "ar", max_new_tokens=LARGEST)
 
 
 class Allocations(TorchDispatchMode):

@@ -13,6 +13,8 @@ from itertools import groupby
 import pytest
 from families import VOCAB, WORDS, make_model, make_tokenizer, save
 
+from specgen.base.types import LARGEST
+
 PROMPT = "the cat sat on the mat"
 CONTROLS = [*WORDS[:3], *"abc.", *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2066))]
 CONTROLS += [f"\x1b[{colour}m\x07\x9b{colour}m" for colour in range(VOCAB - len(CONTROLS))]  # so many that some are sampled
@@ -50,7 +52,7 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "rounds without colours": (100, {"NO_COLOR": "1"}, [*usual, "--rounds"]),
         "hostile": (100, {}, random),
         "hostile rounds": (100, {}, [*random, "--rounds"]),
-        "conversation": (100, {}, ["generate", "--chat", "-n", "20", "--trace", str(trace)]),
+        "conversation": (100, {}, ["generate", "--chat", "--trace", str(trace)]),
         "error": (60, {}, ["generate", "-m", "sivp", "hi"]),
         "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
     }
@@ -62,9 +64,9 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     command = [sys.executable, "-c", _SCENES, json.dumps(scenes)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    os.write(
-        ours, b"Where is Oslo?\n/method nosuch\n/nosuch\n/method sd:k=2\n/rounds\nAnd where\\\nis Lima?\n/reset\nhi\n/quit\n"
-    )
+    typed = ["Where is Oslo?", "/method nosuch", "/nosuch", "/method sd:k=2", "/rounds", "And where\\"]
+    typed += ["\x1b[200~is\n/Lima?\x1b[201~", "/reset", "hi", "/quit"]
+    os.write(ours, "".join(f"{line}\n" for line in typed).encode())
     seen = bytearray()
     while data := _read(ours):
         seen += data
@@ -145,11 +147,12 @@ def test_a_conversation_keeps_its_turns_and_obeys_commands(screens: Mapping[str,
     starts, ends = ([line for line in lines if line["type"] == kind] for kind in ("start", "summary"))
     assert [start["method"] for start in starts] == ["adaptive", "sd", "sd"]
     assert starts[1]["settings"]["k"] == 2
+    assert all(start["sampling"]["max_new_tokens"] == LARGEST for start in starts), "answers end when the model ends them"
     first, answer = starts[0]["prompt_text"], ends[0]["text"].strip()
     assert "Norway" in answer
-    assert starts[1]["prompt_text"].startswith(f"{first} {answer}\nUser: And where\nis Lima?")
+    assert starts[1]["prompt_text"].startswith(f"{first} {answer}\nUser: And where\nis\n/Lima?")
     assert "Oslo" not in starts[2]["prompt_text"]
     screen = plain(screens["conversation"])
     assert "error: there is no method 'nosuch'" in screen
-    assert "error: there is no command '/nosuch'. There are /reset, " in screen
+    assert "error: there is no command '/nosuch'. /help lists what there is" in screen
     assert screen.count("3/5 accepted") == 2  # the legends of the two answers with --rounds

@@ -107,6 +107,8 @@ def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> Non
 
 def test_footers_show_what_a_run_has() -> None:
     summary = a_summary("pre-verify")
+    assert "svip  stopped at 51 tokens (-n)  58.0 tokens/s" in footer(summary, [], 180, is_cut=True).plain
+    assert footer(summary, [], 20, is_cut=True).plain.startswith("stopped at 51 tokens (-n)"), "never left out"
     waiting = "5.67 a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
     assert footer(summary, ["window 8, c 8.2"], 180).plain.endswith(waiting)
     assert footer(summary, [], 30, tuned="tuned: svip").plain.startswith("tuned: svip  51 tokens")

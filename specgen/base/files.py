@@ -97,6 +97,21 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
         raise RunError(f"cannot write {path}: {_reason(error)}") from error
 
 
+def write_new(path: Path, text: str, what: str) -> None:
+    """Writes `text` in UTF-8 to a file that does not exist yet. `what` names the file in messages.
+
+    Raises SpecgenError if it exists or cannot be created, RunError if it cannot be written.
+    """
+    check_writable(path, what)
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise SpecgenError(f"{path} exists, and nothing is overwritten", "Name a new file") from error
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {_reason(error)}") from error
+
+
 def check_writable(path: Path, what: str) -> None:
     """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
 

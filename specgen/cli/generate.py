@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import parse_pairs
+from specgen.base.types import LARGEST
 from specgen.cli.commands import check_outputs
-from specgen.cli.conversation import Conversation
+from specgen.cli.conversation import Conversation, Decoding
 from specgen.cli.opening import choose, choose_found, models_in_words, open_pair, show_overlap
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
@@ -60,15 +61,15 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             tuned += f", drafted by {pair.draft.name}"
         where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
 
-        def start(prompt: Prompt, method: str, settings: Mapping[str, object], shown: GenerateOutput) -> OutputWriter:
-            request = pair.request(prompt, method, params, record=record, **settings)
+        def start(prompt: Prompt, decoding: Decoding) -> OutputWriter:
+            request = pair.request(prompt, decoding.name, decoding.sampling, record=record, **decoding.settings)
             with Progress(err, quiet=quiet or not request.method.may_measure(request.settings)) as loading:
                 loading.announce("preparing")
                 run = pair.prepare(request)
             if (unused := pair.parts.unused(request.method)) is not None and not quiet:
                 err.print(Text(unused), soft_wrap=True)
-            by_profile = tuned if (method, settings) == (name, values) else ""
-            return OutputWriter(pair, request, run, shown, by_profile, trace, where)
+            by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
+            return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where)
 
         uses_draft = methods.find(name).uses_draft_model
         if not quiet:
@@ -76,10 +77,13 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             err.print(Text(about, "quiet"), soft_wrap=True)
         if not quiet and uses_draft and values.get("translation") != "text":
             show_overlap(pair, err)
+        decoding = Decoding(name, values, params, output)
         if is_read_in_turns:
-            Conversation(start, err, asked.system, name, values, output).run()
+            if sampling.max_new_tokens is None:
+                decoding = replace(decoding, sampling=replace(params, max_new_tokens=LARGEST))
+            Conversation(start, err, asked.system, decoding).run()
         else:
-            start(messages(text, asked.system) if asked.chat else text, name, values, output).write()
+            start(messages(text, asked.system) if asked.chat else text, decoding).write()
 
 
 def _check_system(asked: GenerateOptions) -> None:

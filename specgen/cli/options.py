@@ -16,6 +16,7 @@ from specgen.base.files import EXIT_WEIGHTS, file_identity
 from specgen.base.types import SamplingParams, check_models
 
 Rows = Mapping[str, tuple[str, str]]  # by field: a short name, a long one if it is not `--the-field`, the value; the help text
+MAX_NEW_TOKENS = 128
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
 SHOWN = {
@@ -76,6 +77,7 @@ GENERATE_ROWS: Rows = {
     "file": ("-f FILE", "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF)."),
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
+    "max_new_tokens": ("-n N", "Generate at most N tokens. Default: 128; in a conversation as many as the answer has."),
     "help_method": ("", "Describe --method and its settings, then exit."),
     "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
 }
@@ -222,7 +224,7 @@ class SamplingOptions:
     """The options for sampling and for the length of the output."""
 
     panel: ClassVar[str] = "Sampling and limits"
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = MAX_NEW_TOKENS
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -232,7 +234,8 @@ class SamplingOptions:
 
     def params(self) -> SamplingParams:
         """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
-        return SamplingParams(**asdict(self))
+        limit = MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        return SamplingParams(**(asdict(self) | {"max_new_tokens": limit}))
 
 
 @dataclass(frozen=True)
@@ -272,8 +275,9 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output."""
+    """The options for sampling, with the texts that end the output. `max_new_tokens` None: the default, or no limit."""
 
+    max_new_tokens: int | None = None
     stop: list[str] | None = None
 
 
@@ -382,7 +386,7 @@ class TuneOptions:
 class TuneSampling(SamplingOptions):
     """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = 64
     seed: int | None = 0
 
 

@@ -77,6 +77,11 @@ class OutputWriter:
         """The answer so far."""
         return self._answer.text
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has generated anything."""
+        return self._figures.rounds > 0
+
     def write(self) -> None:
         """Runs the generation and writes each round as it ends.
 
@@ -148,7 +153,16 @@ class OutputWriter:
                 self._err.print()
             notes = list(self._notes(finish_reason))
             width = theme.width(self._err)
-            self._err.print(footer(figures, notes, width, tuned=self._tuned, prompt_tokens=self._computed, where=self._where))
+            line = footer(
+                figures,
+                notes,
+                width,
+                tuned=self._tuned,
+                prompt_tokens=self._computed,
+                where=self._where,
+                is_cut=finish_reason == "length" and self._request.limit == self._request.sampling.max_new_tokens,
+            )
+            self._err.print(line)
         if self._trace_error is not None:
             raise self._trace_error
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
 from specgen.base.schema import shown
-from specgen.base.types import SamplingParams
+from specgen.base.types import LARGEST, SamplingParams
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -133,12 +133,17 @@ def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int
 def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
     """Returns how many of `wanted` new tokens fit into the target's context after the prompt.
 
-    Raises SpecgenError if not even one token fits.
+    Raises SpecgenError if not even one token fits. `wanted` is `LARGEST` for an answer without a limit.
     """
     limit = target.max_tokens(prompt_length)
     room = limit - prompt_length
     if room >= 1:
         return min(wanted, room)
+    if wanted == LARGEST:
+        raise SpecgenError(
+            f"the conversation is too long: {prompt_length:,} tokens fill the context of {limit:,}",
+            "Begin another (/reset), or give a larger --context where the model allows it",
+        )
     raise SpecgenError(
         f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over {limit:,}",
         "Shorten the prompt, or give a larger --context where the model allows it; a smaller -n alone is not enough",

@@ -272,14 +272,23 @@ class RoundsView:
 
 
 def footer(
-    summary: Figures, notes: Sequence[str], width: int, *, tuned: str = "", prompt_tokens: int = 0, where: str = ""
+    summary: Figures,
+    notes: Sequence[str],
+    width: int,
+    *,
+    tuned: str = "",
+    prompt_tokens: int = 0,
+    where: str = "",
+    is_cut: bool = False,
 ) -> Text:
     """Returns the line below the answer: method, number of tokens, speed, acceptance, time to the first token, device and dtype
     (`where`, empty: not shown), prompt tokens per second, tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
-    in words, the method and the settings that `specgen tune` saved, empty where they are not used.
+    in words, the method and the settings that `specgen tune` saved, empty where they are not used. `is_cut`: the limit that the
+    user or the default set (-n) ended the output.
     """
+    tokens = counted(summary.new_tokens, "token")
     energy, rate = summary.energy, summary.acceptance_rate
     draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
@@ -287,7 +296,7 @@ def footer(
     prompt_speed = prompt_tokens / summary.first_token_seconds if summary.first_token_seconds else None
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
-        "tokens": counted(summary.new_tokens, "token"),
+        "tokens": f"stopped at {tokens} (-n)" if is_cut else tokens,
         "speed": _figure("{:.1f} tokens/s", summary.tokens_per_second),
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),

@@ -1,0 +1,30 @@
+"""Reads the lines of a conversation from the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+
+def line_reader() -> Callable[[str], str]:
+    """Returns a function that shows a prompt and returns what the user types or pastes until Enter.
+
+    A pasted text may have several lines, and Alt-Enter begins a new line. Earlier messages come back with the arrow keys. The
+    function raises KeyboardInterrupt for Ctrl-C, and EOFError for Ctrl-D in an empty line. A terminal that obeys no cursor
+    movements (`TERM=dumb`) gets none.
+    """
+    if os.environ.get("TERM") in ("dumb", "unknown"):
+        return input
+    # Without the question where the cursor is: a terminal that leaves it unanswered would get a warning.
+    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(key_bindings=keys, reserve_space_for_menu=0)
+    return session.prompt
