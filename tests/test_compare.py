@@ -175,6 +175,9 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
         lines = [line | {name: value} if name in line and line["type"] != "round" else line for line in parsed(before)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         cases.append((("--resume", str(path)), (f"{path}, ", name, "--trace")))
+    older = tmp_path / "older arithmetic"
+    older.write_text(before.replace('"arithmetic": "', '"arithmetic": "0.'))
+    cases.append((("--resume", str(older)), (f"{older} was made with version 0.1 of arithmetic, and now it is 1",)))
     for arguments, named in cases:
         code, out, err = compare(*options, "--resume", str(trace), *arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -182,6 +185,10 @@ def test_a_trace_with_other_settings_is_refused(compare: Compare, tmp_path: Path
     assert trace.read_text() == before
     assert compare(*options, "--trace", str(trace))[2] == "", "it was complete: a new one"
     assert json.loads(trace.read_text().splitlines()[-1])["seconds"] != parsed(before)[-1]["seconds"]
+    assert (
+        compare(*options[:-1], "11", "--trace", str(trace))[2]
+        == f"{trace} was made with -n 12, and now it is 11: it is written anew\n"
+    )
     *lines, last = parsed(before)
     trace.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last | {"finish_reason": "interrupted"}]))
     assert len(read_comparison(trace).runs) == 3, "an interrupted run is made again"

@@ -11,6 +11,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# The version of the arithmetic: raised with each change after which a model's logits have other bits, because a text may then
+# differ although no installed version does. Profiles, traces and cached measurements hold it.
+ARITHMETIC = 1
+
 # An environment variable for a process of specgen's own, to be set before it imports torch. Without it, torch's idle threads
 # keep their cores busy, and on a machine with other work to do a pass can take ten times as long.
 WAIT_PASSIVELY = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -40,8 +44,13 @@ def launch() -> Launch | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of specgen, Python, torch and transformers."""
-    return {"specgen": __version__, "python": platform.python_version(), **_libraries()}
+    """Returns the versions of specgen, of its arithmetic, of Python, torch and transformers."""
+    return {
+        "specgen": __version__,
+        "arithmetic": str(ARITHMETIC),
+        "python": platform.python_version(),
+        **_libraries(),
+    }
 
 
 @cache

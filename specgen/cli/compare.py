@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -99,24 +99,32 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
             runner.resume(recorded)
             trace.keep = recorded.end
         elif trace is not None and path is not None and path.is_file():
-            runner = _continued(runner, trace, path)
-            if trace.keep is not None and not output.quiet:
-                err.print(Text(f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"), soft_wrap=True)
+            runner, said = _continued(runner, trace, path)
+            if said and not output.quiet:
+                err.print(Text(said), soft_wrap=True)
         runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         Comparison(runner, output).run()
 
 
-def _continued(runner: Runner, trace: TraceWriter, path: Path) -> Runner:
+def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, str]:
     """Returns the runner, with the finished runs in the trace if it is that of the same comparison, interrupted. Any other file
-    is written anew."""
+    is written anew.
+
+    Also returns a sentence for the user: which runs are continued, or why those of another comparison are not; it may be empty.
+    """
     new = Runner(runner.pair, runner.config, trace)
-    with suppress(SpecgenError):
+    try:
         recorded = read_comparison(path)
+    except SpecgenError:
+        return new, ""
+    try:
         runner.resume(recorded)
-        if runner.is_interrupted(recorded):
-            trace.keep = recorded.end
-            return runner
-    return new
+    except SpecgenError as error:
+        return new, f"{error.message}: it is written anew"
+    if not runner.is_interrupted(recorded):
+        return new, ""
+    trace.keep = recorded.end
+    return runner, f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"
 
 
 def fastest_specs(pair: Pair, profile: Profile | None, specs: Sequence[MethodSpec]) -> list[MethodSpec]:

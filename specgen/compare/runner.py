@@ -169,12 +169,17 @@ class Runner:
         start line.
         """
         target, sampling = self.pair.target, asdict(self.config.sampling)
-        now = {"target": target.name, "device": str(target.device), "dtype": target.dtype_name, "versions": versions()} | sampling
+        now = {"target": target.name, "device": str(target.device), "dtype": target.dtype_name} | sampling
         for name, value in now.items():
             if name not in ("seed", "stop") and before.get(name) != value:
-                option = {"max_new_tokens": "-n", "versions": name}.get(name, f"--{name.replace('_', '-')}")
+                option = "-n" if name == "max_new_tokens" else f"--{name.replace('_', '-')}"
                 message = f"{path} was made with {option} {before.get(name)}, and now it is {value}"
                 raise SpecgenError(message, f"Give the same {option}, or start a new trace")
+        for name, version in versions().items():
+            older = before["versions"].get(name, "unknown")
+            if older != version:
+                message = f"{path} was made with version {older} of {name}, and now it is {version}"
+                raise SpecgenError(message, "Start a new trace: name another file")
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids. For a later turn of a question these contain the earlier turns with plain decoding's
