@@ -155,6 +155,7 @@ def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.Mo
         raise OSError(number, os.strerror(number), "/cache")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(SpecgenError, match=os.strerror(number)) as raised:
         model_folder("a/model", None, False, False, lambda _: None)

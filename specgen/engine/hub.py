@@ -1,4 +1,4 @@
-"""Finds a model's files in a local folder, or in a Hugging Face repository, which is downloaded unless it is cached.
+"""Finds a model's files on this machine, or in a Hugging Face repository, from which what is not cached is downloaded.
 
 huggingface_hub takes 0.3 seconds to import, so it is imported only for models that are no local folder.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 from specgen.base.errors import RunError, SpecgenError
+from specgen.engine.gguf.file import is_gguf
+from specgen.engine.gguf.naming import choose_gguf, gguf_in_folder, has_safetensors, split_selector
 
 GGUF_HINT = "llama.cpp runs GGUF files: specgen tune --export llama.cpp prints its options. Here, name the safetensors model"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
@@ -19,34 +23,81 @@ IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safete
 
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
-    """Returns the local folder with a model's files; downloads them if necessary. `name` is a folder or a Hugging Face id.
+    """Returns what `model_path` does. Raises SpecgenError for a GGUF model too."""
+    path = model_path(name, revision, offline, remote_code, announce)
+    if path.is_file():
+        raise SpecgenError(f"{name} is a GGUF model, which specgen does not run", GGUF_HINT)
+    return path
 
-    `revision` is a branch, tag or commit on the hub (None: its main branch). `offline` uses only what was downloaded earlier.
-    `remote_code` also downloads the repository's Python files. `announce` is called with a message before a download. Raises
-    SpecgenError if there is no such model, and RunError if the download fails.
+
+def model_path(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
+    """Returns the local folder with a model's files, or the (first) file of a GGUF model; downloads what is not there.
+
+    `name` is a folder, a GGUF file, or a Hugging Face id. A colon and a file's name, or a tag in it such as Q4_K_M, name one of
+    several GGUF models in a folder or a repository; an existing path wins. `revision` is a branch, tag or commit on the hub
+    (None: its main branch). `offline` uses only what was downloaded earlier. `remote_code` also downloads the repository's Python
+    files. `announce` is called with a message before a download. Raises SpecgenError if there is no such model, or if several are
+    meant, and RunError if the download fails.
     """
     if not name.strip():
         raise SpecgenError("a model's name is empty", "Name a model id or a folder")
+    if _kind(name) == "folder":
+        return _local_model(name, None, revision)
+    if _kind(name) == "file":
+        return _local_file(name, revision)
+
+    name, revision = _split_revision(name, revision)
+    base, selector = split_selector(name)
+    if _kind(base) == "folder":
+        return _local_model(base, selector, revision)
+    if selector is None and _kind(base) == "file":
+        return _local_file(base, revision)
+    if base.startswith((".", "/", "~")) or base.count("/") > 1 or (os.sep != "/" and os.sep in base):
+        raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
+    return _hub_model(base, selector, revision, offline, remote_code, announce)
+
+
+def _kind(name: str) -> str | None:
+    """Returns "folder" or "file" for what exists on this machine, None for what does not. Raises SpecgenError if no path can be
+    so."""
     try:
         local = Path(name).expanduser()
-        is_folder, is_file = local.is_dir(), local.is_file()
+        if local.is_dir():
+            return "folder"
+        return "file" if local.is_file() else None
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user's home, a null byte
         raise SpecgenError(f"{name[:60]!r} is no valid model name", "Check the spelling") from error
-    if revision is None and not is_folder and "@" in name:
-        name, _, revision = name.rpartition("@")
-        is_folder = Path(name).expanduser().is_dir()
-    if is_folder:
-        if revision is not None:
-            raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
-        for path in local.iterdir():
-            if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO would wait for another program
-                raise SpecgenError(f"{path} is not a file", "Name the folder of a model")
-        return local
-    if is_file:
-        raise SpecgenError(f"{name} is a file", GGUF_HINT if name.endswith(".gguf") else "Name the folder that contains it")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
-        raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
-    return _download(name, revision, offline, remote_code, announce)
+
+
+def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Returns the name without its revision, and that: `owner/name@v2`, `owner/name@v2:FILE` and `owner/name:FILE@v2`."""
+    if revision is not None or "@" not in name:
+        return name, revision
+    name, _, revision = name.rpartition("@")
+    revision, colon, selector = revision.partition(":")
+    return f"{name}{colon}{selector}", revision
+
+
+def _local_model(name: str, selector: str | None, revision: str | None) -> Path:
+    """Returns a folder, or the GGUF file in it that is its model."""
+    if revision is not None:
+        raise SpecgenError(f"{name} is a folder, which has no revision {revision!r}", "Leave the revision out")
+    folder = Path(name).expanduser()
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO would wait for another program
+            raise SpecgenError(f"{path} is not a file", "Name the folder of a model")
+    return gguf_in_folder(folder, selector, name) or folder
+
+
+def _local_file(name: str, revision: str | None) -> Path:
+    """Returns a GGUF file."""
+    path = Path(name).expanduser()
+    if not is_gguf(path):
+        hint = "Name the folder that contains it, or a GGUF file"
+        raise SpecgenError(f"{name} is a file, and no GGUF model", hint)
+    if revision is not None:
+        raise SpecgenError(f"{name} is a file, which has no revision {revision!r}", "Leave the revision out")
+    return path
 
 
 def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]) -> Path:
@@ -56,26 +107,80 @@ def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
 
 
-def _download(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
+def _hub_model(
+    name: str,
+    selector: str | None,
+    revision: str | None,
+    offline: bool,
+    remote_code: bool,
+    announce: Callable[[str], None],
+) -> Path:
+    """Returns the folder of a safetensors model on the hub, or a GGUF file there, after downloading what is not cached."""
     import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    snapshot = partial(huggingface_hub.snapshot_download, name, revision=revision)
+    with _hub_errors(name, revision, offline):
+        cached = _cached_files(snapshot)
+        listed = None
+        if not offline and (selector is not None or not has_safetensors(cached)):
+            listed = _files_on_hub(name, revision)
+        if selector is not None and listed is None and not cached:
+            snapshot(allow_patterns=[], local_files_only=offline)  # raises the error that says why there are no files
+
+        known = cached if listed is None else listed
+        is_gguf_model = selector is not None or not has_safetensors(known)
+        files = choose_gguf(known, selector, name) if is_gguf_model else None
+        if files is None:
+            return _safetensors_model(snapshot, name, offline, remote_code, announce)
+        if not set(files) <= cached.keys():
+            announce(f"downloading {files[0]} of {name}")
+        if listed is None:
+            return cached[files[0]]
+        return Path(snapshot(allow_patterns=[escape(file) for file in files])) / files[0]
+
+
+def _safetensors_model(
+    snapshot: Callable[..., str], name: str, offline: bool, remote_code: bool, announce: Callable[[str], None]
+) -> Path:
+    patterns = [*ALLOWED, *(["*.py"] if remote_code else [])]
+    snapshot = partial(snapshot, allow_patterns=patterns, ignore_patterns=IGNORED)
+    if not offline:
+        try:
+            snapshot(local_files_only=True)
+        except Exception:  # noqa: BLE001  not cached; the download reports other errors
+            announce(f"downloading {name}")
+    return Path(snapshot(local_files_only=offline))
+
+
+def _cached_files(snapshot: Callable[..., str]) -> dict[str, Path]:
+    """Returns the path of each file that was downloaded earlier, by its name in the repository; empty if there are none."""
+    try:
+        folder = Path(snapshot(local_files_only=True, allow_patterns=[]))
+        return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    except Exception:  # noqa: BLE001  nothing is cached, or no cache can be there: the download reports errors
+        return {}
+
+
+def _files_on_hub(name: str, revision: str | None) -> list[str] | None:
+    """Returns the names of the files in a repository; None if the hub does not answer, or has no such repository."""
+    import huggingface_hub
+
+    try:
+        return list(huggingface_hub.list_repo_files(name, revision=revision))
+    except Exception:  # noqa: BLE001  the download that follows reports what is wrong
+        return None
+
+
+@contextmanager
+def _hub_errors(name: str, revision: str | None, offline: bool) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into a SpecgenError or RunError that says what to do."""
     from huggingface_hub import constants
     from huggingface_hub import errors as hub_errors
 
-    offline = offline or constants.HF_HUB_OFFLINE
-    snapshot = partial(
-        huggingface_hub.snapshot_download,
-        name,
-        revision=revision,
-        allow_patterns=[*ALLOWED, *(["*.py"] if remote_code else [])],
-        ignore_patterns=IGNORED,
-    )
     try:
-        if not offline:
-            try:
-                snapshot(local_files_only=True)
-            except Exception:  # noqa: BLE001  not cached; the download reports other errors
-                announce(f"downloading {name}")
-        return Path(snapshot(local_files_only=offline))
+        yield
     except hub_errors.GatedRepoError as error:
         raise SpecgenError(f"{name} is gated", "Accept its terms on the hub, then log in: hf auth login") from error
     except hub_errors.RevisionNotFoundError as error:

@@ -25,10 +25,10 @@ from specgen.engine.gguf.header import (
     UnreadTypeError,
     read_header,
 )
+from specgen.engine.gguf.naming import PART
 
 AGAIN = "Download it again"
 _RENAMED = "Give the parts the names that they had"
-_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _SAMPLE_BYTES = 256  # read at three places of each tensor for a fingerprint
 # Metadata that describes the model without changing what it computes, and how its file was split.
 _DESCRIPTION = re.compile(r"general\.(?!architecture$)|split\.|quantize\.|tokenizer\.chat_template")
@@ -98,7 +98,7 @@ def _kept_header(path: Path, state: tuple[int, ...]) -> Header:
 
 def _paths_of_parts(path: Path, count: int, name: str) -> tuple[Path, ...]:
     """Returns the files of a split model in order. Raises SpecgenError if one is missing."""
-    named = _PART.fullmatch(path.name)
+    named = PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         ending = f"-00001-of-{count:05}.gguf"
         problem = f"{name} is one of {count:,} parts, and its name does not end like {ending}"
