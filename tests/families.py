@@ -41,6 +41,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.cache_utils import Cache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specgen.engine.model import Model
@@ -158,6 +159,12 @@ def _of(name: str, **fields: Any) -> Callable[[], Any]:
     return lambda: CONFIG_MAPPING[name](**{**_LLAMA, **_IDS, **fields})
 
 
+# The oldest supported versions of transformers run recurrent layers without asking the cache for a
+# state, so that a draft cannot be rolled back; their MiniMax and GPT OSS ignore fields of the config.
+IS_OLD_TRANSFORMERS = not hasattr(Cache, "get_conv_state")
+if IS_OLD_TRANSFORMERS:
+    del FAMILIES["minimax_m2"], FAMILIES["gpt_oss"]
+
 # models with recurrent layers: a delta rule (with one decay for each head, or for each channel), Mamba2, short convolutions
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3_5_text": _of("qwen3_5_text", head_dim=8, num_hidden_layers=4, **_DELTA),
@@ -204,6 +211,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         **_MAMBA,
     ),
     "bamba": _of("bamba", attn_layer_indices=[1], **_MAMBA),
+    "mamba2": _of("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
 }
 _ODD = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
 _EQUAL = {"num_key_value_heads": 4}
@@ -239,10 +247,13 @@ SHAPES = [
     ("granitemoehybrid", {**_ODD, **_layers("a--a", "mamba"), **_mamba(6, 8, 5, 3, 3), "num_local_experts": 0}),
     ("falcon_h1", {**_ODD, **_mamba(6, 8, 5, 3, 3), "mamba_d_ssm": 48, "mamba_rms_norm": True, "head_dim": 8}),
     ("bamba", {**_ODD, **_mamba(6, 8, 5, 3, 3), "attn_layer_indices": [0, 2]}),
+    ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 5, "conv_kernel": 3, "tie_word_embeddings": True}),
+    ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 8, "use_conv_bias": False, "time_step_limit": [0.0, 0.2]}),
     ("kimi_linear", {**_layers("f---"), **_MORE, **_LATENT, "linear_num_heads": 3, "linear_head_dim": 6, "n_routed_experts": 5}),
 ]
 # models with a state that cannot be rolled back
 FIXED: dict[str, Callable[[], Any]] = {
+    "mamba": _of("mamba", state_size=8),
     "jamba": _of("jamba", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
     "recurrent_gemma": _of("recurrent_gemma", lru_width=32, attention_window_size=_WINDOW, head_dim=8),
 }
@@ -251,7 +262,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 NATIVE = tuple(
     name for name in FAMILIES if name not in ("gpt2", "opt", "gpt_neox", "starcoder2", "stablelm", "cohere", "llama4_text")
 )
-MIXTURES = ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_text")
+MIXTURES = tuple(name for name in ("qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_text") if name in FAMILIES)
 BACKENDS = ("native", "transformers")
 
 
@@ -270,6 +281,8 @@ def make_model(family: str, seed: int = 0, *, shape: Mapping[str, Any] | None = 
             bias.normal_(std=0.2)
         if name.endswith("layer_scalar"):
             bias.uniform_(0.5, 1.5)
+    if family == "gemma2" and IS_OLD_TRANSFORMERS:  # the default ignores the caps of scores there
+        model.set_attn_implementation("eager")
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
     return model

@@ -32,6 +32,7 @@ from specgen.engine.parts.own_layers import ExitWeights
 from specgen.engine.parts.part import DecoderWeights, PartRunners
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.transformers.transformers_model import cache_argument
 
 _FOLDERS: list[TemporaryDirectory[str]] = []  # removed at exit
 
@@ -263,15 +264,24 @@ def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
     """
     weights, tokens, committed = part.weights, torch.tensor([[*ids, *path]]), len(ids) - 1
     layer, hidden = DecoderReference(weights), part.embedded(tokens[0].tolist())
-    cache = part.module(tokens, past_key_values=DynamicCache()).past_key_values  # of all tokens, also where a window slides
+    cache = cache_of_all(part.module, tokens)
     count, seen = weights.config["num_hidden_layers"], [min(max(at, 1), committed) for at in range(tokens.shape[1])]
     for index in range(count):
         hidden = hidden + layer.attention(layer.norm(hidden, f"layers.{index}.input_layernorm"), index)
         if committed:
-            hidden = hidden + cross(part, index, len(part.module.model.layers) - count + index, hidden, cache, seen)
+            attentions = [number for number, each in enumerate(part.module.model.layers) if hasattr(each, "self_attn")]
+            hidden = hidden + cross(part, index, attentions[index - count], hidden, cache, seen)
         hidden = layer.with_mlp(hidden, index)
     normed, head = layer.norm(hidden[-1:], "norm"), weights.tensors.get("lm_head.weight")
     return part.model.head_logits(normed)[0] if head is None else head @ normed[0]
+
+
+def cache_of_all(module: Any, tokens: Tensor) -> Any:
+    """Transformers' KV cache after a pass of `module` over `tokens`, with the keys of all of them, also where a window slides."""
+    is_hybrid = not all(hasattr(layer, "self_attn") for layer in module.model.layers)
+    kept = DynamicCache(config=module.config) if is_hybrid else DynamicCache()
+    module(tokens, **{cache_argument(module): kept})
+    return kept
 
 
 def block(part: Part, ids: list[int], path: list[int]) -> Tensor:

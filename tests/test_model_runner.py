@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from families import BACKENDS, SHAPES, make_bloom, make_model, model_of
+from families import BACKENDS, IS_OLD_TRANSFORMERS, SHAPES, make_bloom, make_model, model_of
 from runner_checks import HYBRID, RUN_BY, CountedLayers, InterruptAt, check, path_to, uncached
 
 from specgen.base.errors import SpecgenError
@@ -103,9 +103,20 @@ def test_alibi_models_run_chains_and_refuse_trees() -> None:
         runner.logits(context, [7, 8], [-1, -1])
 
 
-@pytest.mark.parametrize("family", ["jamba", "recurrent_gemma"])
+@pytest.mark.skipif(IS_OLD_TRANSFORMERS, reason="these states cannot be rolled back with this version of transformers")
+def test_a_limit_of_time_steps_holds_in_passes_of_one_token_too() -> None:
+    """Transformers applies it to passes of several tokens only, so that its logits depend on how a text is cut into passes."""
+    module = make_model("mamba2", shape={"num_heads": 8, "head_dim": 8, "n_groups": 2, "time_step_limit": [0.0, 0.1]})
+    runner, context = ModelRunner(model_of(module, "transformers")), Context([1, 5, 6, 7])
+    check(module, runner.logits(context).logits, context, [], [])
+    for token in (8, 9):
+        context.extend([token])
+        check(module, runner.logits(context).logits, context, [], [])
+
+
+@pytest.mark.parametrize("family", ["jamba", "recurrent_gemma", "mamba", *(["mamba2"] if IS_OLD_TRANSFORMERS else [])])
 def test_states_that_cannot_be_rolled_back_run_the_text_again(family: str) -> None:
-    """Of jamba, whose state grows token by token, and of recurrent_gemma, which keeps it in its modules."""
+    """Of jamba and mamba, whose states grow token by token, and of recurrent_gemma, which keeps it in its modules."""
     module = make_model(family)
     model, context = model_of(module, "transformers"), Context([1, 5, 6, 7])
     runner = ModelRunner(model)

@@ -129,6 +129,13 @@ class GlideRunner(DecoderRunner):
         super().__init__(weights, model, self._run, penalties)
         self._target, self._theirs = target, known_architecture(model, "glide")
         self._layers = GlideLayers(weights, model, model.dtype, self.products, self.gain)
+        with_keys = [index for index, kind in enumerate(self._theirs.layers) if kind.mixer == "attention"]
+        if len(with_keys) < len(self.devices):
+            problem = (
+                f"this GliDe model reads the keys of {len(self.devices)} layers, and the target has {len(with_keys)} with keys"
+            )
+            raise SpecgenError(problem, "Take a head that was trained for the target, or -m lookup")
+        self._read_layers = with_keys[-len(self.devices) :]
         head = weights.tensors.get(HEAD)
         self._lm_head = None if head is None else self.products(head.to(self.device, model.dtype))
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
@@ -169,8 +176,7 @@ class GlideRunner(DecoderRunner):
         boundary = self._theirs.rope_boundary
         made = []
         is_long = boundary is not None and forward_pass.context.prompt_length > boundary
-        count = len(self._theirs.layers)
-        for layer in range(count - len(self.devices), count):
+        for layer in self._read_layers:
             name, rotation = self._theirs.layers[layer].rotary, None
             if name is not None:
                 rotation = self._rotations[name].gather(at, is_long, forward_pass.last)[:, None]

@@ -8,7 +8,7 @@ replaced by ones that know records. Without a cache they are transformers' own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps, u
 _STATE_METHODS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
 _UNLIMITED = ("nemotron_h",)  # families whose limit of time steps transformers applies in some passes only, other engines nowhere
 _NO_LIMIT = 0.0, torch.inf
+_STEP = "mamba2_selective_state_update"
 # layers that need no state but a KV cache
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
@@ -63,11 +64,10 @@ def replace_recurrences(module: Any) -> FixedState | None:
     for part, function in found:
         if config.model_type in _UNLIMITED:
             part.time_step_limit = _NO_LIMIT
-        is_limited = tuple(getattr(part, "time_step_limit", _NO_LIMIT)) != _NO_LIMIT
-        if function.__name__ != "forward" or not _replaced(function) or is_limited or others - RECURRENT_TYPES - _PLAIN_TYPES:
+        if function.__name__ != "forward" or not _replaced(part, function) or others - RECURRENT_TYPES - _PLAIN_TYPES:
             return FixedState(type(part).__name__, grows=True)
     for part, function in found:
-        names = {**function.__globals__, **_replaced(function)}
+        names = {**function.__globals__, **_replaced(part, function)}
         own = FunctionType(function.__code__, names, "forward", function.__defaults__, function.__closure__)
         own.__kwdefaults__ = function.__kwdefaults__
         setattr(part, "_old_forward" if hasattr(part, "_old_forward") else "forward", MethodType(own, part))  # accelerate's hooks
@@ -83,10 +83,18 @@ def _names(function: Any) -> set[str]:
     return set(function.__code__.co_names)
 
 
-def _replaced(function: Any) -> Mapping[str, Any]:
-    """Returns what replaces the functions that a mixer's `forward` calls; nothing if it computes its state in another way."""
+def _replaced(part: nn.Module, function: Any) -> Mapping[str, Any]:
+    """Returns what replaces the functions that the `forward` of a mixer calls; nothing if it computes its state in another way.
+
+    Mixers of older versions of transformers do: they read the layers of the cache themselves.
+    """
     names = _names(function)
+    if "get_conv_state" not in names:
+        return {}
     made = {name: partial(own, function.__globals__[name]) for name, own in _OWN.items() if name in names}
+    limit = tuple(getattr(part, "time_step_limit", _NO_LIMIT))
+    if _STEP in made and limit != _NO_LIMIT:  # transformers applies it to passes of several tokens only
+        made[_STEP] = partial(made[_STEP], limit=limit)
     is_complete = "causal_conv1d_fn" in made and (len(made) > 1 or "get_recurrent_state" not in names)
     return made if is_complete else {}
 
@@ -147,12 +155,18 @@ def _scan(
     return (found + options["D"][:, None] * values)[None].contiguous(), found[:0]
 
 
-def _step(theirs: Callable[..., Any], inputs: Any, *of_channels: Tensor, **options: Any) -> Any:
+def _step(
+    theirs: Callable[..., Any],
+    inputs: Any,
+    *of_channels: Tensor,
+    limit: Sequence[float] = _NO_LIMIT,
+    **options: Any,
+) -> Any:
     """Returns the output [1, heads, head size] of Mamba2 for one token, with what `_scan` takes repeated for all channels."""
     if not isinstance(inputs, StateInput):
         return theirs(inputs, *of_channels, **options)
     x, dt, a, b, c, d = of_channels
-    of_heads = {"D": d[:, 0], "dt_bias": options["dt_bias"][:, 0], "dt_limit": _NO_LIMIT, "initial_states": inputs}
+    of_heads = {"D": d[:, 0], "dt_bias": options["dt_bias"][:, 0], "dt_limit": limit, "initial_states": inputs}
     found = _scan(theirs, x[:, None], dt[:, None, :, 0], a[:, 0, 0], b[:, None], c[:, None], **of_heads)[0][:, 0]
     gate = options.get("z")
     return found if gate is None else found * silu(gate)
@@ -165,5 +179,5 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _scan,
-    "mamba2_selective_state_update": _step,
+    _STEP: _step,
 }

@@ -34,7 +34,8 @@ _UNROLLED = (
     "{} keeps a state ({}) that cannot be rolled back, which speculation needs: after a rejected draft all is run again. "
     "Plain decoding needs no rollback: -m ar"
 )
-_STATES = "past_key_values", "cache_params", "state"  # what models call their caches in inputs and outputs
+# What models call their cache in inputs and outputs: transformers 5.24 renamed all but RWKV's, and 5.40 removes the old names.
+_CACHES = "cache", "cache_params", "past_key_values", "state"
 _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
 
 
@@ -56,7 +57,7 @@ class TransformersModel:
         self._fixed = replace_recurrences(module)
         self.warning = None if self._fixed is None else _UNROLLED.format(module.config.model_type, self._fixed.what)
         accepted = inspect.signature(module.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
+        self._cache_name = cache_argument(module)
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
@@ -144,7 +145,8 @@ class TransformersModel:
             given = {"position_ids": positions} if "position_ids" in self._options else {}
             ids = torch.tensor([piece], device=self.device)
             output = self.module(input_ids=ids, use_cache=self._fixed.grows, **given, **cache.kept)
-            cache.kept = {name: output[name] for name in _STATES if self._fixed.grows and output.get(name) is not None}
+            state = next((output[name] for name in _CACHES if output.get(name) is not None), None)
+            cache.kept = {} if state is None or not self._fixed.grows else {self._cache_name: state}
             logits.append(output.logits[0])
             begin += len(piece)
         cache.end = last if self._fixed.grows else 0
@@ -212,6 +214,7 @@ class TransformersModel:
         decoder = decoder_of(self.module)
         types = getattr(self.module.config.get_text_config(), "layer_types", None) or [None] * self.shape.num_layers
         parts = [(_part(decoder.layers[part.layer], part), types[part.layer]) for part in layers]
+        cache_name = cache_argument(decoder.layers[0])
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             if inputs is None:
@@ -224,7 +227,8 @@ class TransformersModel:
             rotary = decoder.rotary_emb(hidden, sight.positions[None])
             for layer, kind in parts:
                 mask = masks[str(kind)] if isinstance(masks, dict) else masks
-                hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=True)
+                options = {cache_name: cache, "position_embeddings": rotary, "use_cache": True}
+                hidden = layer(hidden, attention_mask=mask, **options)
             if not with_head:
                 hidden = move(hidden[0], self.device)
                 return ModelOutput(hidden, hidden)
@@ -369,6 +373,12 @@ def decoder_of(module: Any) -> Any:
     Its attribute name is `base_model_prefix`; None if the model has no such attribute.
     """
     return getattr(module, module.base_model_prefix, None)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Returns the name of the argument by which a module's `forward` takes the cache."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
 def missing_part(module: Any) -> str | None:
