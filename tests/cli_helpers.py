@@ -21,7 +21,8 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device
 UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
 # the keys of a summary's line, as documented
 SUMMARY = (
-    "type method text token_ids new_tokens finish_reason seconds tokens_per_second rounds target_passes "
+    "type method text token_ids new_tokens finish_reason seconds tokens_per_second "
+    "decode_tokens_per_second prompt_tokens_per_second rounds target_passes "
     "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
     "gross_joules_per_token ties "
     "energy phase_seconds"

@@ -67,7 +67,7 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     assert b"\x1b" not in out + err
     about, footer = filter(None, err.decode().splitlines())
     assert about == "demo pair, cpu float32, adaptive"
-    assert re.fullmatch(r"adaptive  \d+ tokens  [\d.]+ tokens/s  \d+% accepted  first token [\d.]+ s  cpu float32.*", footer)
+    assert re.fullmatch(r"adaptive  \d+ tokens  decoding [\d.]+ tokens/s  prompt [\d,]+/s  \d+% accepted.*", footer)
 
 
 def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
@@ -80,7 +80,11 @@ def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], 
     check_record(lines)
     given = {"max_new_tokens": 40, "temperature": 1.5, "top_p": 1.0, "top_k": 0, "seed": 3, "stop": [], "ignore_eos": True}
     assert lines[0]["sampling"] == given | {"min_p": 0.0}
-    assert (lines[-1]["finish_reason"], lines[-1]["new_tokens"]) == ("length", 40)
+    last = lines[-1]
+    assert (last["finish_reason"], last["new_tokens"]) == ("length", 40)
+    first = last["first_token_seconds"]
+    assert last["decode_tokens_per_second"] == pytest.approx(39 / (last["seconds"] - first))
+    assert last["prompt_tokens_per_second"] is None, "the trial of drafting has run the prompt"
 
 
 @POSIX
@@ -203,6 +207,9 @@ def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: 
     out, footer = generate("-n", "20", "--json", PROMPT, models=pair[:2])
     assert footer.splitlines()[-1].startswith("adaptive (no draft model)  ")
     assert parsed(out)[0]["draft"] is None
+    lines = parsed(generate("-n", "20", "--json", "-m", "sd", PROMPT)[0])
+    prompt_seconds = len(lines[0]["prompt_ids"]) / lines[-1]["prompt_tokens_per_second"]
+    assert prompt_seconds == pytest.approx(lines[-1]["first_token_seconds"])
     out, footer = generate("-n", "500", "--ignore-eos", "--json", PROMPT)
     lines = parsed(out)
     assert len(lines[0]["prompt_ids"]) + lines[-1]["new_tokens"] == CONTEXT

@@ -81,11 +81,12 @@ def test_pieces_join_to_the_text_before_the_first_stop_text(rounds: list[list[in
 
 
 def a_summary(mode: Any = "sequential") -> Figures:
-    """51 tokens, 43 of 53 accepted, in 9 passes; with one rejection."""
-    summary = Figures("svip")
+    """51 tokens after a prompt of 30, 43 of 53 accepted, in 9 passes; with one rejection."""
+    summary = Figures("svip", prompt_tokens=30)
+    summary.add(a_round(0, (), 0, 1, seconds={"prefill": 0.12}))
     seconds = {"prefill": 0.0, "draft": 0.3, "verify": 0.53, "sample": 0.03, "other": 0.02}
-    summary.add(replace(a_round(0, [1] * 53, 43, 1, "correction", seconds=seconds), mode=mode))
-    for index in range(1, 8):
+    summary.add(replace(a_round(1, [1] * 53, 43, 1, "correction", seconds=seconds), mode=mode))
+    for index in range(2, 8):
         summary.add(a_round(index, (), 0, 1))
     summary.add(a_round(8, (), 0, None))
     return summary
@@ -94,11 +95,11 @@ def a_summary(mode: Any = "sequential") -> Figures:
 @pytest.mark.parametrize(
     ("width", "notes", "line"),
     [
-        (100, [], "svip  51 tokens  58.0 tokens/s  81% accepted  first token 0.88 s  5.67 a pass"),
-        (60, [], "svip  51 tokens  58.0 tokens/s  81% accepted"),
-        (40, [], "51 tokens  58.0 tokens/s  81% accepted"),
-        (80, ["no draft model"], "svip (no draft model)  51 tokens  58.0 tokens/s  81% accepted"),
-        (60, ["lossy"], "svip (lossy)  51 tokens  58.0 tokens/s  81% accepted"),
+        (100, [], "svip  51 tokens  decoding 56.8 tokens/s  prompt 250/s  81% accepted  first token 0.12 s  5.67 a pass"),
+        (80, [], "svip  51 tokens  decoding 56.8 tokens/s  prompt 250/s  81% accepted"),
+        (64, [], "51 tokens  decoding 56.8 tokens/s  prompt 250/s  81% accepted"),
+        (48, [], "51 tokens  decoding 56.8 tokens/s  81% accepted"),
+        (80, ["no draft model"], "svip (no draft model)  51 tokens  decoding 56.8 tokens/s  81% accepted"),
     ],
 )
 def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> None:
@@ -107,24 +108,42 @@ def test_footers_fit_their_width(width: int, notes: list[str], line: str) -> Non
 
 def test_footers_show_what_a_run_has() -> None:
     summary = a_summary("pre-verify")
-    assert "svip  stopped at 51 tokens (-n)  58.0 tokens/s" in footer(summary, [], 180, is_cut=True).plain
+    assert "svip  stopped at 51 tokens (-n)  decoding 56.8 tokens/s" in footer(summary, [], 180, is_cut=True).plain
     assert footer(summary, [], 20, is_cut=True).plain.startswith("stopped at 51 tokens (-n)"), "never left out"
-    waiting = "5.67 a pass  43.0 per rejection  34% waiting for the draft, 60% verifying"
+    waiting = "5.67 a pass  43.0 per rejection  30% waiting for the draft, 53% verifying"
     assert footer(summary, ["window 8, c 8.2"], 180).plain.endswith(waiting)
     assert footer(summary, [], 30, tuned="tuned: svip").plain.startswith("tuned: svip  51 tokens")
     summary = a_summary()
     summary.ties = 1
-    assert "1 tie in the target's logits" in footer(summary, [], 150).plain
+    assert "1 tie in the target's logits" in footer(summary, [], 180).plain
     summary.add_log_likelihood(-51 * math.log(2.5))
     summary.add_energy(Energy("RAPL package-0", 102.0, 12.34, 0.9))
-    line = footer(summary, ["lossy"], 120).plain
-    assert line.startswith("svip (lossy)  51 tokens  58.0 tokens/s  perplexity 2.50  2 J/token above 12.3 W idle  81% accepted")
+    line = footer(summary, ["lossy"], 150).plain
+    assert line.startswith(
+        "svip (lossy)  51 tokens  decoding 56.8 tokens/s  prompt 250/s  perplexity 2.50  2 J/token above 12.3 W idle"
+    )
     summary.add_energy(Energy("unavailable", reason="no counter"))
     assert "J/token" not in footer(summary, [], 120).plain
     plain = Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})])
-    assert footer(plain, [], 100, prompt_tokens=100, where="cpu float32").plain == (
-        "ar  1 token  2.0 tokens/s  first token 0.5 s  cpu float32  prompt 200/s"
-    )
+    plain.prompt_tokens = 100
+    assert footer(plain, [], 100, where="cpu float32").plain == "ar  1 token  prompt 200/s  first token 0.5 s  cpu float32"
+
+
+def test_speeds_of_decoding_and_of_the_prompt_add_up_over_runs() -> None:
+    both = Figures("svip")
+    for run in (a_summary(), Figures("ar", [a_round(0, (), 0, 1, seconds={"prefill": 0.5})], prompt_tokens=100)):
+        line = {**run.as_dict("", "length"), "drafts": run.drafts, "rejections": run.rejections}
+        both.include(line)
+    assert line["decode_tokens_per_second"] is None, "one token has no speed of its own"
+    assert (line["prompt_tokens_per_second"], line["tokens_per_second"]) == (200.0, 2.0)
+    assert both.decode_tokens_per_second == pytest.approx(50 / 0.88)
+    assert both.prompt_tokens_per_second == pytest.approx(130 / 0.62)
+    assert both.tokens_per_second == pytest.approx(52 / 1.5)
+    for name in ("first_token_seconds", "decode_tokens_per_second", "prompt_tokens_per_second"):
+        del line[name]  # as in lines of earlier versions and of other programs
+    both.include(line)
+    assert (both.decode_tokens_per_second, both.prompt_tokens_per_second) == (None, None)
+    assert both.tokens_per_second is not None
 
 
 # ------------------------------------------------------------------ text and colours

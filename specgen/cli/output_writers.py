@@ -54,7 +54,6 @@ class OutputWriter:
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
-        self._computed = 0  # tokens of the prompt, without those in the KV cache
         self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
@@ -100,7 +99,7 @@ class OutputWriter:
                         self._rounds.legend()
                     if self._meter is not None:
                         self._meter.start()
-                self._computed = max(1, len(self._request.prompt_ids) - self._run.target.cached_tokens(self._run.context))
+                self._figures.prompt_tokens = self._run.uncached_tokens
                 with reading_prompt(progress):
                     for round_ in self._run.rounds():
                         with interrupts.held():
@@ -158,7 +157,6 @@ class OutputWriter:
                 notes,
                 width,
                 tuned=self._tuned,
-                prompt_tokens=self._computed,
                 where=self._where,
                 is_cut=finish_reason == "length" and self._request.limit == self._request.sampling.max_new_tokens,
             )

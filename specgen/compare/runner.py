@@ -302,6 +302,7 @@ class Runner:
             counted = run_baseline(pair, spec.name, settings, ids, request.limit, sampling, run.seed)
         else:
             rounds = list(run.rounds())
+            figures.prompt_tokens = len(ids)  # the caches are empty
         if self._meter is not None:
             figures.add_energy(self._meter.stop())
         for round_ in rounds:

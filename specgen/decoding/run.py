@@ -121,6 +121,13 @@ class Run:
     def remaining(self) -> int:
         return self.limit - (len(self.context) - self.context.prompt_length)
 
+    @property
+    def uncached_tokens(self) -> int | None:
+        """How many tokens of the context the target's next pass runs, because its KV cache does not hold them. None if it holds
+        all but the last one, which is always run."""
+        missing = len(self.context) - self.target.cached_tokens(self.context)
+        return missing if missing > 1 else None
+
     def prefill(self) -> Round:
         """Runs round 0: the target's pass over the prompt, which gives the first token."""
         self.clock.start()

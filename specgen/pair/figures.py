@@ -21,7 +21,18 @@ _COUNTS: Mapping[str, Callable[[Round], int]] = {
     "ties": lambda round_: round_.verdict.ties,
 }
 _METRICS = (
-    *("seconds", "tokens_per_second", "rounds", "target_passes", "drafted", "accepted", "acceptance_rate", "draft_share"),
+    *(
+        "seconds",
+        "tokens_per_second",
+        "decode_tokens_per_second",
+        "prompt_tokens_per_second",
+        "rounds",
+        "target_passes",
+        "drafted",
+        "accepted",
+        "acceptance_rate",
+        "draft_share",
+    ),
     *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
     "gross_joules_per_token",
 )
@@ -36,7 +47,9 @@ class Figures:
     `log_likelihood` (nats) is that of the generated tokens under the target at temperature 1. `joules` are those beyond idle
     power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` is the part of the time that
     went into capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by
-    phase. `parallel`: drafts were made during target passes (PEARL).
+    phase. `prompt_tokens` are those of the prompts that were run, because no cache held them; None: unknown or none.
+    `prefill_seconds` is the time until the first tokens, of which there are `prefill_tokens`; NaN if it is unknown for one run.
+    `parallel`: drafts were made during target passes (PEARL).
     """
 
     method: str
@@ -54,6 +67,9 @@ class Figures:
     unsplit_seconds: float = 0.0
     capture_seconds: float = 0.0
     first_token_seconds: float | None = None
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prompt_tokens: float | None = None
     log_likelihood: float | None = None
     energy: Energy | None = None
     joules: float | None = None
@@ -66,6 +82,8 @@ class Figures:
     def add(self, round_: Round) -> None:
         if self.first_token_seconds is None:
             self.first_token_seconds = sum(round_.seconds.values())
+            self.prefill_seconds += self.first_token_seconds
+            self.prefill_tokens += len(round_.token_ids)
         counts = {name: count(round_) for name, count in _COUNTS.items()}
         self._add(counts, round_.token_ids, round_.seconds)
         self.parallel |= round_.mode in ("pre-verify", "post-verify")
@@ -81,6 +99,10 @@ class Figures:
             self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
         if tokens and "joules_per_token" in line:
             self._add_joules(tokens * _or_nan(line["joules_per_token"]), tokens * _or_nan(line.get("gross_joules_per_token")))
+        first = _or_nan(line.get("first_token_seconds"))
+        self.prefill_seconds += first
+        self.prefill_tokens += bool(tokens)
+        self.prompt_tokens = (self.prompt_tokens or 0) + first * _or_nan(line.get("prompt_tokens_per_second"))
         older = {"target_passes": line["rounds"], "rejections": 0, "ties": 0}  # lines of earlier versions lack them
         self._add({**older, **line}, line["token_ids"], line["phase_seconds"] or {})
         self.unsplit_seconds += line["seconds"] if line["phase_seconds"] is None else 0.0
@@ -117,6 +139,18 @@ class Figures:
     @property
     def tokens_per_second(self) -> float | None:
         return _ratio(self.new_tokens, self.seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """The speed without the prompt: tokens after each output's first, divided by the time that they took."""
+        if math.isnan(self.prefill_seconds):
+            return None
+        return _ratio(self.new_tokens - self.prefill_tokens or None, self.seconds - self.prefill_seconds)
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        """Tokens of the prompt that were run, divided by the time until the first token."""
+        return None if math.isnan(self.prefill_seconds) else _ratio(self.prompt_tokens, self.prefill_seconds)
 
     @property
     def acceptance_rate(self) -> float | None:

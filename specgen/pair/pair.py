@@ -102,8 +102,9 @@ class Pair:
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         run = self.run(request)
+        computed = run.uncached_tokens
         rounds = list(run.rounds())
-        summary = Figures(request.method.name, rounds)
+        summary = Figures(request.method.name, rounds, prompt_tokens=computed)
         if perplexity or not request.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
         text = request.text(self.tokenizer, summary.token_ids)

@@ -110,6 +110,7 @@ COLUMNS = (
     Column("ties", in_csv=False),
     *map(Column, ("rounds", "drafted", "accepted", "new_tokens", "seconds")),
     Column("tokens_per_second", "tokens\n/s", "{:,.1f}", 1, "tokens/s", is_speed=True),
+    *map(Column, ("decode_tokens_per_second", "prompt_tokens_per_second")),
     Column("speedup", "\nspeedup", "{:.2f}×", value=attrgetter("speedup"), is_speed=True),
     Column("speedup_low", "95%\ninterval", _interval, 4, value=attrgetter("low"), is_speed=True, is_interval=True),
     Column("speedup_high", value=attrgetter("high")),

@@ -40,7 +40,7 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "prompt", "where", "first", "name", "accepted", "energy")
+_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "where", "first", "name", "prompt", "accepted", "energy")
 _DROPPED_NEXT = ("perplexity", "speed")
 
 
@@ -277,12 +277,11 @@ def footer(
     width: int,
     *,
     tuned: str = "",
-    prompt_tokens: int = 0,
     where: str = "",
     is_cut: bool = False,
 ) -> Text:
-    """Returns the line below the answer: method, number of tokens, speed, acceptance, time to the first token, device and dtype
-    (`where`, empty: not shown), prompt tokens per second, tokens per target pass, shares of the time.
+    """Returns the line below the answer: method, number of tokens, speeds of decoding and of the prompt, acceptance, time to the
+    first token, device and dtype (`where`, empty: not shown), tokens per target pass, shares of the time.
 
     If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
     in words, the method and the settings that `specgen tune` saved, empty where they are not used. `is_cut`: the limit that the
@@ -293,17 +292,16 @@ def footer(
     draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
     idle = energy.idle_watts or 0.0 if energy else 0.0
-    prompt_speed = prompt_tokens / summary.first_token_seconds if summary.first_token_seconds else None
     figures = {
         "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
         "tokens": f"stopped at {tokens} (-n)" if is_cut else tokens,
-        "speed": _figure("{:.1f} tokens/s", summary.tokens_per_second),
+        "speed": _figure("decoding {:,.1f} tokens/s", summary.decode_tokens_per_second),
+        "prompt": _figure("prompt {:,.0f}/s", summary.prompt_tokens_per_second),
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
         "accepted": _figure("{:.0%} accepted", rate),
         "first": _figure("first token {:.2g} s", summary.first_token_seconds),
         "where": where,
-        "prompt": _figure("prompt {:,.0f}/s", prompt_speed if prompt_tokens else None),
         "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
