@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
@@ -22,6 +24,8 @@ from specgen.decoding.policy_base import DraftedToken
 from specgen.methods import adaptive
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
 from specgen.methods.learned_drafting import (
+    _LAST_PASSES,
+    _MOST,
     LONGEST_PAUSE,
     OPTION,
     SHORTEST_PAUSE,
@@ -39,6 +43,7 @@ from specgen.workers.worker import DraftWorker
 SURE, UNSURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}, {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
 LIKELY = {"entropy": 0.6, "top_prob": 0.8, "prob": 0.8}
 CHEAP = DraftingCosts(0.05, 0.01)
+GUESSES = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4), DraftingCosts(0.0, 0.03)  # tokens, blocks, lookup
 
 
 def policy(costs: DraftingCosts = CHEAP, *, in_parallel: bool = False, exploration: float = 3.0, max_draft: int = 40) -> Adaptive:
@@ -157,8 +162,45 @@ def test_only_much_that_was_gained_shortens_the_pause() -> None:
     assert (guard.pause, guard.loss) == (16, -1)
     guard.count(1, 5, 3.0)
     assert (guard.pause, guard.loss) == (8, 0), "a gain is not saved up for later losses"
-    guard.count(9, 1, 3.0)
-    assert (guard.left, guard.pause, guard.loss) == (8, 16, 5), "a pause is paid for with the budget"
+    guard.count(6, 1, 3.0)
+    assert (guard.left, guard.pause, guard.loss) == (8, 16, 2), "a pause is paid for with the budget"
+
+
+def test_one_huge_loss_costs_one_pause() -> None:
+    guard = DraftingGuard()
+    guard.count(300, 1, 3.0)
+    assert (guard.left, guard.pause, guard.loss) == (4, 8, 3.0)
+    guard.left = 0
+    guard.count(1, 2, 3.0)
+    assert not guard.left
+
+
+@given(st.integers(0, 10**6), st.integers(0, 400), st.floats(0, 0.3), st.sampled_from([0.05, 0.2, 0.5]))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_after_useless_drafts_good_ones_are_found_again(seed: int, before: int, accepted: float, cost: float) -> None:
+    """A stretch of rounds in which little is accepted delays the first draft after it by at most a quarter of its length."""
+    rng, made = Random(seed), policy(DraftingCosts(cost, 0.03), exploration=6.0)
+    drafted = list[int]()
+    for number in range(before + 20 + before // 4):
+        chance = accepted if number < before else 0.8
+        drafted.append(draft(made, *[LIKELY] * 40))
+        made.observe(drafted[-1], next((position for position in range(drafted[-1]) if rng.random() > chance), drafted[-1]))
+    assert any(drafted[before:])
+
+
+def test_the_longest_pause_ends() -> None:
+    """From the worst state that rounds can lead to: the longest pause, nothing but lost drafts, no acceptance."""
+    made = policy(DraftingCosts(0.4, 0.03), exploration=6.0)
+    learned = made.learned
+    learned.guard = DraftingGuard(loss=6.0, pause=LONGEST_PAUSE, left=LONGEST_PAUSE)
+    learned.gain, learned.drafts, learned.trust = -300.0, 33.0, 0.2
+    learned.token.offset = learned.following.offset = -30.0
+    drafted = list[int]()
+    for _ in range(LONGEST_PAUSE + 400):
+        drafted.append(draft(made, *[SURE] * 40))
+        made.observe(drafted[-1], drafted[-1])
+    assert not any(drafted[:LONGEST_PAUSE])
+    assert all(drafted[-20:])
 
 
 # what it learns
@@ -249,6 +291,94 @@ def test_costs_are_learned_from_the_times_of_rounds(
         else:
             assert timed.costs.verify == pytest.approx(timed.guess.verify, abs=0.005), "passes of one width have no slope"
         assert timed.costs.differs(timed.guess, 1.5) == (not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27)
+
+
+def test_stalled_passes_leave_the_unit_what_it_is() -> None:
+    """Fifteen rounds of 3 ms, of which one took 12 ms: passes with drafts first, then plain ones."""
+    timed = LearnedCosts(DraftingCosts(0.15, 0.03))
+    for tokens, passes in ((4, 1.1), (4, 1.1), (5, 4.0), *[(0, 1.0)] * 12):
+        timed.add(tokens, tokens * 4.5e-4, tokens, passes * 3e-3)
+    assert timed._verification()[0] == pytest.approx(3e-3, rel=0.1)
+    assert timed.costs.draft == pytest.approx(0.15, rel=0.1)
+    assert timed.costs.of_further(1, 1) < 0.7
+
+
+TIMES = st.one_of(st.floats(), st.sampled_from([0.0, 1e-9, 3e-3, 1.0, 3600.0]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), TIMES, TIMES), max_size=100), st.sampled_from(GUESSES))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_learned_costs_stay_within_what_was_seen(rounds: list[tuple[int, float, float]], guess: DraftingCosts) -> None:
+    timed, seen = LearnedCosts(guess), list[tuple[float, float]]()
+    for tokens, drafting, verification in rounds:
+        timed.add(tokens if guess.draft else 0, drafting, tokens, verification)
+        assert all(0 <= cost <= most for cost, most in zip(astuple(timed.costs), astuple(_MOST), strict=True))
+        if 1e-9 < verification < 1e9:
+            seen = [*seen, (verification / (1 + _MOST.of_draft(0, tokens)), verification)][-_LAST_PASSES:]
+    if seen:
+        shortest, longest = min(least for least, _ in seen), max(most for _, most in seen)
+        assert shortest * 0.999 <= timed._verification()[0] <= longest * 1.05, "the guess counts a little too"
+
+
+def disturbed(rng: Random, seconds: float, share: float) -> float:
+    """What a clock shows for these seconds, if a `share` of times is one of a stall, or of a clock that stands or is set."""
+    if rng.random() > share:
+        return seconds
+    return rng.choice([0.0, -1.0, seconds + 1, seconds + 60, seconds + 3600, math.inf, math.nan])
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 200),
+    st.floats(0, 0.5),
+    st.sampled_from([(GUESSES[0], 0.1, 0.0), (GUESSES[0], 0.3, 0.0), (GUESSES[1], 0.01, 0.4)]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_drafting_is_back_soon_after_any_stalls(
+    seed: int, before: int, share: float, machine: tuple[DraftingCosts, float, float]
+) -> None:
+    """Passes take 3 ms, and four of five tokens are accepted."""
+    guess, draft_cost, start = machine
+    rng, wanted = Random(seed), DraftingCosts(draft_cost, 0.03, start)
+    made = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess)))
+    drafted = list[int]()
+    for number in range(before + 20):
+        count = draft(made, *[LIKELY] * 40)
+        made.observe(count, next((position for position in range(count) if rng.random() > 0.8), count))
+        drafting, verification = 3e-3 * wanted.of_draft(count, 0), 3e-3 * (1 + wanted.of_draft(0, count))
+        if number < before:
+            drafting, verification = disturbed(rng, drafting, share), disturbed(rng, verification, share)
+        made.observe_seconds(count, drafting, count, verification)
+        drafted.append(count)
+    assert any(drafted[before:])
+
+
+@pytest.mark.parametrize(("seconds", "pauses"), [(2.0, [16, 32, 64, 128]), (9.0, [16, 16, 16, 16]), (0.1, [])])
+def test_costs_that_forbid_drafts_are_tried_again(seconds: float, pauses: list[int]) -> None:
+    """A drafted token that takes two passes is tried ever more rarely; one that takes nine has met a stall and says little."""
+    timed = LearnedCosts(GUESSES[0])
+    found, idle = list[int](), 0
+    for _ in range(400):
+        drafts = timed.costs.of_further(1, 1) < 1
+        if drafts and idle > 1:
+            found.append(idle)
+        idle = 0 if drafts else idle + 1
+        timed.add(drafts, seconds * drafts, drafts, 1.0)
+    assert found[: len(pauses)] == pauses
+    assert bool(found) == bool(pauses)
+
+
+@pytest.mark.parametrize("machine", [(GUESSES[0], 0.05), (GUESSES[2], 0.0)], ids=["model", "lookup"])
+def test_a_cheap_trial_replaces_what_was_learned_before(machine: tuple[DraftingCosts, float]) -> None:
+    guess, draft_cost = machine
+    timed, levels = LearnedCosts(guess), 2 if guess.draft else 0
+    for tokens in (1, 8, 0) * 14:
+        timed.add(tokens if levels else 0, 9.0 * tokens, tokens, 1.0 + tokens)
+    assert timed.costs.of_further(1, 1) > 0.9
+    for _ in range(20):
+        timed.add(0, 0.0, 0, 1.0)
+    timed.add(levels, draft_cost * levels, 2, 1.06)
+    assert timed.costs.of_further(1, 1) < 0.3
 
 
 def test_costs_change_within_a_run_unless_they_are_given() -> None:

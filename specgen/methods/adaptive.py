@@ -134,7 +134,8 @@ class Adaptive(LengthPolicy):
     def _model_gain(self) -> float:
         """What a draft of the model is expected to gain; negative if a token costs more than it is worth."""
         surplus = self.learned.worth - self._costs.of_further(1, 1)
-        return self.learned.mean_gain if surplus > 0 else surplus
+        is_trial = self._timed is not None and self._timed.is_trial
+        return self.learned.mean_gain if surplus > 0 or is_trial else surplus
 
     def _pauses(self, guard: DraftingGuard) -> bool:
         if not guard.pauses():

@@ -6,8 +6,10 @@ Imports no torch.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from specgen.decoding.costs import RoundCosts
 
@@ -21,8 +23,11 @@ _FIRST_GAIN, _DRAFTS, _FEWEST_DRAFTS = 0.6, 10.0, 0.2  # the gain assumed at fir
 _SHRINKING = 0.85
 _LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # factors on sums over all tokens and over the last ones, for each token
 _USUAL = 6  # drafted tokens: costs per token are taken at this length
-_COST_FADING = 0.98  # the sums over rounds from which costs are learned are multiplied by this for each round
-_OUTLIER = 3.0  # a time counts as at most this many times the expected one
+_SHORTEST, _LONGEST = 1e-9, 1e9  # seconds: other times are no measurement
+_LAST_PASSES, _LAST_DRAFTS = 64, 32  # from which costs are learned
+_OUTLIER = 3.0  # a time counts as at most this many times the usual one
+_EACH, _EVERY = 16, 4  # each of the first rounds changes the costs, later every fourth: it takes as long as drafting a token
+_LEAST_DRAFT = 0.1  # target passes: a draft that is usually shorter may take this many times `_OUTLIER` too
 _BLOCK_RATIO = 3.0  # if the first token costs more than this many further ones, the drafter makes all in one pass
 _WIDEST = 8  # drafted tokens; the guess counts as measured passes of none and of this many
 _TRUST = 0.05  # as how many passes each of the two: more would pull the line, as few widths are seen and this is far from them
@@ -72,6 +77,15 @@ class DraftingCosts:
         """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a draft that has begun."""
         return levels * self.draft + tokens * self.verify
 
+    def at_most(self, bounds: DraftingCosts) -> DraftingCosts:
+        """Returns these costs, each at most as large as that of `bounds`."""
+        return DraftingCosts(
+            min(self.draft, bounds.draft),
+            min(self.verify, bounds.verify),
+            min(self.start, bounds.start),
+            min(self.verify_start, bounds.verify_start),
+        )
+
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
         """Returns the lowest expected cost per output token with drafts of a fixed length, at most `longest` tokens.
 
@@ -90,6 +104,13 @@ class DraftingCosts:
         return max(own, its) > factor * min(own, its)
 
 
+_MOST = DraftingCosts(2.0, 1.0, 8.0, 1.0)  # learned costs; a token does not pay from 1 on
+_TRIAL = DraftingCosts(0.5, 0.2, 0.5, 0.2)  # with which a short draft pays if it is accepted
+_TRIAL_INTERVAL = 16  # rounds without a draft before the first trial
+_STALL = 8.0  # target passes: a drafted token that takes longer says little about drafting, ...
+_EQUAL_TRIALS = 6  # ... so this many of such trials double the interval, as one other does
+
+
 def verifying(seconds: Callable[[int], float], widest: int) -> tuple[float, float]:
     """Returns `DraftingCosts.verify` and `verify_start` for the seconds of target passes over 1, 2 and `widest` (above 2) tokens.
 
@@ -106,56 +127,149 @@ class LearnedCosts:
     far.
 
     The cost of verification is the slope of a line through the seconds of target passes with drafted tokens, over their number.
-    The mean of the passes without drafted tokens is the unit; `verify_start` is what the line is above it at 0. The cost of
+    The median of the passes without drafted tokens is the unit; `verify_start` is what the line is above it at 0. The cost of
     drafting is the mean of the seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed in one
     pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other seconds of a draft. Target passes
     and a draft with the times that the guess predicts are counted as if they had been measured.
+
+    A disturbance (a stall, a busy machine) makes a round longer, never shorter. So each time counts as at most `_OUTLIER` times
+    the lower quartile of the last ones, which stays right while fewer than three quarters of them are disturbed. The costs follow
+    from the last rounds alone: nothing that came before them is left in an estimate.
+
+    Costs that forbid a draft would stay for good, because only drafts show what drafting costs. After some rounds without a draft
+    `costs` are therefore low enough for a short one, and its times decide.
     """
 
     def __init__(self, guess: DraftingCosts) -> None:
         self.guess = self.costs = guess
         self.rounds = 0
-        self._single = 0.0  # seconds of a target pass over one token; 0: not known yet
-        self._passes = [0.0] * 5  # sums over target passes: 1, x, x^2, y, x y for y seconds with x > 0 drafted tokens
-        self._plain = [0.0, 0.0]  # the number and the seconds of those without
-        self._drafts = [0.0, 0.0]  # sums of seconds and of tokens (levels of a tree)
+        self._passes: deque[tuple[int, float]] = deque(maxlen=_LAST_PASSES)  # drafted tokens, seconds of the target's pass
+        self._drafts: deque[tuple[int, float]] = deque(maxlen=_LAST_DRAFTS)  # drafted tokens (levels of a tree), seconds
+        self._idle = 0  # rounds since the last draft
+        self._refused = 0  # drafts after such a pause, one after the other, that were too expensive again
 
     def add(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
-        """Learns from the times of a round. The arguments are those of `LengthPolicy.observe_seconds`."""
-        guess, expected = self.guess, self.costs
-        if not self._single:
-            self._single = max(verification, 1e-9) / (1 + guess.of_draft(0, tokens))
-        seconds = min(verification, _OUTLIER * self._single * (1 + expected.of_draft(0, tokens)))
-        if tokens:
-            self._passes = _added(self._passes, (1.0, tokens, tokens * tokens, seconds, tokens * seconds))
-        else:
-            self._plain = _added(self._plain, (1.0, seconds))
-        if levels:
-            drafting = min(drafting, _OUTLIER * self._single * max(expected.of_draft(levels, 0), 0.1))
-            counted = 1 if guess.start else levels
-            besides = levels * guess.draft * self._single if guess.start else 0.0
-            self._drafts = _added(self._drafts, (max(0.0, drafting - besides), counted))
-        slope, first = self._line()
-        count, plain = self._plain
-        self._single = max((plain + _EXTENDED * first) / (count + _EXTENDED), 0.1 * self._single)
-        mean = (self._drafts[0] / self._single + (guess.start or guess.draft)) / (self._drafts[1] + 1)
-        drafting, start = (guess.draft, mean) if guess.start else (mean, 0.0)
-        self.costs = DraftingCosts(drafting, slope / self._single, start, max(0.0, first / self._single - 1))
-        self.rounds += 1
+        """Learns from the times of a round. The arguments are those of `LengthPolicy.observe_seconds`.
 
-    def _line(self) -> tuple[float, float]:
-        """Returns the slope of the line through the passes with drafted tokens, and its seconds for none."""
-        begin = self._single * (1 + self.guess.verify_start)
-        widest = begin + self._single * self.guess.verify * _WIDEST
-        count, x, xx, y, xy = self._passes
-        count, x, xx = count + 2 * _TRUST, x + _TRUST * _WIDEST, xx + _TRUST * _WIDEST**2
-        y, xy = y + _TRUST * (begin + widest), xy + _TRUST * _WIDEST * widest
+        Times that cannot be, as of a clock that stands or is set, are left out.
+        """
+        has_model = self.guess.draft > 0 or self.guess.start > 0
+        has_drafted = levels > 0 if has_model else tokens > 0
+        was_trial = has_drafted and self.is_trial
+        self._idle = 0 if has_drafted else self._idle + 1
+
+        if _SHORTEST < verification < _LONGEST:
+            if was_trial:
+                self._judge_trial(levels, drafting, tokens, verification)
+            self.rounds += 1
+            self._passes.append((tokens, verification))
+            if levels and _SHORTEST < drafting < _LONGEST:
+                self._drafts.append((levels, drafting))
+            if self.rounds <= _EACH or self.rounds % _EVERY == 0 or was_trial:
+                self.costs = self._estimate()
+            if has_drafted and self.costs == self.costs.at_most(_TRIAL):
+                self._refused = 0
+
+        if self.is_trial:
+            self.costs = self.costs.at_most(_TRIAL)
+
+    def _judge_trial(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+        """Forgets the drafts before the pause if this draft after it was cheap; counts it as refused otherwise."""
+        single = self._verification()[0]
+        allowed = single * (1 + _TRIAL.of_draft(levels, tokens))
+        if drafting + verification > allowed:
+            is_stall = drafting > _STALL * levels * single or verification > single * (2 + tokens)
+            self._refused += 1 if is_stall else _EQUAL_TRIALS
+            return
+        self._drafts.clear()
+        while len(self._passes) > _TRIAL_INTERVAL:
+            self._passes.popleft()
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether so many rounds had no draft that the next one is tried, whatever was learned.
+
+        The intervals between trials grow with each that was too expensive, and less with one that was a stall.
+        """
+        doublings = self._refused // _EQUAL_TRIALS
+        return self._idle >= min(_TRIAL_INTERVAL << min(doublings, 10), LONGEST_PAUSE)
+
+    def _estimate(self) -> DraftingCosts:
+        guess = self.guess
+        single, first, slope = self._verification()
+        drafting = self._drafting(single)
+        start = 0.0
+        if guess.start:
+            drafting, start = guess.draft, drafting
+        verify_start = max(0.0, first / single - 1)
+        return DraftingCosts(drafting, slope / single, start, verify_start).at_most(_MOST)
+
+    def _verification(self) -> tuple[float, float, float]:
+        """Returns the seconds of a target pass over one token (the unit), those on the line for no drafted token, and its slope."""
+        expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens, _ in self._passes}
+        usual = _lower([seconds / expected[tokens] for tokens, seconds in self._passes], 4)
+        most = _OUTLIER * usual
+        plain = list[float]()
+        verified = list[tuple[int, float]]()
+        for tokens, seconds in self._passes:
+            seconds = min(seconds, most * expected[tokens])
+            if tokens:
+                verified.append((tokens, seconds))
+            else:
+                plain.append(seconds)
+        first, slope = self._line(verified, usual)
+        single = first
+        if plain:
+            single = (len(plain) * median(plain) + _EXTENDED * first) / (len(plain) + _EXTENDED)
+        return single, first, slope
+
+    def _line(self, verified: Sequence[tuple[int, float]], single: float) -> tuple[float, float]:
+        """Returns the line through the target passes with drafted tokens: its seconds for none, and its slope.
+
+        `single` is about the time of a pass over one token. A drafted token takes no longer than a pass of its own, which bounds
+        the slope.
+        """
+        begin = single * (1 + self.guess.verify_start)
+        widest = begin + single * self.guess.verify * _WIDEST
+        count = len(verified) + 2 * _TRUST
+        x = _TRUST * _WIDEST
+        xx = _TRUST * _WIDEST**2
+        y = _TRUST * (begin + widest)
+        xy = _TRUST * _WIDEST * widest
+        for tokens, seconds in verified:
+            x += tokens
+            xx += tokens * tokens
+            y += seconds
+            xy += tokens * seconds
         slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
-        return slope, (y - slope * x) / count
+        first = (y - slope * x) / count
+        least = min((seconds / (1 + tokens) for tokens, seconds in verified), default=first)
+        if first < least:
+            first = least
+            slope = max(0.0, y - least * count) / x
+        return first, slope
+
+    def _drafting(self, single: float) -> float:
+        """Returns the mean cost of a drafted token, or of a draft's `start` if the guess has one, in units of `single` seconds."""
+        guess = self.guess
+        usual = guess.start or guess.draft
+        costs = list[tuple[float, int]]()  # of each draft: the cost, and the number of tokens that it is for
+        for levels, seconds in self._drafts:
+            if guess.start:
+                costs.append((max(0.0, seconds / single - levels * guess.draft), 1))
+            else:
+                costs.append((seconds / single, levels))
+        usual = _lower([usual, *(cost / count for cost, count in costs)], 3)
+        total, counted = guess.start or guess.draft, 1
+        for cost, count in costs:
+            total += min(cost, _OUTLIER * max(usual * count, _LEAST_DRAFT))
+            counted += count
+        return total / counted
 
 
-def _added(sums: Sequence[float], new: Sequence[float]) -> list[float]:
-    return [_COST_FADING * old + each for old, each in zip(sums, new, strict=True)]
+def _lower(values: Sequence[float], parts: int) -> float:
+    """Returns a quantile of the values: with 4 `parts` the lower quartile."""
+    return sorted(values)[len(values) // parts]
 
 
 @dataclass(slots=True)
@@ -223,7 +337,8 @@ class DraftingGuard:
         pause."""
         self.loss += cost - tokens
         if self.loss > budget:
-            self.left, self.loss = self.pause, self.loss - budget
+            self.left = self.pause
+            self.loss = min(self.loss - budget, budget)  # one huge loss costs one pause, not one after another
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
         elif self.loss < -budget:
             self.pause, self.loss = max(self.pause // 2, SHORTEST_PAUSE), 0.0
