@@ -205,7 +205,8 @@ class LearnedCosts:
         return DraftingCosts(drafting, slope / single, start, verify_start).at_most(_MOST)
 
     def _verification(self) -> tuple[float, float, float]:
-        """Returns the seconds of a target pass over one token (the unit), those on the line for no drafted token, and its slope."""
+        """Returns the seconds of a pass over one token (the unit), and the line through the passes with drafted tokens: see
+        `_line`."""
         expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens, _ in self._passes}
         usual = _lower([seconds / expected[tokens] for tokens, seconds in self._passes], 4)
         most = _OUTLIER * usual
@@ -250,7 +251,8 @@ class LearnedCosts:
         return first, slope
 
     def _drafting(self, single: float) -> float:
-        """Returns the mean cost of a drafted token, or of a draft's `start` if the guess has one, in units of `single` seconds."""
+        """Returns the mean cost of a drafted token in units of `single` seconds, or of a draft's `start` if the guess has
+        one."""
         guess = self.guess
         usual = guess.start or guess.draft
         costs = list[tuple[float, int]]()  # of each draft: the cost, and the number of tokens that it is for
