@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -23,6 +24,10 @@ from specgen.traces.writer import TraceWriter
 from specgen.view import theme
 from specgen.view.pair_report import method_card
 from specgen.view.progress import Progress
+
+if TYPE_CHECKING:
+    from specgen.methods.method import Method
+    from specgen.pair.loading import Finding
 
 
 def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
@@ -50,7 +55,14 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
         tuned_for = None if given else params
         pair, profile = open_pair(
-            models, err, quiet=quiet, parallel=chosen.is_parallel, sequential=sequential, tuned_for=tuned_for, remembered=True
+            models,
+            err,
+            quiet=quiet,
+            parallel=chosen.is_parallel,
+            sequential=sequential,
+            tuned_for=tuned_for,
+            remembered=True,
+            find=_looked_for(chosen, sequential=sequential),
         )
         opened.enter_context(pair)
         text = "" if prompt is None else prompt.text()
@@ -93,6 +105,20 @@ def _check_system(asked: GenerateOptions) -> None:
     if not asked.chat:
         raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
     check_text(asked.system, "--system")
+
+
+def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
+    """Returns what to look for on this machine that drafts for the method, as in `specgen.load`.
+
+    `sequential`: the method runs a draft model in this process.
+    """
+    if method.head:
+        return "heads"
+    if not method.uses_draft_model:
+        return False
+    if not sequential:
+        return "unloaded"
+    return True if method.drafts_without_model else "untried"
 
 
 def _is_on_terminal() -> bool:

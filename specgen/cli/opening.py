@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.compare.method_specs import MethodSpec
+    from specgen.pair.finding import Found
+    from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
     from specgen.tune.profile import Profile
 
@@ -44,6 +46,7 @@ def open_pair(
     sequential: bool = True,
     tuned_for: SamplingParams | None = None,
     remembered: bool = False,
+    find: bool | Finding = "untried",
 ) -> tuple[Pair, Profile | None]:
     """Loads the models and runs them once to warm them up, with a progress line on the console `err`. Returns the pair, and the
     profile for sampling as in `tuned_for`; None if there is no profile, or if `tuned_for` is None.
@@ -51,7 +54,8 @@ def open_pair(
     `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second process for the draft model. That
     process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
     in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
-    --draft-dtype is given. `remembered`: see `Pair.warm_up`.
+    --draft-dtype is given. `remembered`: see `Pair.warm_up`. `find` says what to look for where no drafter is named: see
+    `specgen.load`.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -62,7 +66,8 @@ def open_pair(
         from specgen.pair.loading import load
 
         interrupts.check()
-        pair = load(**models.arguments(), announce=loading.announce, process=process)
+        looked_for = find if models.finds else False
+        pair = load(**models.arguments(), find=looked_for, announce=loading.announce, process=process)
         if tuned_for is not None and isinstance(models, DecodingOptions):
 
             def note(text: str) -> None:
@@ -75,14 +80,25 @@ def open_pair(
                 pair, profile = _with_profile(pair, profile, process, note)
         pair.warm_up(loading.announce, sequential=sequential, parallel=parallel, remembered=remembered)
         interrupts.check()
-        doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
-        doubts += [pair.draft.warning] if pair.draft is not None and pair.draft.warning is not None else []
-        for text in [*(f"warning: {doubt}" for doubt in doubts), *([pair.target.warning] if pair.target.warning else [])]:
+        for text in _notes(pair):
             loading.keep(Text(text))
     if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
         gc.freeze()
         gc.enable()
     return pair, profile
+
+
+def _notes(pair: Pair) -> list[str]:
+    """Returns the lines that the user should see about the loaded models, and about what was found and does not work."""
+    doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+    if pair.draft is not None and pair.draft.warning is not None:
+        doubts.append(pair.draft.warning)
+    notes = [f"warning: {doubt}" for doubt in doubts]
+    if pair.target.warning:
+        notes.append(pair.target.warning)
+    if pair.searched is not None:
+        notes += pair.searched.left_out
+    return notes
 
 
 def disable_hub_progress(err: Console, *, quiet: bool) -> None:
@@ -219,7 +235,7 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
 
 def choose_found(pair: Pair, text: str, err: Console, *, quiet: bool) -> str:
     """Returns the method that is the fastest in a short trial, with what was found to draft for the target; says so in a line."""
-    from specgen.pair.finding import hint  # imports torch
+    from specgen.pair.finding import LEAST_GAIN, hint  # imports torch
 
     kinds = list(dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP))
     names, speeds = [methods.DEFAULT_METHOD, *kinds], {methods.DEFAULT_METHOD: 0.0}
@@ -227,17 +243,26 @@ def choose_found(pair: Pair, text: str, err: Console, *, quiet: bool) -> str:
         with Progress(err, quiet=quiet) as line:
             speeds = _speeds(pair, text or "1.", names, line.announce)
     name = next(iter(speeds))
-    by_kind = {each.kind: each for each in reversed(pair.found)}
-    used = by_kind.get(name) or by_kind.get(MTP if pair.draft is None else DRAFT_MODEL)
     if quiet:
         return name
-    if used is None and (published := hint(pair.target.name)) is not None:
-        err.print(Text(published, "quiet"), soft_wrap=True)
+    used = next((each for each in pair.found if each.kind == name), None) or _drafts_by_default(pair)
+    rejected = [each for each in pair.found if each.kind == DRAFT_MODEL and not each.is_assumed and each.speedup < LEAST_GAIN]
+    for each in rejected:
+        err.print(Text(f"found {each.name}: {each.why}; too few, so it is not used", "quiet"), soft_wrap=True)
     if used is not None:
         rates = ", ".join(f"{each} {speed:.0f}" for each, speed in speeds.items() if speed)
         tried = f" ({rates} tokens/s in a short trial)" if rates else ""
         err.print(Text(f"found {used.name}: {used.why}{tried}; -d none drafts without it", "quiet"), soft_wrap=True)
+    elif not rejected and (published := hint(pair.target.name)) is not None:
+        err.print(Text(published, "quiet"), soft_wrap=True)
     return name
+
+
+def _drafts_by_default(pair: Pair) -> Found | None:
+    """Returns what the default method drafts with, of what was found: the draft model, else the target's own layers."""
+    if pair.draft is not None:
+        return next((each for each in pair.found if each.folder == pair.draft.folder), None)
+    return next((each for each in pair.found if each.kind == MTP), None)
 
 
 def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]) -> dict[str, float]:

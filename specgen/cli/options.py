@@ -195,11 +195,11 @@ class ModelOptions:
         return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
     def arguments(self) -> dict[str, Any]:
-        """Returns these options as keyword arguments for `specgen.load`."""
+        """Returns these options as keyword arguments for `specgen.load`, but for `find`."""
         given = asdict(self)
         if self.draft == "none":
             given["draft"] = None
-        return {name: value for name, value in given.items() if name not in ("profile", "threads")} | {"find": self.finds}
+        return {name: value for name, value in given.items() if name not in ("profile", "threads")}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name, inference
 from specgen.engine.hub import GGUF_HINT, model_folder
-from specgen.engine.model import Model, ModelShape, of_transformers
+from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import read_architecture, read_config, text_config
@@ -208,10 +208,10 @@ def describe(folder: Path, source: ModelSource) -> PreparedModel:
                 raise SpecgenError(f"{name}: {error}", "Take --backend auto or transformers") from error
     if source.exact:
         raise SpecgenError(f"--exact needs the native backend, and {name} runs on transformers: {fallback}", "Leave it out")
-    from specgen.engine.transformers.loading import read_transformers_config
+    from specgen.engine.transformers.loading import read_shape, read_transformers_config
 
     config = read_transformers_config(folder, name, source.trust_remote_code)
-    return PreparedModel(source, folder, raw, of_transformers(config), None, config, fallback, quantisation)
+    return PreparedModel(source, folder, raw, read_shape(config, name), None, config, fallback, quantisation)
 
 
 def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

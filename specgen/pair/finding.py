@@ -1,5 +1,7 @@
 """Finds what can draft for a target among the heads and models that are on this machine already: in its data folder and its own
 files, beside it, and in the local hub cache. Downloads nothing, and reads only configs and the headers of weight files.
+
+What it finds is remembered (`found_cache`), so that a later search of the same files only lists folders.
 """
 
 from __future__ import annotations
@@ -8,20 +10,25 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.model_loading import LoadedModel, ModelSource, PreparedModel, describe
-from specgen.engine.native.config_reading import read_config
+from specgen.engine.native.config_reading import read_config, text_config
+from specgen.engine.native.native_model import open_model
 from specgen.engine.parts.trained_part import TrainedPart, open_part
-from specgen.engine.text.translation import same_tokens
+from specgen.engine.text.tokenizer import has_tokenizer, load_tokenizer
+from specgen.engine.text.translation import LEAST_SHARED, same_tokens
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
+from specgen.pair.found_cache import keep_search, read_search, search_state
 from specgen.pair.parts import PartStore
 
 MOST_FOLDERS = 300  # that are looked at, of each place
@@ -46,7 +53,8 @@ class Found:
     """Something that can draft. `kind` is `DRAFT_MODEL` or the kind of a trained part, `name` what users name it by.
 
     `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target pass's, by the bytes of weights.
-    `why` says where both come from. `is_assumed`: the acceptance was not measured.
+    `why` says where both come from. `is_assumed`: the acceptance was not measured. `refusal` says why it cannot be used after
+    all; None: it can, as far as is known. `may_pass`: the refusal is for something such as too little memory.
     """
 
     kind: str
@@ -56,6 +64,8 @@ class Found:
     cost: float
     why: str
     is_assumed: bool = True
+    refusal: str | None = None
+    may_pass: bool = False
 
     @property
     def speedup(self) -> float:
@@ -68,14 +78,82 @@ class Found:
         return own | {"acceptance": round(self.acceptance, 3), "is_assumed": self.is_assumed}
 
 
-def find_drafters(target: PreparedModel) -> list[Found]:
-    """Returns what can draft for the target: parts that belong to it first, then by expected speedup."""
-    store, own, size = PartStore(unloaded(target)), [], _bytes(target.folder)
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was looked at for a target, and what can draft for it.
+
+    `folders` has what was looked at by name, and `state` changes with the files there. `judged` is what these files showed, with
+    what was refused, best first; `own` are parts that belong to the target.
+    """
+
+    target: Path
+    folders: Mapping[str, Path]
+    state: str
+    own: Sequence[Found]
+    judged: Sequence[Found]
+
+    @property
+    def found(self) -> list[Found]:
+        """What can draft for the target: parts that belong to it first, then by expected speedup."""
+        return [*self.own, *(each for each in self.judged if each.refusal is None)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each drafter that does not work, with the reason."""
+        return [f"left out {each.name}: {each.refusal}" for each in self.judged if each.refusal is not None]
+
+    def learned(self, found: Found) -> Search:
+        """Returns the search with what was learned about something that it found."""
+        judged = [found if each.folder == found.folder else each for each in self.judged]
+        return replace(self, judged=_ordered(judged))
+
+    def keep(self) -> None:
+        """Stores what the files showed, for later searches of the same files."""
+        lasting = [replace(each, refusal=None, may_pass=False) if each.may_pass else each for each in self.judged]
+        facts = [asdict(each) | {"name": None, "folder": str(each.folder)} for each in lasting]
+        keep_search(self.target, self.state, facts)
+
+
+def search(target: PreparedModel) -> Search:
+    """Looks for what can draft for the target. Something that cannot be read is not found, and never an error."""
+    store = PartStore(unloaded(target))
+    own = []
+    size = _bytes(target.folder)
     for kind in HEADS:
         if (part := store.find(kind)) is not None:
             own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
-    found = [each for name, folder in _places(target) if (each := _judged(name, folder, target, size)) is not None]
-    return own + sorted(found, key=lambda each: (-each.speedup, -each.cost))
+
+    folders = dict(_places(target))
+    state = search_state([target.folder.resolve(), *folders.values()])
+    kept = read_search(target.folder, state)
+    if kept is not None:
+        return Search(target.folder, folders, state, own, _restored(kept, folders))
+
+    tokens = len(target.tokenizer.vocabulary()) if folders else 0
+    judged = [_judged(name, folder, target, (size, tokens)) for name, folder in folders.items()]
+    made = Search(target.folder, folders, state, own, _ordered([each for each in judged if each is not None]))
+    made.keep()
+    return made
+
+
+def find_drafters(target: PreparedModel) -> list[Found]:
+    """Returns what can draft for the target: parts that belong to it first, then by expected speedup."""
+    return search(target).found
+
+
+def _ordered(found: Sequence[Found]) -> list[Found]:
+    return sorted(found, key=lambda each: (-each.speedup, -each.cost, each.name))
+
+
+def _restored(kept: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) -> list[Found]:
+    """Returns what an earlier search kept, under the names by which the folders go now."""
+    names = {str(folder): name for name, folder in folders.items()}
+    found = []
+    for facts in kept:
+        with suppress(TypeError, KeyError):
+            folder = str(facts["folder"])
+            found.append(Found(**{**facts, "name": names[folder], "folder": Path(folder)}))
+    return _ordered(found)
 
 
 def other_drafts(found: Sequence[Found], draft: LoadedModel | None) -> list[Found]:
@@ -93,8 +171,6 @@ def hint(target: str) -> str | None:
 
 def unloaded(target: PreparedModel) -> Any:
     """Returns what finding parts needs of a `LoadedModel`, without weights."""
-    import torch
-
     device, shape = torch.device("cpu"), target.shape
     model = SimpleNamespace(shape=shape, device=device)
     limit = shape.context_limit
@@ -104,47 +180,108 @@ def unloaded(target: PreparedModel) -> Any:
 
 
 def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
-    """Yields the names and folders of models beside the target, if it is a folder, and of those in the hub cache."""
+    """Yields the names and folders of models in and beside the target, if it is a folder, and of those in the hub cache."""
     from huggingface_hub import constants
 
-    here, location = target.folder.resolve(), Path(target.source.location)
+    here = target.folder.resolve()
+    location = Path(target.source.location)
     if location.expanduser().is_dir():
-        for folder in islice((each for place in (here, here.parent) for each in place.iterdir()), 20 * MOST_FOLDERS):
-            if folder.is_dir() and folder != here:
-                yield str(folder) if location.is_absolute() else os.path.relpath(folder), folder
-    for cached in islice(Path(constants.HF_HUB_CACHE).glob("models--*--*"), MOST_FOLDERS):
-        snapshots = sorted(cached.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
-        if snapshots and snapshots[-1].resolve() != here:
-            yield cached.name.removeprefix("models--").replace("--", "/"), snapshots[-1]
+        for folder in [*_models_in(here), *_models_beside(here)]:
+            yield str(folder) if location.is_absolute() else os.path.relpath(folder), folder
+    for cached in islice(_folders(Path(constants.HF_HUB_CACHE)), MOST_FOLDERS):
+        if not cached.name.startswith("models--"):
+            continue
+        snapshot = max(_folders(cached / "snapshots"), key=_time, default=None)
+        if snapshot is not None and _is_model(snapshot) and snapshot.resolve() != here:
+            yield cached.name.removeprefix("models--").replace("--", "/"), snapshot
+
+
+def _models_beside(here: Path) -> list[Path]:
+    """Returns the models beside the folder `here`, if its parent is a folder of models.
+
+    It is one if at least half of its folders are models. Others, such as a home folder, hold what has nothing to do with the
+    target, and may hold what strangers put there.
+    """
+    folders = _folders(here.parent)
+    models = [folder for folder in folders if _is_model(folder)]
+    return [model for model in models if model != here] if 2 * len(models) >= len(folders) else []
+
+
+def _models_in(place: Path) -> list[Path]:
+    return [folder for folder in _folders(place) if _is_model(folder)]
+
+
+def _folders(place: Path) -> list[Path]:
+    """Returns the folders in `place` by name, but for hidden ones; at most `MOST_FOLDERS`, and none if it cannot be listed."""
+    try:
+        names = sorted(os.listdir(place))
+    except OSError:
+        return []
+    folders = (place / name for name in names if not name.startswith("."))
+    return list(islice((folder for folder in folders if os.path.isdir(folder)), MOST_FOLDERS))
+
+
+def _is_model(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json")
+
+
+def _time(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _judged(name: str, folder: Path, target: PreparedModel, size: int) -> Found | None:
-    """Returns what the folder's files show about it as a drafter for the target, whose weights take `size` bytes; None if it
-    cannot be one."""
-    with suppress(SpecgenError, OSError, ValueError):
-        if not (folder / "config.json").is_file() or not 0 < _bytes(folder) <= LARGEST_DRAFT * size:
+def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, int]) -> Found | None:
+    """Returns what the folder's files show about it as a drafter for the target; None if it cannot be one.
+
+    `sizes` are the bytes of the target's weights, and how many tokens its tokenizer has. The files are a stranger's, for which
+    libraries may raise anything.
+    """
+    target_bytes, tokens = sizes
+    with suppress(Exception):
+        own_bytes = _bytes(folder)
+        if not 0 < own_bytes <= LARGEST_DRAFT * target_bytes:
             return None
         config = read_config(folder, name)
-        inner = config.get("transformer_layer_config")
-        width = {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
-        if "backbone_hidden_size" in config:  # of an assistant of Gemma 4
-            width = config["backbone_hidden_size"]
-        if width in (None, target.shape.hidden_size):
+        if _width(config) in (None, target.shape.hidden_size):
             with suppress(SpecgenError):
-                return _of_part(
-                    open_part(folder, unloaded(target), is_exit=False), target, size, "its sizes fit this model", name
-                )
-        model = describe(folder, ModelSource(name))
-        if same_tokens(target.tokenizer, model.tokenizer):
-            is_related = model.shape.model_type == target.shape.model_type
-            cost = _bytes(folder) / size
-            why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
-            return Found(DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why)
+                part = open_part(folder, unloaded(target), is_exit=False)
+                return _of_part(part, target, target_bytes, "its sizes fit this model", name)
+        rows = text_config(config).get("vocab_size")
+        if isinstance(rows, int) and rows < LEAST_SHARED * tokens:
+            return None
+        # some tokenizers need transformers, whose import takes seconds
+        if has_tokenizer(folder) and same_tokens(target.tokenizer, load_tokenizer(folder, config, False, name)):
+            return _of_model(name, folder, config, target, own_bytes / target_bytes)
     return None
+
+
+def _width(config: Mapping[str, Any]) -> Any:
+    """Returns the width of the target's hidden states that a head with this config reads; None if the config is silent."""
+    if "backbone_hidden_size" in config:  # of an assistant of Gemma 4
+        return config["backbone_hidden_size"]
+    inner = config.get("transformer_layer_config")
+    return {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
+
+
+def _of_model(name: str, folder: Path, config: Mapping[str, Any], target: PreparedModel, cost: float) -> Found:
+    """Returns a model with the target's tokenizer as a drafter, with a refusal if it cannot be run or lacks tensors."""
+    is_related = text_config(config).get("model_type") == target.shape.model_type
+    why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
+    found = Found(DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why)
+    try:
+        model = describe(folder, ModelSource(name))
+        _ = model.generation, model.eos_ids
+        if model.architecture is not None:
+            open_model(folder, name, model.architecture, torch.device("cpu"))
+    except SpecgenError as error:
+        return replace(found, refusal=error.message)
+    return found
 
 
 def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name: str = "") -> Found:

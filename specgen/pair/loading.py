@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
+from typing import Literal
 
 import torch
 
 from specgen import demo
 from specgen.base import machine
-from specgen.base.errors import SpecgenError
+from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.settings import Setting
+from specgen.base.text import one_line
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, check_room, choose_draft_dtype, choose_dtypes
 from specgen.engine.hub import head_folder, model_folder
-from specgen.engine.model_loading import LoadedModel, Loader, ModelSource, describe, load_model, prepare, translation_between
+from specgen.engine.model_loading import (
+    LoadedModel,
+    Loader,
+    ModelSource,
+    PreparedModel,
+    describe,
+    load_model,
+    prepare,
+    translation_between,
+)
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
-from specgen.pair.finding import LEAST_GAIN, Found, find_drafters
-from specgen.pair.pair import Pair
+from specgen.pair import trial
+from specgen.pair.finding import LEAST_GAIN, Found, Search, search
+from specgen.pair.pair import Pair, runners
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
+
+Finding = Literal["untried", "unloaded", "heads"]
+MOST_TRIED = 3  # models, of those that were found
 
 
 def load(
@@ -48,7 +65,7 @@ def load(
     process: DraftProcess | None = None,
     exit_layer: str | Path | None = None,
     head: str | Path | None = None,
-    find: bool = False,
+    find: bool | Finding = False,
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
@@ -67,7 +84,9 @@ def load(
     distribution. The draft model's weights are loaded when first needed.
 
     With `find`, heads and a smaller model on this machine are looked for that can draft for the target; they are used where none
-    is named.
+    is named. Such a model's weights are loaded at once: one that cannot be loaded is left out, and so is one of which the target
+    accepts too little in a short trial, which is made once. `find` can also be `untried` (no trial is made), `unloaded` (nor are
+    the weights loaded: PEARL may load them in another process) or `heads` (no model is looked for).
 
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
     their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
@@ -134,7 +153,7 @@ def _load(
     announce: Callable[[str], None],
     process: DraftProcess | None,
     *,
-    find: bool = False,
+    find: bool | Finding = False,
 ) -> Pair:
     """Loads the models. With `find`, also a draft model that is found on this machine. `named` are the device names that the user
     gave for the target and for the draft model.
@@ -144,12 +163,14 @@ def _load(
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
     target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
-    found: list[Found] = []
+    searched = None
+    models: list[Found] = []
     if find:
         announce(f"looking for what can draft for {target.name}")
-        found = find_drafters(target)
-        models = [each for each in found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
-        drafts = [describe(each.folder, ModelSource(each.name, backend=target.source.backend)) for each in models[:1]]
+        searched = search(target)
+        models = [] if find == "heads" else _worth_loading(searched)
+        with suppress(SpecgenError):  # `_with_model` says why
+            drafts = [describe(found.folder, _source_of(found, target)) for found in models[:1]]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
     placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
     if placement is not None:
@@ -183,9 +204,68 @@ def _load(
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     loaded.warning = choices[0].warning or loaded.warning
     pair = Pair(loaded, draft, worker)
-    pair.found = found
-    pair.parts.beside = {each.kind: each.folder for each in reversed(found) if each.kind in HEADS}
+    if searched is not None:
+        heads = [each for each in searched.found if each.kind in HEADS]
+        pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
+        pair.searched = searched
+        if find != "unloaded":
+            pair = _with_model(pair, models, dtypes, announce, is_tried=find is True)
     return pair
+
+
+def _worth_loading(searched: Search) -> list[Found]:
+    """Returns the models among what was found from which a gain is expected, the best first."""
+    models = [each for each in searched.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
+    return models[:MOST_TRIED]
+
+
+def _source_of(found: Found, target: PreparedModel) -> ModelSource:
+    return ModelSource(found.name, backend=target.source.backend)
+
+
+def _with_model(
+    pair: Pair,
+    models: Sequence[Found],
+    dtypes: tuple[str, str | None],
+    announce: Callable[[str], None],
+    *,
+    is_tried: bool,
+) -> Pair:
+    """Returns the pair with the first of the `models`, which were found for the target, that can be used; without a draft model
+    where none can. If `is_tried`, the target also has to accept enough of its tokens.
+
+    What is learned about the models is stored. `dtypes` are as in `with_found`.
+    """
+    for found in models:
+        announce(f"loading {found.name}")
+        learned = found
+        try:
+            if pair.draft is None or pair.draft.folder != found.folder:
+                pair.close()
+                pair = with_found(pair, found, dtypes)
+            runners(pair)
+            if is_tried and found.is_assumed:
+                announce(f"trying {found.name}")
+                learned = trial.tried(pair, found)
+        except Exception as error:  # noqa: BLE001  the files are a stranger's, and libraries raise anything for them
+            may_pass = isinstance(error, RunError) or not isinstance(error, SpecgenError)
+            learned = replace(found, refusal=_reason(error), may_pass=may_pass)
+
+        if learned != found:
+            pair.learn(learned)
+        if learned.refusal is None and not (is_tried and learned.speedup < LEAST_GAIN):
+            return pair
+    if pair.draft is None:
+        return pair
+    pair.close()
+    return _with_draft(pair, None, None)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a model that was found does not work, in one line."""
+    if isinstance(error, SpecgenError):
+        return error.message
+    return shorten(one_line(" ".join(str(error).split())), 160, placeholder=" …") or type(error).__name__
 
 
 def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
@@ -231,17 +311,17 @@ def with_found(pair: Pair, found: Found, dtypes: tuple[str, str | None], process
 
     `dtypes` are the values of --dtype and --draft-dtype. See `with_draft_dtype`.
     """
-    prepared = describe(found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend))
+    prepared = describe(found.folder, _source_of(found, pair.target.prepared))
     device = pair.target.device if pair.draft is None else pair.draft.device
     chosen = choose_draft_dtype(dtypes[1], dtypes[0], prepared, device)
     draft = LoadedModel(as_chosen(prepared, chosen), device, chosen.dtype, warning=chosen.warning)
     return _with_draft(pair, draft, process)
 
 
-def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
+def _with_draft(pair: Pair, draft: LoadedModel | None, process: DraftProcess | None) -> Pair:
     other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
     other.parts = pair.parts
-    other.found = pair.found
+    other.searched = pair.searched
     other.measurements.threads = pair.measurements.threads
     return other
 

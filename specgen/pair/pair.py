@@ -35,7 +35,7 @@ from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt
 from specgen.workers.worker import DraftWorker
 
 if TYPE_CHECKING:
-    from specgen.pair.finding import Found
+    from specgen.pair.finding import Found, Search
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 TRIAL_ROUNDS = 24
@@ -51,7 +51,7 @@ class Pair:
     def __init__(self, target: LoadedModel, draft: LoadedModel | None, worker: DraftWorker | None = None) -> None:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
-        self.found: Sequence[Found] = ()  # what `load` found for the target, if it was asked to look
+        self.searched: Search | None = None  # what `load` found for the target, if it was asked to look
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
@@ -63,6 +63,17 @@ class Pair:
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
         self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
+
+    @property
+    def found(self) -> Sequence[Found]:
+        """What `load` found that can draft for the target; nothing if it was not asked to look."""
+        return () if self.searched is None else self.searched.found
+
+    def learn(self, found: Found) -> None:
+        """Takes over what was learned about something that was found for the target, and stores it for later searches."""
+        if self.searched is not None:
+            self.searched = self.searched.learned(found)
+            self.searched.keep()
 
     # runs
 

@@ -154,12 +154,17 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
         try:
             return _of_transformers(folder, trust_remote_code)
         except Exception as error:
-            if "trust_remote_code" in str(error) or any(path for pattern in FILES for path in folder.glob(pattern)):
+            if "trust_remote_code" in str(error) or has_tokenizer(folder):
                 raise
             raise SpecgenError(
                 f"{name} has no tokenizer: it lacks tokenizer.json, and also tokenizer.model, vocab.json and vocab.txt",
                 "Download them, or save them with tokenizer.save_pretrained",
             ) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder has one of the files that hold vocabularies."""
+    return any(path for pattern in FILES for path in folder.glob(pattern))
 
 
 def _native(files: TokenizerFiles) -> Tokenizer:

@@ -22,6 +22,7 @@ from specgen.engine.text.token_bytes import TokenBytes, token_bytes
 from specgen.engine.text.tokenizer import ANCHORS, Tokenizer
 
 _INVALID = re.compile("([\ud800-\udfff]+)")  # bytes that are not UTF-8, as `surrogateescape` decodes them
+LEAST_SHARED = 0.99  # of the tokens of the larger one of two tokenizers with the same tokens
 LOW = 0.7  # kappa; vLLM reports an acceptance of 0.15 at a similar share of the vocabulary (pull request 38174)
 _ENOUGH = 20  # tokens; in fewer, the share that is covered says little
 _LEFT_OUT = "bos", "pad"  # roles of special tokens that are not written as text where the draft has no such token
@@ -36,7 +37,7 @@ def same_tokens(target: Tokenizer, draft: Tokenizer) -> bool:
     if target.digest is not None and target.digest == draft.digest:
         return True  # building two large vocabularies takes longer than all the rest
     smaller, larger = sorted((target.vocabulary(), draft.vocabulary()), key=len)
-    return len(smaller) >= 0.99 * len(larger) and smaller.items() <= larger.items()
+    return len(smaller) >= LEAST_SHARED * len(larger) and smaller.items() <= larger.items()
 
 
 class Translation:

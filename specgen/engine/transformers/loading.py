@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,16 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.devices import inference
+from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import TransformersModel, logits_error, model_without_weights
-from specgen.engine.weights import check_no_extra, missing_tensors, wrong_shape
+from specgen.engine.weights import AGAIN, check_no_extra, missing_tensors, stored_tensors, wrong_shape
 
 
 def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
@@ -37,7 +39,17 @@ def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder", "Take a decoder-only language model")
+    own_classes = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_classes:
+        problem = f"{name} ({config.model_type}) is no causal language model"
+        raise SpecgenError(problem, "Take a decoder-only language model")
     return config
+
+
+def read_shape(config: Any, name: str) -> ModelShape:
+    """Returns the sizes in a transformers config. Raises SpecgenError where it lacks those of a language model."""
+    with reading("configuration", name):
+        return of_transformers(config)
 
 
 def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: str) -> bool:
@@ -90,6 +102,7 @@ def load_module(
         prepared.transformers_config,
         dict[str, Any](),
     )
+    _check_size(prepared)
     if device.type not in ("cpu", "mps") or prepared.quantisation is not None:  # straight to the device
         options["device_map"] = {"": str(device)} if is_accelerate_available() else None
     if prepared.quantisation is not None:  # which may be in the text part of its config.json
@@ -114,6 +127,17 @@ def load_module(
         ).eval()  # transformers gives them the dtype of their scales
     _check_report(report, model.config.get_text_config(), name)
     return model
+
+
+def _check_size(prepared: Any) -> None:
+    """Raises SpecgenError for files that hold next to nothing of what the config describes.
+
+    transformers would give all missing weights memory and random numbers before it reports them.
+    """
+    shape = prepared.shape
+    stored = sum(prod(dimensions) for dimensions, _ in stored_tensors(prepared.folder).values())
+    if prepared.quantisation is None and stored < shape.vocab_size * shape.hidden_size // 8:
+        raise SpecgenError(f"{prepared.name} lacks most of the tensors that its config.json describes", AGAIN)
 
 
 def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:

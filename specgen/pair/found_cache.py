@@ -1,0 +1,58 @@
+"""Remembers what was found to draft for a target, in the user's cache folder, for as long as the files that were looked at stay
+as they are: a later search only lists folders. The files here may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from specgen.base.files import cache_folder, write_whole
+from specgen.base.machine import versions
+
+_FORMAT = 1  # of a search and of its file; a change of either is a new number
+
+
+def search_state(folders: Sequence[Path]) -> str:
+    """Returns a hash that changes when a file in one of the folders changes, and with the versions of the libraries."""
+    listed = [[str(folder), _entries(folder)] for folder in folders]
+    facts = json.dumps([_FORMAT, versions(), listed])
+    return sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def read_search(target: Path, state: str) -> list[dict[str, Any]] | None:
+    """Returns what `keep_search` was last given for the target's folder, None if it had another state or cannot be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(_file(target).read_text("utf-8"))
+        if kept["state"] == state:
+            return [dict(each) for each in kept["found"]]
+    return None
+
+
+def keep_search(target: Path, state: str, found: Sequence[Mapping[str, Any]]) -> None:
+    """Stores the result of a search for the target in this folder. Does nothing where the file cannot be written."""
+    with suppress(OSError, ValueError):
+        write_whole(_file(target), json.dumps({"state": state, "found": list(found)}, indent=1))
+
+
+def _file(target: Path) -> Path:
+    name = sha256(os.path.realpath(target).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    return cache_folder() / "drafters" / f"{name}.json"
+
+
+def _entries(folder: Path) -> list[list[Any]]:
+    """Returns name, size and time of change of each file in a folder; of a link, those of the file that it names."""
+    entries = []
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            facts: list[Any] = [name]
+            with suppress(OSError):
+                found = os.stat(folder / name)
+                facts += [found.st_size, found.st_mtime_ns]
+            entries.append(facts)
+    return entries
